@@ -1,0 +1,45 @@
+# The two commands of the README are `make equivalence` and `make test`; both set the environment up first.
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+VENV ?= .venv
+BIN := $(VENV)/bin
+# One stamp per content of what is installed, so that a changed pin installs again.
+STAMP := $(VENV)/.packproof-$(shell cat pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
+SIZE ?= tiny
+ARGS ?=
+
+.PHONY: help
+help: ## what there is
+	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+$(STAMP): pyproject.toml constraints.txt
+	@python="$$(.ci/find-python)" && echo "environment: $(VENV), made with $$python (the first time takes a few minutes)" && \
+	  { [ -x $(BIN)/python ] || "$$python" -m venv $(VENV); }
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[test,lint]'
+	@touch $@
+
+.PHONY: setup
+setup: $(STAMP) ## make the environment
+
+.PHONY: equivalence
+equivalence: $(STAMP) ## the main job: three witnesses, the packed sample and generated rows (SIZE=tiny|standard|long)
+	$(BIN)/python -m equivalence run --size $(SIZE) $(ARGS)
+
+.PHONY: test
+test: $(STAMP) ## the tests, with coverage
+	$(BIN)/python -m pytest -n auto --cov --cov-report=term:skip-covered $(ARGS)
+
+.PHONY: lint
+lint: $(STAMP) ## ruff, the type checker, the import contracts
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+.PHONY: bench
+bench: $(STAMP) ## the benchmark of docs/benchmarks.md
+	$(BIN)/python -m tools.bench rows $(ARGS)
+
+.PHONY: clean
+clean: ## remove what was built, not the environment
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage*

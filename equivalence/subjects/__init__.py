@@ -1,0 +1,54 @@
+"""The sides of a comparison behind one protocol: reference, production, megatron_lm, or your own `module:object`."""
+
+from __future__ import annotations
+
+import importlib
+from typing import cast
+
+from equivalence.subjects.protocol import (
+    BATCH_TENSORS,
+    PROMPT_FORMATS,
+    ROW_TENSORS,
+    Batch,
+    Messages,
+    Refusal,
+    Row,
+    RowSettings,
+    Subject,
+)
+
+__all__ = [
+    "BATCH_TENSORS",
+    "BUILT_IN",
+    "PROMPT_FORMATS",
+    "ROW_TENSORS",
+    "Batch",
+    "Messages",
+    "Refusal",
+    "Row",
+    "RowSettings",
+    "Subject",
+    "load",
+]
+
+BUILT_IN = ("reference", "production", "megatron_lm")
+
+
+def load(name: str) -> Subject:
+    """Load a subject by name: one of BUILT_IN, or `module:object` (an object or a class without arguments).
+
+    Raises ValueError if there is no such subject, ImportError if what it needs cannot be imported.
+    """
+    if name in BUILT_IN:
+        return cast("Subject", importlib.import_module(f"equivalence.subjects.{name}").SUBJECT)
+    module, _, attribute = name.partition(":")
+    if not attribute:
+        raise ValueError(f"no subject is called {name!r}: choose one of {', '.join(BUILT_IN)}, or give module:object")
+    found = getattr(importlib.import_module(module), attribute, None)
+    if found is None:
+        raise ValueError(f"module {module!r} has no {attribute!r}: give module:object of a subject")
+    subject = found() if isinstance(found, type) else found
+    missing = [part for part in ("build_row", "collate") if not callable(getattr(subject, part, None))]
+    if missing:
+        raise ValueError(f"{name!r} lacks {', '.join(missing)}: a subject has build_row and collate")
+    return cast("Subject", subject)

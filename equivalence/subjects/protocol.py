@@ -1,0 +1,140 @@
+"""What a subject is: something that builds a row and a batch, or refuses. All sides are compared in these terms."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+PROMPT_FORMATS = ("nemotron-nano-v2", "nemotron-h-aligned", "identity", "default")
+ROW_TENSORS = ("input_ids", "target_ids", "token_mask", "position_ids", "cu_seqlens")
+BATCH_TENSORS = (
+    "input_ids",
+    "target_ids",
+    "token_mask",
+    "position_ids",
+    "packed_cu_seqlens",
+    "packed_cu_seqlens_lengths",
+    "packed_max_seqlen",
+    "input_lengths",
+    "sample_mask",
+    "flat_cu_seqlens",
+    "flat_max_seqlen",
+)
+
+Messages = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowSettings:
+    """What a row is built for. Raises ValueError where no row could be built (SPEC section 9)."""
+
+    pack_length: int
+    """P: tokens a row has in the model."""
+    prompt_format: str = "nemotron-nano-v2"
+    """One of PROMPT_FORMATS."""
+    context_parallel_size: int = 1
+    """cp: segments are padded to multiples of 2·cp where it exceeds 1."""
+    semantics: str = "megatron-lm-0.19"
+    """A preset of SPEC section 7, optionally with overrides: `strict,lost_conversations=refuse`."""
+    pad_token: str | None = None
+    """Override of the format's pad token."""
+    assistant_prefix_len: int | None = None
+    """Override of the format's assistant prefix, in tokens."""
+
+    def __post_init__(self) -> None:
+        """Refuse settings that no row could satisfy."""
+        if self.prompt_format not in PROMPT_FORMATS:
+            raise ValueError(
+                f"prompt_format {self.prompt_format!r} is unknown; choose one of {', '.join(PROMPT_FORMATS)}"
+            )
+        if self.pack_length < 1:
+            raise ValueError(f"pack_length is {self.pack_length}; it counts tokens, so it must be at least 1")
+        if self.context_parallel_size < 1:
+            raise ValueError(f"context_parallel_size is {self.context_parallel_size}; it must be at least 1")
+        if self.assistant_prefix_len is not None:
+            if self.assistant_prefix_len < 0:
+                raise ValueError(f"assistant_prefix_len is {self.assistant_prefix_len}; it must not be negative")
+            if self.assistant_prefix_len > 0 and self.prompt_format == "identity":
+                raise ValueError("assistant_prefix_len must be 0 with prompt_format identity, which renders no prefix")
+
+    def replace(self, **changes: Any) -> RowSettings:
+        """The same settings with some changed."""
+        return dataclasses.replace(self, **changes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refusal:
+    """A row that a side will not build. Compared by its kind (SPEC section 9)."""
+
+    kind: str
+    """One of SPEC's kinds."""
+    message: str = ""
+    """The side's own words."""
+    conversation: int | None = None
+    """Where, if the side says so."""
+    turn: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Row:
+    """One built row, or its refusal: exactly one of `refusal` and the tensors is None."""
+
+    input_ids: torch.Tensor | None = None
+    """[P] int64."""
+    target_ids: torch.Tensor | None = None
+    """[P] int64."""
+    token_mask: torch.Tensor | None = None
+    """[P] float32."""
+    position_ids: torch.Tensor | None = None
+    """[P] int64."""
+    cu_seqlens: torch.Tensor | None = None
+    """[K] int32, from 0 to its first P (R-CU-1)."""
+    max_seqlen: int | None = None
+    report: Mapping[str, int | None] | None = None
+    """SPEC section 6; None from a side that counts nothing (Megatron-LM)."""
+    refusal: Refusal | None = None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Batch:
+    """Collated rows (R-BATCH-1) and the same flattened for THD (R-BATCH-2). A side that has no such field leaves None."""
+
+    input_ids: torch.Tensor
+    """[B, P] int64."""
+    target_ids: torch.Tensor
+    """[B, P] int64."""
+    token_mask: torch.Tensor
+    """[B, P] float32."""
+    position_ids: torch.Tensor
+    """[B, P] int64."""
+    packed_cu_seqlens: torch.Tensor | None
+    """[B, K] int32, right-padded with -1."""
+    packed_cu_seqlens_lengths: torch.Tensor | None
+    """[B] int64."""
+    packed_max_seqlen: torch.Tensor | None
+    """[B] int64."""
+    input_lengths: torch.Tensor | None
+    """[B] int64."""
+    sample_mask: torch.Tensor | None
+    """[B] float32."""
+    flat_cu_seqlens: torch.Tensor
+    """[N] int32: boundaries of the batch as one sequence."""
+    flat_max_seqlen: int
+
+
+class Subject(Protocol):
+    """A side of the comparison. `tokenizer` is a transformers tokenizer loaded from a folder."""
+
+    name: str
+
+    def build_row(self, messages: Messages, tokenizer: Any, settings: RowSettings) -> Row:
+        """The row of these messages, or its refusal. An exception means that the side could not run."""
+        ...
+
+    def collate(self, rows: Sequence[Row], settings: RowSettings) -> Batch:
+        """The batch of these rows, none of them refused."""
+        ...

@@ -1,0 +1,112 @@
+"""The reference as a subject: adapts a transformers tokenizer to its small protocol, and its row to the common one."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+from equivalence.subjects.protocol import Batch, Messages, Refusal, Row, RowSettings
+from equivalence.subjects.tokenizers import as_transformers
+from reference import batches, prompts, rows
+from reference.refusals import RowRefused
+from reference.semantics import semantics
+
+
+class TransformersTokenizer:
+    """A transformers tokenizer behind the reference's protocol."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._vocabulary = tokenizer.get_vocab()
+        self.unk_id = tokenizer.unk_token_id
+        self.pad_id = tokenizer.pad_token_id
+        self.eos_id = tokenizer.eos_token_id
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a text, no special token added. The plain call, which Megatron-LM's path also ends in."""
+        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def render(self, conversation: prompts.Conversation) -> str:
+        """The tokenizer's own template."""
+        if not self._tokenizer.chat_template:
+            raise LookupError
+        return str(self._tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=False))
+
+    def token_to_id(self, token: str) -> int | None:
+        """The id of a token, None if the vocabulary lacks it."""
+        found = self._vocabulary.get(token)
+        return None if found is None else int(found)
+
+
+class Reference:
+    """`reference/` as a subject."""
+
+    name = "reference"
+
+    def build_row(self, messages: Messages, tokenizer: Any, settings: RowSettings) -> Row:
+        """The row, or its refusal."""
+        try:
+            built = self.build(messages, tokenizer, settings)
+        except RowRefused as refused:
+            return Row(
+                refusal=Refusal(
+                    kind=refused.kind, message=str(refused), conversation=refused.conversation, turn=refused.turn
+                )
+            )
+        return Row(
+            input_ids=built.input_ids,
+            target_ids=built.target_ids,
+            token_mask=built.token_mask,
+            position_ids=built.position_ids,
+            cu_seqlens=built.cu_seqlens,
+            max_seqlen=built.max_seqlen,
+            report=built.report,
+        )
+
+    def build(self, messages: Messages, tokenizer: Any, settings: RowSettings) -> rows.Row:
+        """The reference's own row, which also says what stands where. Raises RowRefused."""
+        return rows.build_row(messages, adapt(as_transformers(tokenizer)), row_settings(settings))
+
+    def collate(self, built: Sequence[Row], settings: RowSettings) -> Batch:
+        """The batch of these rows."""
+        del settings
+        batch = batches.collate(built)  # type: ignore[arg-type]  # the same five fields
+        flat, longest = batches.flatten_boundaries(batch)
+        return Batch(
+            input_ids=batch.input_ids,
+            target_ids=batch.target_ids,
+            token_mask=batch.token_mask,
+            position_ids=batch.position_ids,
+            packed_cu_seqlens=batch.packed_cu_seqlens,
+            packed_cu_seqlens_lengths=batch.packed_cu_seqlens_lengths,
+            packed_max_seqlen=batch.packed_max_seqlen,
+            input_lengths=batch.input_lengths,
+            sample_mask=batch.sample_mask,
+            flat_cu_seqlens=flat,
+            flat_max_seqlen=longest,
+        )
+
+
+@functools.lru_cache(maxsize=32)
+def adapt(tokenizer: Any) -> TransformersTokenizer:
+    """One adapter a tokenizer: its vocabulary is read once."""
+    return TransformersTokenizer(tokenizer)
+
+
+@functools.lru_cache(maxsize=1024)
+def row_settings(settings: RowSettings) -> rows.RowSettings:
+    """The reference's own settings. ValueError for unknown semantics."""
+    return rows.RowSettings(
+        prompt=prompts.Prompt(
+            format=settings.prompt_format,
+            pad_token=settings.pad_token,
+            assistant_prefix_len=settings.assistant_prefix_len,
+        ),
+        pack_length=settings.pack_length,
+        context_parallel_size=settings.context_parallel_size,
+        semantics=semantics(settings.semantics),
+    )
+
+
+SUBJECT = Reference()

@@ -1,0 +1,94 @@
+"""The behaviours that differ between published paths, as one frozen value with named presets (SPEC section 7)."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Literal, get_args, get_type_hints
+
+
+@dataclass(frozen=True, kw_only=True)
+class Semantics:
+    """One choice for each behaviour that differs. The defaults are Megatron-LM 0.19."""
+
+    identity_prompt: Literal["trained", "masked"] = "trained"
+    """Whether `identity` trains the prompt or masks it like the Nemotron formats (R-TARGET-1)."""
+    boundary_label: Literal["next", "ignore"] = "next"
+    """The label at an inner boundary: the next conversation's first target, or -100 (R-BOUNDARY-1)."""
+    padding_mask: Literal["by_value", "by_position"] = "by_value"
+    """Padding is masked wherever the pad id stands, or only where padding was put (R-MASK-1)."""
+    empty_conversation: Literal["keep", "refuse"] = "keep"
+    """A conversation of zero tokens makes an empty segment, or is refused (R-EMPTY-1)."""
+    boundaries_beyond_pack_length: Literal["refuse", "stop"] = "refuse"
+    """More than P + 1 boundaries are refused at the end, or never begun (R-LAYOUT-5, R-LAYOUT-7)."""
+    long_assistant_prefix: Literal["mask", "refuse"] = "mask"
+    """A prefix longer than its turn masks what is there, or is refused (R-TURN-3)."""
+    turn_rules: Literal["masked_formats", "no_wrap", "every_format"] = "masked_formats"
+    """Where roles, order and emptiness are checked, and how strictly (R-TURN-2)."""
+    row_ends: Literal["any", "system_to_assistant"] = "any"
+    """Whether a row must start with a system and end with an assistant message (R-ENDS-1)."""
+    turn_check: Literal["relative", "exact"] = "relative"
+    """How a turn's own tokens are compared with the whole conversation's (R-TURN-1)."""
+    exact_fill: Literal["continue", "stop"] = "continue"
+    """Whether a full row still takes the next conversation, and cuts it to nothing (R-LAYOUT-4)."""
+    indivisible_segment: Literal["keep", "refuse"] = "keep"
+    """A segment that 2·cp does not divide (R-LAYOUT-7)."""
+    default_format: Literal["supported", "refuse"] = "supported"
+    """Whether the format `default` is there at all (R-FORMAT-1)."""
+    lost_conversations: Literal["allow", "refuse"] = "allow"
+    """Whether a row may lose conversations, or part of one (R-LAYOUT-7)."""
+    unknown_pad_token: Literal["unk", "refuse"] = "unk"
+    """A pad token that the vocabulary lacks is the unknown id, or refused (R-PAD-1)."""
+
+    def __post_init__(self) -> None:
+        """Refuse a value that its field does not know."""
+        for name, hint in get_type_hints(type(self)).items():
+            if (value := getattr(self, name)) not in get_args(hint):
+                raise ValueError(f"Semantics: {name} cannot be {value!r}; choose one of {', '.join(get_args(hint))}")
+
+
+PRESETS = {
+    "megatron-lm-0.19": Semantics(),
+    "megatron-lm-main": Semantics(identity_prompt="masked"),
+    "nemo-rl-direct": Semantics(
+        boundary_label="ignore",
+        empty_conversation="refuse",
+        boundaries_beyond_pack_length="stop",
+        long_assistant_prefix="refuse",
+        turn_rules="no_wrap",
+        row_ends="system_to_assistant",
+        turn_check="exact",
+        exact_fill="stop",
+        indivisible_segment="refuse",
+        default_format="refuse",
+    ),
+    "strict": Semantics(
+        identity_prompt="masked",
+        boundary_label="ignore",
+        padding_mask="by_position",
+        empty_conversation="refuse",
+        boundaries_beyond_pack_length="stop",
+        long_assistant_prefix="refuse",
+        turn_rules="every_format",
+        row_ends="system_to_assistant",
+        turn_check="exact",
+        exact_fill="stop",
+        indivisible_segment="refuse",
+        unknown_pad_token="refuse",
+    ),
+}
+
+
+def semantics(name: str) -> Semantics:
+    """The value that a name stands for: `preset` or `preset,field=value,…`. ValueError for anything else."""
+    preset, *overrides = name.split(",")
+    if preset not in PRESETS:
+        raise ValueError(f"no preset is called {preset!r}; choose one of {', '.join(PRESETS)}")
+    fields = {field.name for field in dataclasses.fields(Semantics)}
+    value = PRESETS[preset]
+    for override in overrides:
+        field, _, choice = override.partition("=")
+        if field not in fields:
+            raise ValueError(f"Semantics has no field {field!r}; its fields are {', '.join(sorted(fields))}")
+        value = dataclasses.replace(value, **{field: choice})  # type: ignore[arg-type]  # __post_init__ checks it
+    return value
