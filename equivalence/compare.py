@@ -113,7 +113,8 @@ def _class_of(difference: Difference, left: Row, right: Row) -> str:
     assert right.cu_seqlens is not None
     assert left.target_ids is not None
     assert right.target_ids is not None
-    inner = {int(b) for side in (left, right) for b in side.cu_seqlens.tolist()[1:] if b < len(left.target_ids)}
+    boundaries = [*left.cu_seqlens.tolist(), *right.cu_seqlens.tolist()]
+    inner = {int(boundary) for boundary in boundaries if 0 < boundary < len(left.target_ids)}
     if position + 1 in inner:
         return "boundary_label"
     targets = int(left.target_ids[position]), int(right.target_ids[position])

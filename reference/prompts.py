@@ -246,7 +246,7 @@ def check_turn(conversation: Conversation, number: int, semantics: Semantics) ->
 
 
 def masked_length(message: Message, length: int, number: int, prompt: Prompt, semantics: Semantics) -> int:
-    """How many tokens, from its first on, do not train in a turn of this length. R-TARGET-1, R-TURN-3."""
+    """How many tokens, from its first on, do not train in a turn of this length. R-TARGET-1, R-PREFIX-1, R-TURN-3."""
     if message["role"].lower() != "assistant":
         return length
     prefix = prompt.assistant_prefix_len

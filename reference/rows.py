@@ -84,7 +84,10 @@ class Pack:
 
 
 def build_row(messages: Sequence[Message], tokenizer: Tokenizer, settings: RowSettings) -> Row:
-    """The row of these messages. Raises RowRefused, in the order of SPEC section 9."""
+    """The row of these messages, labels shifted by one (R-SHIFT-1). Raises RowRefused, in the order of SPEC section 9.
+
+    R-FORMAT-1 is its first check.
+    """
     prompt, semantics, pack_length = settings.prompt, settings.semantics, settings.pack_length
     if prompt.format == "default" and semantics.default_format == "refuse":
         raise RowRefused("unsupported_format", "this path has no format `default`; choose another")

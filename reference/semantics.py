@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from dataclasses import dataclass
 from typing import Literal, get_args, get_type_hints
 
@@ -42,9 +43,15 @@ class Semantics:
 
     def __post_init__(self) -> None:
         """Refuse a value that its field does not know."""
-        for name, hint in get_type_hints(type(self)).items():
-            if (value := getattr(self, name)) not in get_args(hint):
-                raise ValueError(f"Semantics: {name} cannot be {value!r}; choose one of {', '.join(get_args(hint))}")
+        for name, choices in _choices().items():
+            if (value := getattr(self, name)) not in choices:
+                raise ValueError(f"Semantics: {name} cannot be {value!r}; choose one of {', '.join(choices)}")
+
+
+@functools.cache
+def _choices() -> dict[str, tuple[str, ...]]:
+    """The values that each field knows."""
+    return {name: get_args(hint) for name, hint in get_type_hints(Semantics).items()}
 
 
 PRESETS = {
@@ -84,11 +91,9 @@ def semantics(name: str) -> Semantics:
     preset, *overrides = name.split(",")
     if preset not in PRESETS:
         raise ValueError(f"no preset is called {preset!r}; choose one of {', '.join(PRESETS)}")
-    fields = {field.name for field in dataclasses.fields(Semantics)}
-    value = PRESETS[preset]
+    changes: dict[str, str] = {}
     for override in overrides:
-        field, _, choice = override.partition("=")
-        if field not in fields:
-            raise ValueError(f"Semantics has no field {field!r}; its fields are {', '.join(sorted(fields))}")
-        value = dataclasses.replace(value, **{field: choice})  # type: ignore[arg-type]  # __post_init__ checks it
-    return value
+        field, _, changes[field] = override.partition("=")
+        if field not in _choices():
+            raise ValueError(f"Semantics has no field {field!r}; its fields are {', '.join(_choices())}")
+    return dataclasses.replace(PRESETS[preset], **changes)  # type: ignore[arg-type]  # __post_init__ checks them

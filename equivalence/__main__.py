@@ -1,0 +1,125 @@
+"""The main job: `python -m equivalence` compares all sides on saved, real and generated rows; `promote` keeps a case."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # before the library loads: its threads do not survive a fork
+
+import torch
+import tyro
+from rich.console import Console
+
+from equivalence.cases import CaseError
+from equivalence.corpus import store
+from equivalence.pool import default_workers
+from equivalence.plan import shard_of
+from equivalence.report import html, summary, terminal
+from equivalence.run import BadInput, Options, execute
+from equivalence.witnesses import WitnessFailed
+
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """Compare all sides: saved cases first, then file layers, the packed sample, and generated rows.
+
+    Exit code 0: all equal; 1: something differs, or a fault class was never hit; 2: bad input, or a side could not run;
+    130: interrupted (what ran is reported).
+    """
+
+    size: Literal["tiny", "standard", "long"] = "standard"
+    """tiny: a minute on two cores; standard: some six; long: until --rows are done, or for ever."""
+    seed: int = 0
+    """The same seed draws the same rows, on any number of workers."""
+    shard: str = "1/1"
+    """i/n: only every n-th job, for a run spread over machines."""
+    subjects: str = "reference,production,megatron_lm"
+    """Sides to compare, comma-separated; your own as module:object."""
+    workers: int | None = None
+    """Processes; the cores that there are unless given."""
+    rows: int | None = None
+    """Generated rows, at least; whole rounds are run."""
+    sample: str = str(EXAMPLES / "packed" / "sample.jsonl.packed")
+    """Packed JSONL file of real rows; `none` leaves it and the file layers out."""
+    tokenizer: str = "nemotron-mini"
+    """Of the sample: a name (nemotron-mini, nemotron-like, …) or a folder."""
+    pack_length: int = 2048
+    """Of the sample, in tokens; rounded down to what context parallelism divides."""
+    out: Path = Path("build/equivalence")
+    """Folder for report.json, report.html and shrunk counterexamples."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Promote:
+    """Make a saved counterexample permanent: it moves into equivalence/corpus/saved and becomes a test."""
+
+    file: Annotated[Path, tyro.conf.Positional]
+    """The case, such as build/equivalence/corpus/….json."""
+    name: str
+    """What it shall be called: small letters, digits, - and _."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Console script. Returns the exit code."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if not given or (given[0].startswith("-") and given[0] not in ("-h", "--help")):
+        given.insert(0, "run")
+    asked = tyro.cli(
+        Annotated[Run, tyro.conf.subcommand("run")] | Annotated[Promote, tyro.conf.subcommand("promote")],  # type: ignore[arg-type]
+        args=given,
+        prog="packproof-equivalence",
+        description=__doc__,
+        use_underscores=False,
+    )
+    console, errors = Console(), Console(stderr=True)
+    try:
+        if isinstance(asked, Promote):
+            console.print(f"{store.promote(asked.file, asked.name)} is a permanent test now", highlight=False, soft_wrap=True)
+            return 0
+        return _run(asked, shlex.join(["packproof-equivalence", *given]), console)
+    except (BadInput, CaseError, WitnessFailed, ValueError, OSError) as error:
+        errors.print(f"packproof-equivalence: {error}", style="red", highlight=False, soft_wrap=True, markup=False)
+        return 2
+
+
+def _run(asked: Run, command: str, console: Console) -> int:
+    torch.set_num_threads(1)  # the workers are the parallelism
+    options = Options(
+        size=asked.size,
+        seed=asked.seed,
+        shard=shard_of(asked.shard),
+        subjects=_subjects(asked.subjects),
+        workers=asked.workers or default_workers(),
+        sample=None if asked.sample == "none" else Path(asked.sample),
+        tokenizer=asked.tokenizer,
+        pack_length=asked.pack_length,
+        out=asked.out,
+        rows=asked.rows,
+    )
+    with terminal.Reporter(console) as progress:
+        outcome = execute(options, progress)
+    document = summary.summarise(outcome, command)
+    files = [asked.out / "report.json", asked.out / "report.html"]
+    summary.write_json(document, files[0])
+    html.write_html(document, files[1])
+    terminal.show(document, console, [str(file) for file in files])
+    return outcome.exit_code
+
+
+def _subjects(names: str) -> tuple[str, ...]:
+    found = tuple(dict.fromkeys(name.strip() for name in names.split(",") if name.strip()))
+    if len(found) < 2:  # one side equals itself
+        raise BadInput(f"--subjects {names}: name at least two sides, such as reference,production")
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())

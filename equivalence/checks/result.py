@@ -1,0 +1,41 @@
+"""What a check found, in one shape for all of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from equivalence.compare import Difference
+from equivalence.subjects.protocol import Row
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """What two sides do not share."""
+
+    left: str
+    """A subject's name, or what was expected."""
+    right: str
+    differences: list[Difference]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckResult:
+    """One check of one case."""
+
+    check: str
+    """`rows`, `batches`, `divergences` or `files`."""
+    findings: list[Finding] = field(default_factory=list)
+    """Empty if all sides are equal."""
+    refused: str | None = None
+    """The kind that all sides refused the row with."""
+    seconds: dict[str, float] = field(default_factory=dict)
+    """Time in each subject."""
+    rows: dict[str, Row] = field(default_factory=dict)
+    """Each subject's row, for checks that go on from it."""
+    fired: dict[str, int] = field(default_factory=dict)
+    """Divergences that showed in this case, by `field: permissive/strict`."""
+
+    @property
+    def equal(self) -> bool:
+        """Whether nothing differs."""
+        return not self.findings

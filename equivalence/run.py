@@ -1,0 +1,200 @@
+"""A run from its options to its outcome: the order of its jobs, what is saved, what makes it fail."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from equivalence import divergences, jobs
+from equivalence.cases import RowCase
+from equivalence.checks.divergences import label
+from equivalence.corpus import store
+from equivalence.generators import tokenizers
+from equivalence.generators.fault_classes import classes
+from equivalence.jobs import Job
+from equivalence.plan import SIZES, Size, corpus_jobs, cost, generated_jobs, sample_jobs
+from equivalence.pool import WorkerDied, run_jobs
+from equivalence.tally import Differing, Tally
+from equivalence.witnesses import Witness, witnesses
+
+STOP_AFTER = 20
+"""Differences after which a run stops: more of the same would only take time."""
+
+
+class BadInput(ValueError):
+    """An option or file that cannot be used: what, where, how to mend it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What a run was asked for."""
+
+    size: str
+    seed: int
+    shard: tuple[int, int]
+    subjects: tuple[str, ...]
+    workers: int
+    sample: Path | None
+    """None: no sample."""
+    tokenizer: str
+    pack_length: int
+    out: Path
+    rows: int | None
+    """Generated rows, rounded up to whole rounds; None: what the size says."""
+
+
+@dataclass(kw_only=True)
+class Outcome:
+    """What a run found."""
+
+    options: Options
+    witnesses: list[Witness]
+    tally: Tally = field(default_factory=Tally)
+    seconds: float = 0.0
+    done: float = 0.0
+    """Work done and work planned, in rows' worth; None where the plan is endless."""
+    planned: float | None = None
+    interrupted: bool = False
+    stopped: bool = False
+    """Ended early because enough differed."""
+
+    @property
+    def unhit(self) -> list[str]:
+        """What was aimed at and never hit, in words. Only a whole run is held to it."""
+        if self.interrupted or self.stopped or self.tally.errors:
+            return []
+        missed = [
+            f"class {name} in {prompt_format}: {count} rows aimed at it, none hit"
+            for (name, prompt_format), count in sorted(self.tally.aimed.items())
+            if not self.tally.hits[name, prompt_format]
+        ]
+        if self.options.shard == (1, 1):
+            fired = {entry for (entry, _), count in self.tally.fired.items() if count}
+            missed += [f"divergence {label(each)} never fired" for each in divergences.REGISTRY if label(each) not in fired]
+        return missed
+
+    @property
+    def exit_code(self) -> int:
+        """0 equal, 1 a difference or a class that nothing hit, 2 a side that could not run, 130 interrupted."""
+        if self.interrupted:
+            return 130
+        if self.tally.errors:
+            return 2
+        return 1 if self.tally.differences or self.unhit else 0
+
+    @property
+    def verdict(self) -> str:
+        """One word for it."""
+        names = {0: "equal", 2: "could not run", 130: "interrupted"}
+        return names.get(self.exit_code, "different" if self.tally.differences else "not exercised")
+
+    @property
+    def generated(self) -> int:
+        """Generated rows, without batches and divergences."""
+        return sum(count for (check, _), count in self.tally.rows.items() if check == "rows")
+
+    @property
+    def rate(self) -> float:
+        """Generated rows a second: drawn, built by all sides and compared, on all workers."""
+        spent = self.tally.seconds["generated"] / self.options.workers
+        return self.generated / spent if spent else 0.0
+
+
+Progress = Callable[[str, Outcome], None]
+"""Told the title of what runs, and the outcome so far."""
+
+
+def execute(options: Options, progress: Progress) -> Outcome:
+    """Run everything. BadInput for what cannot be used, ImportError of a witness that cannot be loaded."""
+    outcome = Outcome(options=options, witnesses=witnesses(options.subjects))
+    size = SIZES[options.size]
+    _preload(options)
+    planned = _in_shard(_planned(options, size), options.shard)
+    if options.rows is None and options.size == "long":
+        endless: Iterator[Job] = planned
+    else:
+        listed = list(planned)
+        outcome.planned, endless = sum(map(cost, listed)), iter(listed)
+    started = time.perf_counter()
+    try:
+        # In batches, since an endless plan cannot be handed out at once.
+        while not outcome.stopped and (some := list(itertools.islice(endless, 2000))):
+            _run_some(some, options, outcome, progress, started)
+    except KeyboardInterrupt:
+        outcome.interrupted = True
+    except WorkerDied as died:
+        outcome.tally.errors.append(str(died))
+    outcome.seconds = time.perf_counter() - started
+    return outcome
+
+
+def _run_some(some: list[Job], options: Options, outcome: Outcome, progress: Progress, started: float) -> None:
+    running = run_jobs(some, options.workers)
+    try:
+        for ended in running:
+            if ended is not None:
+                job, tally = ended
+                tally.differences = [_saved(each, options) for each in tally.differences]
+                outcome.tally.add(tally)
+                outcome.done += cost(job)
+                progress(job.title, outcome)
+            else:
+                progress("", outcome)
+            outcome.seconds = time.perf_counter() - started
+            if len(outcome.tally.differences) >= STOP_AFTER or len(outcome.tally.errors) >= STOP_AFTER:
+                outcome.stopped = True
+                break
+    finally:
+        running.close()  # type: ignore[attr-defined]  # a generator, which ends its workers
+
+
+def _planned(options: Options, size: Size) -> Iterator[Job]:
+    """Replay first: what once differed is the likeliest to differ, and the first to be mended."""
+    fresh = sorted(path for path, _ in store.replay(options.out / "corpus"))
+    yield from corpus_jobs(fresh, options.subjects)
+    yield Job(kind="smallest", subjects=options.subjects)
+    if options.sample is not None:
+        yield Job(kind="files", subjects=options.subjects, paths=(str(options.out / "files"),))
+        yield from sample_jobs(
+            options.sample, _count_rows(options.sample), options.tokenizer, options.pack_length, size, options.subjects
+        )
+    yield from generated_jobs(size, options.seed, options.subjects, rows=options.rows)
+
+
+def _in_shard(planned: Iterator[Job], shard: tuple[int, int]) -> Iterator[Job]:
+    index, count = shard
+    return (job for number, job in enumerate(planned) if number % count == index - 1)
+
+
+def _preload(options: Options) -> None:
+    """Load what workers share before they fork: no thread may have worked yet."""
+    for name in (*tokenizers.RECIPES, *([options.tokenizer] if options.sample else [])):
+        tokenizers.load(name)
+    for name in options.subjects:
+        jobs.subject(name)
+    classes()
+
+
+def _count_rows(path: Path) -> int:
+    if not path.is_file():
+        raise BadInput(f"{path}: no such file; give a packed JSONL file with --sample, or --sample none")
+    with path.open("rb") as file:
+        count = sum(1 for _ in file)
+    if not count:
+        raise BadInput(f"{path} is empty; give a packed JSONL file with --sample, or --sample none")
+    return count
+
+
+def _saved(differing: Differing, options: Options) -> Differing:
+    """Save the shrunk case of a difference where the next run replays it first."""
+    if differing.case is None:
+        return differing
+    case = RowCase.from_json(differing.case)
+    path = store.save(case, f"{differing.check}: {differing.left} and {differing.right} differ", folder=options.out / "corpus")
+    sides = [side for side in (differing.left, differing.right) if side in options.subjects] or list(options.subjects)
+    return replace(differing, path=str(path), command=jobs.diff_row_command(str(path), sides))
+
+
