@@ -1,0 +1,166 @@
+"""The command line of pack_rows: packs chat files, says what it left out and why, and writes all or nothing."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from production.errors import PackproofError
+from production.semantics import DEFAULT_PRESET
+from tools.pack_rows.conversations import Refusal
+from tools.pack_rows.lengths import PromptFormat
+from tools.pack_rows.output import manifest_path, write_rows
+from tools.pack_rows.packing import Packing, PackSettings, pack_files
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackRows:
+    """Pack chat files into rows for Megatron-LM: one line a row, its conversations end to end under "messages".
+
+    A row splits at every system message, so each conversation starts with one and holds no other. Conversations that
+    the prompt format refuses are named and counted. Beside the rows stands OUT.manifest.json: inputs, tokenizer,
+    settings, counts, refused lines. Exit codes: 0 written, 1 refused conversations while --on-bad or --on-long is
+    error (nothing is written), 2 bad input.
+    """
+
+    inputs: Annotated[tuple[Path, ...], tyro.conf.Positional]
+    """Chat files, .jsonl or .jsonl.gz: one conversation a line, {"messages": [{"role", "content"}, …]}."""
+    tokenizer: Path
+    """Folder of the tokenizer that the job will use."""
+    pack_length: int
+    """Tokens a row has in the model."""
+    out: Path
+    """The packed file to write, for example train.jsonl.packed."""
+    prompt_format: PromptFormat = "nemotron-nano-v2"
+    """Prompt format of the job; lengths and refusals depend on it."""
+    semantics: str = DEFAULT_PRESET
+    """Semantics of the job, a preset or preset,field=value: nemo-rl-direct and strict refuse more."""
+    chat_key: str = "messages"
+    """Key of the messages in the chat files; in the packed file it is "messages"."""
+    context_parallel_size: int = 1
+    """Context parallel size of the job; above 1 each conversation takes a multiple of twice this."""
+    algorithm: Literal["first-fit-decreasing", "sequential"] = "first-fit-decreasing"
+    """Fewest rows, or the input's order kept."""
+    missing_system: Literal["insert", "refuse"] = "insert"
+    """A conversation without a system message: put an empty one in front (its tokens count), or refuse it."""
+    middle_system: Literal["refuse", "split"] = "refuse"
+    """A conversation with a system message in the middle: refuse it, or split it there into several."""
+    on_bad: Literal["error", "skip"] = "error"
+    """Refused conversations: write nothing and exit 1, or leave them out, listed."""
+    on_long: Literal["error", "skip", "truncate"] = "error"
+    """Conversations longer than a row: write nothing and exit 1, leave them out, or let Megatron-LM cut them."""
+    seed: int | None = None
+    """Shuffle by this seed; without it the input's order is kept."""
+    overwrite: bool = False
+    """Replace OUT where it exists."""
+    list_refused: int = 20
+    """How many refused conversations to show; the manifest has the lines of all."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line `argv` (default: the process's own) and return its exit code."""
+    options = tyro.cli(PackRows, args=argv, prog="packproof-pack-rows")
+    screen, complaints = Console(), Console(stderr=True)
+    try:
+        return _run(options, screen, complaints)
+    except (PackproofError, OSError) as error:
+        complaints.print(Text(f"packproof-pack-rows: {error}"), soft_wrap=True)
+        return 2
+
+
+def _run(options: PackRows, screen: Console, complaints: Console) -> int:
+    _check_places(options)
+    settings = PackSettings(
+        prompt_format=options.prompt_format,
+        pack_length=options.pack_length,
+        semantics=options.semantics,
+        chat_key=options.chat_key,
+        context_parallel_size=options.context_parallel_size,
+        algorithm=options.algorithm,
+        missing_system=options.missing_system,
+        middle_system=options.middle_system,
+        on_bad=options.on_bad,
+        on_long=options.on_long,
+        seed=options.seed,
+    )
+    with complaints.status("packing"):  # shows on a terminal only
+        packing = pack_files(options.inputs, options.tokenizer, settings)
+    _list_refused(packing, complaints, options.list_refused)
+    if packing.failures:
+        complaints.print(
+            f"{len(packing.failures):,} conversations are refused, so nothing was written; mend them, or leave them "
+            "out with --on-bad skip (too long: --on-long skip or truncate).",
+            soft_wrap=True,
+        )
+        return 1
+    if not packing.rows:
+        raise PackproofError(
+            what="no conversation is left to pack, so nothing was written",
+            where="the inputs",
+            mend="give other chat files, or mend the conversations listed above",
+        )
+    screen.print(_table(packing))
+    for path in write_rows(packing, options.out):
+        screen.print(Text(f"wrote {path}"), soft_wrap=True)
+    return 0
+
+
+def _check_places(options: PackRows) -> None:
+    if not options.inputs:
+        raise PackproofError(
+            what="no chat file is given", where="the command line", mend="name one or more .jsonl or .jsonl.gz files"
+        )
+    if options.out.suffix in {".gz", ".zst"}:
+        raise PackproofError(
+            what="rows are written plain, and the name says compressed",
+            where=str(options.out),
+            mend="give another --out, and compress the file afterwards",
+        )
+    for place in (options.out, manifest_path(options.out)):
+        if place.exists() and not options.overwrite:
+            raise PackproofError(
+                what="the file exists", where=str(place), mend="choose another --out, or replace it with --overwrite"
+            )
+    if options.out.resolve() in {path.resolve() for path in options.inputs}:
+        raise PackproofError(what="--out is one of the inputs", where=str(options.out), mend="choose another --out")
+
+
+def _list_refused(packing: Packing, complaints: Console, shown: int) -> None:
+    for refusal in packing.refused[:shown]:
+        complaints.print(Text(f"{_where(packing, refusal)}: {refusal.kind}: {refusal.detail}"), soft_wrap=True)
+    if (left := len(packing.refused) - shown) > 0:
+        complaints.print(f"… and {left:,} more; --list-refused N shows more, the manifest has the lines of all.")
+
+
+def _where(packing: Packing, refusal: Refusal) -> str:
+    piece = f" piece {refusal.place.piece}" if refusal.place.piece else ""
+    return f"{packing.inputs[refusal.place.input].path} line {refusal.place.line}{piece}"
+
+
+def _table(packing: Packing) -> Table:
+    counts = packing.counts()
+    table = Table(title="packed rows", show_header=False)
+    table.add_column()
+    table.add_column(justify="right")
+    for name, count in counts.items():
+        if name == "conversations_refused":
+            table.add_row(name.replace("_", " "), f"{count:,}")
+            for kind, number in sorted(packing.refused_by_kind().items()):
+                table.add_row(f"  {kind}", f"{number:,}")
+        else:
+            table.add_row(name.replace("_", " "), f"{count:,}")
+    kept = counts["conversation_tokens"] - counts["truncated_tokens"]
+    table.add_row("rows filled", f"{kept / counts['row_tokens']:.2%}")
+    for what, keys in (
+        ("key dropped", "dropped_keys"),
+        ("key of messages kept", "message_keys"),
+    ):
+        for file in packing.inputs:
+            for key, number in sorted(getattr(file, keys).items()):
+                table.add_row(Text(f"{what}: {key} in {file.path.name}"), f"{number:,}")
+    return table

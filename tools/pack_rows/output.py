@@ -1,0 +1,148 @@
+"""Writes rows, and beside them what they were made of: nothing in a packed file itself says which tokenizer built it."""
+
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform
+import tempfile
+from collections.abc import Iterable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from tools.pack_rows.conversations import Place
+from tools.pack_rows.packing import Packing, row_line
+
+MANIFEST_FORMAT = "packproof-packed-rows/1"
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+    "vocab.txt",
+)
+"""The files by which a tokenizer encodes and renders; the same folder may hold gigabytes of weights."""
+_VERSIONED = ("packproof", "transformers", "tokenizers", "jinja2")
+
+
+def write_rows(packing: Packing, out: Path) -> tuple[Path, Path]:
+    """Write the rows to `out` and the manifest beside it; return both paths. A crash leaves the old files or the new.
+
+    The manifest goes last and holds the rows' hash, so a pair that does not belong together shows.
+    """
+    lines = b"".join(map(row_line, packing.rows))
+    report = {"format": MANIFEST_FORMAT, "output": describe_output(out.name, lines), **manifest(packing)}
+    place = manifest_path(out)
+    write_atomically(out, lines)
+    write_atomically(place, json_bytes(report))
+    return out, place
+
+
+def manifest_path(out: Path) -> Path:
+    """Return where the manifest of the packed file `out` stands."""
+    return out.with_name(out.name + ".manifest.json")
+
+
+def describe_output(name: str, lines: bytes) -> dict[str, Any]:
+    """Return the manifest's entry on the packed file `name` with the content `lines`."""
+    return {
+        "file": name,
+        "sha256": hashlib.sha256(lines).hexdigest(),
+        "bytes": len(lines),
+        "rows": lines.count(b"\n"),
+    }
+
+
+def manifest(packing: Packing) -> dict[str, Any]:
+    """Return what the rows were made of. Names of files only, no folders and no time: equal inputs give equal bytes."""
+    settings = asdict(packing.settings)
+    refused: list[dict[str, list[Place]]] = [{} for _ in packing.inputs]
+    for refusal in packing.refused:
+        refused[refusal.place.input].setdefault(refusal.kind, []).append(refusal.place)
+    return {
+        "inputs": [
+            {
+                "file": file.path.name,
+                "sha256": file.sha256,
+                "lines": file.lines,
+                "refused_lines": {kind: _line_ranges(places) for kind, places in sorted(refused[index].items())},
+                "keys_beside_messages_dropped": dict(sorted(file.dropped_keys.items())),
+                "keys_of_messages_kept": dict(sorted(file.message_keys.items())),
+            }
+            for index, file in enumerate(packing.inputs)
+        ],
+        "tokenizer": describe_tokenizer(packing.tokenizer, packing.vocab_size),
+        "settings": settings,
+        "counts": packing.counts(),
+        "refused": dict(sorted(packing.refused_by_kind().items())),
+        "versions": {"python": platform.python_version(), **_versions(_VERSIONED)},
+    }
+
+
+def describe_tokenizer(folder: Path, vocab_size: int) -> dict[str, Any]:
+    """Return the manifest's entry on a tokenizer: the hash of each file that matters, and one over them all."""
+    files = {
+        name: hashlib.sha256((folder / name).read_bytes()).hexdigest()
+        for name in TOKENIZER_FILES
+        if (folder / name).is_file()
+    }
+    both = "".join(f"{digest}  {name}\n" for name, digest in sorted(files.items()))
+    return {
+        "folder": folder.resolve().name,
+        "vocab_size": vocab_size,
+        "sha256": hashlib.sha256(both.encode()).hexdigest(),
+        "files": files,
+    }
+
+
+def json_bytes(value: object) -> bytes:
+    """Return `value` as indented JSON for people, raw UTF-8."""
+    return (json.dumps(value, indent=1, ensure_ascii=False) + "\n").encode()
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Write `content` to `path` so that no reader ever sees half of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, scratch = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        umask = os.umask(0)
+        os.umask(umask)
+        Path(scratch).chmod(0o666 & ~umask)  # mkstemp's 0600 would keep the job's other users out
+        Path(scratch).replace(path)
+    except BaseException:
+        Path(scratch).unlink(missing_ok=True)
+        raise
+
+
+def _line_ranges(places: Iterable[Place]) -> str:
+    """Return lines as text, `3, 7-12`, with the piece after a stroke where a conversation was split: `9/1`."""
+    runs: list[list[Place]] = []
+    for place in places:
+        if runs and place.piece == runs[-1][-1].piece == 0 and place.line == runs[-1][-1].line + 1:
+            runs[-1].append(place)
+        else:
+            runs.append([place])
+    return ", ".join(
+        f"{run[0].line}-{run[-1].line}" if len(run) > 1 else f"{run[0].line}{f'/{run[0].piece}' * bool(run[0].piece)}"
+        for run in runs
+    )
+
+
+def _versions(packages: Iterable[str]) -> dict[str, str]:
+    found = {}
+    for name in packages:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:  # run from a checkout that is not installed
+            found[name] = "not installed"
+    return found
