@@ -47,7 +47,8 @@ def compare_rows(left: Row, right: Row) -> list[Difference]:
         )
     if left.report is not None and right.report is not None:
         found += _compare_reports(left.report, right.report)
-    return [_classified(difference, left, right) for difference in found]
+    facts = _PairFacts(left, right) if found else None
+    return [_classified(difference, facts) for difference in found]
 
 
 def compare_batches(left: Batch, right: Batch) -> list[Difference]:
@@ -72,13 +73,13 @@ def _compare_tensors(name: str, left: torch.Tensor | None, right: torch.Tensor |
     if left.shape != right.shape or torch.equal(left, right):
         return
     # A NaN equals nothing, itself included: it must show.
-    for place in (left != right).nonzero().tolist():
-        position = tuple(place)
+    differ = left != right
+    for place, *values in zip(differ.nonzero().tolist(), left[differ].tolist(), right[differ].tolist(), strict=True):
         yield Difference(
             tensor=name,
-            position=position[0] if len(position) == 1 else position or None,
-            left=left[position].item(),
-            right=right[position].item(),
+            position=place[0] if len(place) == 1 else tuple(place) or None,
+            left=values[0],
+            right=values[1],
             klass="other",
         )
 
@@ -90,51 +91,61 @@ def _compare_reports(left: Mapping[str, int | None], right: Mapping[str, int | N
             yield Difference(tensor=f"report.{name}", position=None, left=values[0], right=values[1], klass="report")
 
 
-def _classified(difference: Difference, left: Row, right: Row) -> Difference:
+class _PairFacts:
+    """What the classes ask of a pair of rows, gathered once: a row may differ at every position."""
+
+    def __init__(self, left: Row, right: Row) -> None:
+        self.targets = [_as_list(side.target_ids) for side in (left, right)]
+        length = min(map(len, self.targets))
+        self.inner = {int(b) for side in (left, right) for b in _as_list(side.cu_seqlens)[1:] if b < length}
+        self.tail = min(_tail_start(side) for side in (left, right))
+
+
+def _classified(difference: Difference, facts: _PairFacts | None) -> Difference:
     if difference.klass != "other" or not isinstance(difference.position, int):
         return difference
+    assert facts is not None
     return Difference(
         tensor=difference.tensor,
         position=difference.position,
         left=difference.left,
         right=difference.right,
-        klass=_class_of(difference, left, right),
+        klass=_class_of(difference.tensor, difference.position, facts),
     )
 
 
-def _class_of(difference: Difference, left: Row, right: Row) -> str:
+def _class_of(tensor: str, position: int, facts: _PairFacts) -> str:
     """The class of a differing position: what a person would look for first."""
     fixed = {"input_ids": "token", "position_ids": "position", "cu_seqlens": "boundary"}
-    if difference.tensor in fixed:
-        return fixed[difference.tensor]
-    position = difference.position
-    assert isinstance(position, int)
-    assert left.cu_seqlens is not None
-    assert right.cu_seqlens is not None
-    assert left.target_ids is not None
-    assert right.target_ids is not None
-    boundaries = [*left.cu_seqlens.tolist(), *right.cu_seqlens.tolist()]
-    inner = {int(boundary) for boundary in boundaries if 0 < boundary < len(left.target_ids)}
-    if position + 1 in inner:
+    if tensor in fixed:
+        return fixed[tensor]
+    if position + 1 in facts.inner:
         return "boundary_label"
-    targets = int(left.target_ids[position]), int(right.target_ids[position])
-    if _in_tail(left, position) or _in_tail(right, position):
+    if position >= min(map(len, facts.targets)):
+        return "other"
+    targets = [side[position] for side in facts.targets]
+    if position + 1 >= facts.tail:
         return "padding"
-    if difference.tensor == "token_mask":
+    if tensor == "token_mask":
         return "role_mask" if IGNORE_INDEX in targets or targets[0] != targets[1] else "padding"
     if IGNORE_INDEX in targets:
         return "role_mask"
-    neighbours = [
-        int(side.target_ids[place])
-        for side, other in ((left, targets[1]), (right, targets[0]))
-        if side.target_ids is not None
+    shifted = any(
+        0 <= place < len(side) and side[place] == other
+        for side, other in zip(facts.targets, reversed(targets), strict=True)
         for place in (position - 1, position + 1)
-        if 0 <= place < len(side.target_ids) and int(side.target_ids[place]) == other
-    ]
-    return "shift" if neighbours else "other"
+    )
+    return "shift" if shifted else "other"
 
 
-def _in_tail(row: Row, position: int) -> bool:
-    """Whether a position lies in the run of equal tokens that ends the row: padding, in all likelihood."""
-    assert row.input_ids is not None
-    return position + 1 >= len(row.input_ids) or bool((row.input_ids[position + 1 :] == row.input_ids[-1]).all())
+def _tail_start(row: Row) -> int:
+    """Where the run of equal tokens that ends the row begins: padding, in all likelihood."""
+    ids = _as_list(row.input_ids)
+    start = len(ids)
+    while start and ids[start - 1] == ids[-1]:
+        start -= 1
+    return start
+
+
+def _as_list(tensor: torch.Tensor | None) -> list[int]:
+    return [] if tensor is None else [int(value) for value in tensor.reshape(-1).tolist()]

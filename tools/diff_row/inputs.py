@@ -1,0 +1,234 @@
+"""From the command line to findings: opens the file, case or dump, loads tokenizer and sides, builds and compares.
+
+Whatever a user can get wrong here is a `BadInput` of one line.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from equivalence.cases import CaseError, read_case
+from equivalence.generators import tokenizers as named_tokenizers
+from equivalence.subjects import BUILT_IN, Messages, RowSettings, Subject, load
+from equivalence.subjects.tokenizers import load_folder
+from tools.diff_row.dump import read_dump
+from tools.diff_row.findings import Findings, Side, Source, compare
+from tools.diff_row.inspection import inspect
+from tools.diff_row.layout import map_row
+from tools.diff_row.problems import BadInput
+from tools.diff_row.tokens import TokenTexts
+
+DEFAULT_PACK_LENGTH = 4096
+DUMP = "dump"
+"""The side that a dump is."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What is asked for: a row of a file, a case, a dump, or a dump beside one of the former."""
+
+    file: Path | None = None
+    row: int | None = None
+    chat_key: str = "messages"
+    case: Path | None = None
+    dump: Path | None = None
+    dump_row: int = 0
+    tokenizer: str | None = None
+    """A folder, or a name that `equivalence.generators.tokenizers` knows."""
+    sides: tuple[str, ...] | None = None
+    """Subjects by name; None for all that are witnesses of these settings."""
+    settings: tuple[tuple[str, Any], ...] = ()
+    """Fields of RowSettings that were given."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Asked:
+    """A row's messages with all that is needed to build it."""
+
+    messages: Messages
+    tokenizer: Any
+    tokenizer_name: str
+    settings: RowSettings
+
+
+def find(request: Request) -> Findings:
+    """Build the row on every side and compare. Raises BadInput."""
+    if request.case is None and request.file is None and request.dump is None:
+        raise BadInput(
+            "nothing to look at: give FILE --row N --tokenizer DIR, --case CASE.json or --dump BATCH.safetensors"
+        )
+    if request.case is not None and request.file is not None:
+        raise BadInput(f"both {request.file} and --case {request.case} are given: a row comes from one of them")
+    dump = None if request.dump is None else read_dump(request.dump, request.dump_row)
+    dumped = dump.row.input_ids.numel() if dump is not None and dump.row.input_ids is not None else None
+    asked = _asked(request, dumped)
+    sides = [] if dump is None else [Side(name=DUMP, version=f"{dump.names} names, {dump.rows} rows", row=dump.row)]
+    if asked is not None:
+        sides += [_build(name, asked) for name in _side_names(request, asked.settings)]
+    elif request.sides is not None:
+        raise BadInput("--sides build a row from its messages: give FILE --row N --tokenizer DIR or --case as well")
+    return findings_of(
+        tuple(sides),
+        source=Source(
+            file=str(request.case or request.file) if asked is not None else None,
+            row=request.row,
+            case=request.case is not None,
+            dump=None if request.dump is None else str(request.dump),
+            dump_row=None if request.dump is None else request.dump_row,
+        ),
+        messages=None if asked is None else asked.messages,
+        settings=None if asked is None else asked.settings,
+        tokenizer=asked.tokenizer if asked is not None else _tokenizer(request.tokenizer),
+        tokenizer_name=asked.tokenizer_name if asked is not None else request.tokenizer,
+    )
+
+
+def findings_of(
+    sides: Sequence[Side],
+    *,
+    source: Source,
+    messages: Messages | None = None,
+    settings: RowSettings | None = None,
+    tokenizer: Any | None = None,
+    tokenizer_name: str | None = None,
+) -> Findings:
+    """Compare sides that are built already: for tests and for callers that hold rows."""
+    built = [side for side in sides if side.row.refusal is None]
+    # A side that builds from the messages knows its boundaries better than a dump that may be at fault.
+    guide = next((side for side in built if side.name != DUMP), built[0] if built else None)
+    compared = compare(sides)
+    cp = None if settings is None else settings.context_parallel_size
+    # What a dump has against itself is always shown; of other sides only what explains a difference.
+    flaws = {
+        side.name: [flaw for flaw in inspect(side.row, cp) if side.name == DUMP or not flaw.note] for side in sides
+    }
+    return Findings(
+        source=source,
+        settings=settings,
+        tokenizer=tokenizer_name,
+        texts=TokenTexts(tokenizer),
+        sides=tuple(sides),
+        map=map_row(messages, tokenizer, settings, None if guide is None else guide.row),
+        pairs=compared.pairs,
+        listed=compared.listed,
+        differing=compared.differing,
+        flaws={name: found for name, found in flaws.items() if found},
+    )
+
+
+def _asked(request: Request, dumped_length: int | None) -> _Asked | None:
+    given = dict(request.settings)
+    if request.case is not None:
+        try:
+            case = read_case(request.case)
+            settings = replace(case.settings, **given)
+        except CaseError as error:
+            raise BadInput(str(error)) from error
+        except ValueError as error:
+            raise BadInput(f"{request.case}: {error}") from error
+        name = request.tokenizer or case.tokenizer
+        return _Asked(messages=case.messages, tokenizer=_tokenizer(name), tokenizer_name=name, settings=settings)
+    if request.file is None:
+        return None
+    if request.row is None:
+        raise BadInput(f"which row of {request.file}? Give --row N, the first is 0")
+    if request.tokenizer is None:
+        raise BadInput("which tokenizer? Give --tokenizer DIR, the folder of a Hugging Face tokenizer")
+    given.setdefault("pack_length", dumped_length or DEFAULT_PACK_LENGTH)
+    try:
+        settings = RowSettings(**given)
+    except ValueError as error:
+        raise BadInput(str(error)) from error
+    messages = _messages(request.file, request.row, request.chat_key)
+    tokenizer = _tokenizer(request.tokenizer)
+    return _Asked(messages=messages, tokenizer=tokenizer, tokenizer_name=request.tokenizer, settings=settings)
+
+
+def _messages(file: Path, row: int, chat_key: str) -> Messages:
+    """The messages of a row, by production's reader, which names file, line and byte of what it refuses."""
+    from production.errors import PackproofError  # noqa: PLC0415 - cases and dumps need no file reader
+    from production.files.source import open_source  # noqa: PLC0415
+
+    if not file.is_file():
+        raise BadInput(f"there is no file {file}: give a packed file, one row a line")
+    try:
+        with open_source([file], chat_key=chat_key) as source:
+            if not 0 <= row < len(source):
+                raise BadInput(f"{file} has rows 0 to {len(source) - 1}, there is no row {row}: choose one with --row")
+            messages: Messages = source[row]
+    except PackproofError as error:
+        raise BadInput(str(error)) from error
+    return messages
+
+
+def _tokenizer(name: str | None) -> Any:
+    if name is None:
+        return None
+    try:
+        made = name in named_tokenizers.names() and not Path(name).is_dir()
+        return named_tokenizers.load(name) if made else load_folder(Path(name))
+    except Exception as error:  # transformers raises whatever its parts raise
+        known = ", ".join(named_tokenizers.names())
+        first = (str(error).splitlines() or [type(error).__name__])[0]
+        raise BadInput(f"tokenizer {name} cannot be loaded ({first}): give a folder, or one of {known}") from error
+
+
+def _side_names(request: Request, settings: RowSettings) -> tuple[str, ...]:
+    """The sides asked for, or all built-in ones that are witnesses of these semantics; beside a dump the reference."""
+    if request.sides is not None:
+        if len(set(request.sides)) < len(request.sides) or DUMP in request.sides:
+            raise BadInput(f"--sides {','.join(request.sides)}: each side once, and the dump is one by itself")
+        if len(request.sides) < 2 and request.dump is None:
+            raise BadInput(f"--sides {','.join(request.sides)}: nothing to compare with, give two or more")
+        return request.sides
+    if request.dump is not None:
+        return ("reference",)
+    return tuple(name for name in BUILT_IN if _covers(_subject(name), settings))
+
+
+def _covers(subject: Subject, settings: RowSettings) -> bool:
+    covers = getattr(subject, "covers", None)
+    return covers is None or bool(covers(settings))
+
+
+def _subject(name: str) -> Subject:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # witnesses warn on import of what they lack; it is not about this row
+            return load(name)
+    except (ValueError, ImportError) as error:
+        raise BadInput(f"side {name!r}: {error}") from error
+
+
+def _build(name: str, asked: _Asked) -> Side:
+    """One side's row. An error of a built-in side is one of the input; of the user's own side, too, it is said where."""
+    subject = _subject(name)
+    if not _covers(subject, asked.settings):
+        raise BadInput(
+            f"side {name!r} is no witness of semantics {asked.settings.semantics!r}: leave it out of --sides"
+        )
+    try:
+        row = subject.build_row(asked.messages, asked.tokenizer, asked.settings)
+    except Exception as error:
+        raise BadInput(
+            f"side {name!r} could not run ({type(error).__name__}: {error}): it must build a row or refuse it"
+        ) from error
+    return Side(name=name, version=version_of(subject, name), row=row)
+
+
+def version_of(subject: Subject, name: str) -> str:
+    """What a side says of its version; of packproof's own sides the package's."""
+    said = getattr(subject, "version", None)
+    if said is not None:
+        return str(said)
+    if name in BUILT_IN:
+        try:
+            return f"packproof {importlib.metadata.version('packproof')}"
+        except importlib.metadata.PackageNotFoundError:
+            return "packproof, not installed"
+    return ""

@@ -1,0 +1,7 @@
+"""The one error that this tool raises for what its user gave it: it ends in one line and exit status 2."""
+
+from __future__ import annotations
+
+
+class BadInput(ValueError):  # noqa: N818 - it names what is bad, and reads so where it is raised
+    """What is wrong, where, and how to mend it, in one line."""
