@@ -1,0 +1,80 @@
+"""The errors a user can meet: each says what is wrong, where, and how to mend it, and keeps the three apart for machines."""
+
+from typing import Any
+
+
+class PackproofError(ValueError):
+    """Base of every error that a user can mend; `str()` of it says all three fields on one line."""
+
+    what: str
+    where: str
+    mend: str
+
+    def __init__(self, *, what: str, where: str, mend: str) -> None:
+        super().__init__(f"{where}: {what}. To mend it: {mend}")
+        self.what = what
+        self.where = where
+        self.mend = mend
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # BaseException would call the class with the one message, which keyword-only fields refuse: workers send errors.
+        return _rebuild, (type(self), str(self), self.__dict__.copy())
+
+
+class BadInput(PackproofError):  # noqa: N818 - reads as the verdict it is
+    """A file that cannot be read as packed rows (SPEC R-FILE); nothing of the row is used."""
+
+    kind: str
+    file: str
+    line: int | None
+    byte: int | None
+
+    def __init__(
+        self, *, kind: str, what: str, mend: str, file: str, line: int | None = None, byte: int | None = None
+    ) -> None:
+        where = file if line is None else f"{file}, line {line}"
+        super().__init__(what=what, where=where if byte is None else f"{where}, byte {byte}", mend=mend)
+        self.kind = kind
+        self.file = file
+        self.line = line
+        """1-based; None where the file as a whole is at fault."""
+        self.byte = byte
+        """0-based offset of the fault in the file, decompressed where it is compressed."""
+
+
+class RowRefused(PackproofError):  # noqa: N818 - reads as the verdict it is
+    """A row that can be read but must not be trained on, such as one with an empty assistant turn."""
+
+    kind: str
+    conversation: int | None
+    turn: int | None
+
+    def __init__(
+        self, *, kind: str, what: str, where: str, mend: str, conversation: int | None = None, turn: int | None = None
+    ) -> None:
+        super().__init__(what=what, where=where, mend=mend)
+        self.kind = kind
+        self.conversation = conversation
+        """0-based conversation within the row."""
+        self.turn = turn
+        """0-based message within the conversation."""
+
+
+class BatchRefused(PackproofError):  # noqa: N818 - reads as the verdict it is
+    """Rows that cannot be one batch, found on the host before any copy to a device."""
+
+    kind: str
+    row: int | None
+
+    def __init__(self, *, kind: str, what: str, where: str, mend: str, row: int | None = None) -> None:
+        super().__init__(what=what, where=where, mend=mend)
+        self.kind = kind
+        self.row = row
+        """0-based row within the batch."""
+
+
+def _rebuild(kind: type[PackproofError], message: str, fields: dict[str, Any]) -> PackproofError:
+    error = kind.__new__(kind, message)
+    error.args = (message,)
+    error.__dict__.update(fields)
+    return error

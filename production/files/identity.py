@@ -1,0 +1,106 @@
+"""Whether a file is still the one that was indexed: size, time and sampled blocks at each opening, all bytes on request."""
+
+import os
+import stat
+import struct
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, Self
+
+import xxhash
+
+from production.files.faults import bad_file
+
+BLOCK_BYTES = 1 << 19
+"""Read at a time when scanning: fits the second-level cache, so hashing and searching cost little beside reading."""
+_SAMPLES = 16
+_SAMPLE_BYTES = 1 << 14
+_CLOCK_TICK_NS = 20_000_000
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Identity:
+    """What a file was when it was read."""
+
+    size: int
+    """In bytes."""
+    mtime_ns: int
+    """Time of the last change, in nanoseconds."""
+    sample: bytes
+    """xxh3-128 of 16 blocks of 16 KiB, first and last among them; of all bytes where the file has no more."""
+    content: bytes
+    """xxh3-128 of all bytes."""
+
+    layout: ClassVar[struct.Struct] = struct.Struct("<qq16s16s")
+
+    @property
+    def stamp(self) -> tuple[int, int]:
+        """Size and time: what can be compared at each access."""
+        return self.size, self.mtime_ns
+
+    def pack(self) -> bytes:
+        """As `layout` bytes."""
+        return self.layout.pack(self.size, self.mtime_ns, self.sample, self.content)
+
+    @classmethod
+    def unpack(cls, data: bytes) -> Self:
+        """The inverse of `pack`."""
+        size, mtime_ns, sample, content = cls.layout.unpack(data)
+        return cls(size=size, mtime_ns=mtime_ns, sample=sample, content=content)
+
+
+def open_for_reading(path: Path, name: str) -> int:
+    """A descriptor of a regular file; `name` is what errors call it."""
+    try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise bad_file("not_a_file", "it is a folder" if path.is_dir() else "it is no regular file", file=name)
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        what = "the link leads nowhere" if path.is_symlink() else "there is no such file"
+        raise bad_file("missing_file", what, file=name) from None
+    except NotADirectoryError:
+        raise bad_file("missing_file", "there is no such file", file=name) from None
+    except OSError as error:
+        raise bad_file("unreadable_file", f"it cannot be opened ({error.strerror})", file=name) from error
+
+
+def stamp_of(status: os.stat_result) -> tuple[int, int]:
+    """Size and time of a file, comparable with `Identity.stamp`."""
+    return status.st_size, status.st_mtime_ns
+
+
+def sample_of(descriptor: int, size: int) -> bytes:
+    """The hash of sampled blocks, 256 KiB at most."""
+    digest = xxhash.xxh3_128()
+    last = max(0, size - _SAMPLE_BYTES)
+    if size <= _SAMPLES * _SAMPLE_BYTES:
+        starts = list(range(0, size, _SAMPLE_BYTES))
+    else:
+        starts = [last * index // (_SAMPLES - 1) for index in range(_SAMPLES)]
+    for start in starts:
+        digest.update(os.pread(descriptor, _SAMPLE_BYTES, start))
+    return digest.digest()
+
+
+def content_of(descriptor: int, each: Callable[[bytearray, int], None] | None = None) -> bytes:
+    """The hash of all bytes, from the first; `each` is shown the buffer of every block and how much of it is filled."""
+    digest = xxhash.xxh3_128()
+    buffer = bytearray(BLOCK_BYTES)
+    view = memoryview(buffer)
+    start = 0
+    while filled := os.preadv(descriptor, [view], start):
+        digest.update(view[:filled])
+        if each is not None:
+            each(buffer, filled)
+        start += filled
+    return digest.digest()
+
+
+def let_clock_tick(status: os.stat_result) -> None:
+    """Wait until a change made from now on gets another time: file systems keep the time of a coarse clock."""
+    age = time.time_ns() - status.st_mtime_ns
+    # A small file's sample is all of it, and shows the change anyway.
+    if status.st_size > _SAMPLES * _SAMPLE_BYTES and 0 <= age < _CLOCK_TICK_NS:
+        time.sleep((_CLOCK_TICK_NS - age) / 1e9)

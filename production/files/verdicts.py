@@ -1,0 +1,58 @@
+"""Remembers which lines of a file are bad, so that a source that skips them pays for the search only once."""
+
+import contextlib
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+import xxhash
+
+from production.files.index import IndexHeader
+from production.files.places import atomic_file
+
+_VERSION = 1
+"""Raised whenever a rule about rows changes: older verdicts are void then."""
+_DIGEST_BYTES = 16
+
+
+class BadLine(NamedTuple):
+    """A line that is no row."""
+
+    line: int
+    """1-based."""
+    byte: int
+    """0-based offset of the fault in the file."""
+    kind: str
+
+
+class _Verdicts(msgspec.Struct, frozen=True, kw_only=True):
+    version: int
+    chat_key: str
+    index: bytes
+    """The index header, which holds the file's identity."""
+    bad: list[BadLine]
+
+
+def verdicts_path(index_path: Path, chat_key: str) -> Path:
+    """Beside the index, one file for each chat key."""
+    return index_path.with_name(f"{index_path.name}.{xxhash.xxh3_64_hexdigest(chat_key.encode())}.bad")
+
+
+def save_verdicts(path: Path, header: IndexHeader, chat_key: str, bad: list[BadLine]) -> None:
+    """Keep what a full pass has found; a folder that has become read-only only costs the next opening a pass."""
+    data = msgspec.json.encode(_Verdicts(version=_VERSION, chat_key=chat_key, index=header.pack(), bad=bad))
+    with contextlib.suppress(OSError), atomic_file(path) as file:
+        file.write(xxhash.xxh3_128_digest(data) + data)
+
+
+def load_verdicts(path: Path, header: IndexHeader, chat_key: str) -> list[BadLine] | None:
+    """What was found; None where it is not known for this very file, key and set of rules."""
+    try:
+        content = path.read_bytes()
+        if xxhash.xxh3_128_digest(content[_DIGEST_BYTES:]) != content[:_DIGEST_BYTES]:
+            return None
+        found = msgspec.json.decode(content[_DIGEST_BYTES:], type=_Verdicts)
+    except (OSError, msgspec.DecodeError):
+        return None
+    current = (found.version, found.chat_key, found.index) == (_VERSION, chat_key, header.pack())
+    return found.bad if current else None
