@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shlex
 import sys
@@ -16,13 +17,12 @@ import torch
 import tyro
 from rich.console import Console
 
-from equivalence.cases import CaseError
 from equivalence.corpus import store
-from equivalence.pool import default_workers
+from equivalence.errors import InputError
 from equivalence.plan import shard_of
+from equivalence.pool import default_workers
 from equivalence.report import html, summary, terminal
-from equivalence.run import BadInput, Options, execute
-from equivalence.witnesses import WitnessFailed
+from equivalence.run import Options, execute
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 
@@ -73,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not given or (given[0].startswith("-") and given[0] not in ("-h", "--help")):
         given.insert(0, "run")
     asked = tyro.cli(
-        Annotated[Run, tyro.conf.subcommand("run")] | Annotated[Promote, tyro.conf.subcommand("promote")],  # type: ignore[arg-type]
+        Annotated[Run, tyro.conf.subcommand("run")] | Annotated[Promote, tyro.conf.subcommand("promote")],
         args=given,
         prog="packproof-equivalence",
         description=__doc__,
@@ -82,16 +82,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console, errors = Console(), Console(stderr=True)
     try:
         if isinstance(asked, Promote):
-            console.print(f"{store.promote(asked.file, asked.name)} is a permanent test now", highlight=False, soft_wrap=True)
+            console.print(
+                f"{store.promote(asked.file, asked.name)} is a permanent test now", highlight=False, soft_wrap=True
+            )
             return 0
         return _run(asked, shlex.join(["packproof-equivalence", *given]), console)
-    except (BadInput, CaseError, WitnessFailed, ValueError, OSError) as error:
+    except (ValueError, OSError) as error:
         errors.print(f"packproof-equivalence: {error}", style="red", highlight=False, soft_wrap=True, markup=False)
         return 2
 
 
 def _run(asked: Run, command: str, console: Console) -> int:
     torch.set_num_threads(1)  # the workers are the parallelism
+    # Says on each start that there is no CUDA; rows are built on the CPU.
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     options = Options(
         size=asked.size,
         seed=asked.seed,
@@ -117,7 +121,7 @@ def _run(asked: Run, command: str, console: Console) -> int:
 def _subjects(names: str) -> tuple[str, ...]:
     found = tuple(dict.fromkeys(name.strip() for name in names.split(",") if name.strip()))
     if len(found) < 2:  # one side equals itself
-        raise BadInput(f"--subjects {names}: name at least two sides, such as reference,production")
+        raise InputError(f"--subjects {names}: name at least two sides, such as reference,production")
     return found
 
 

@@ -12,20 +12,18 @@ from equivalence import divergences, jobs
 from equivalence.cases import RowCase
 from equivalence.checks.divergences import label
 from equivalence.corpus import store
+from equivalence.errors import InputError, WorkerDiedError
 from equivalence.generators import tokenizers
 from equivalence.generators.fault_classes import classes
 from equivalence.jobs import Job
 from equivalence.plan import SIZES, Size, corpus_jobs, cost, generated_jobs, sample_jobs
-from equivalence.pool import WorkerDied, run_jobs
+from equivalence.pool import run_jobs
 from equivalence.tally import Differing, Tally
 from equivalence.witnesses import Witness, witnesses
 
 STOP_AFTER = 20
 """Differences after which a run stops: more of the same would only take time."""
-
-
-class BadInput(ValueError):
-    """An option or file that cannot be used: what, where, how to mend it."""
+STOP_AFTER_ERRORS = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +71,9 @@ class Outcome:
         ]
         if self.options.shard == (1, 1):
             fired = {entry for (entry, _), count in self.tally.fired.items() if count}
-            missed += [f"divergence {label(each)} never fired" for each in divergences.REGISTRY if label(each) not in fired]
+            missed += [
+                f"divergence {label(each)} never fired" for each in divergences.REGISTRY if label(each) not in fired
+            ]
         return missed
 
     @property
@@ -108,7 +108,7 @@ Progress = Callable[[str, Outcome], None]
 
 
 def execute(options: Options, progress: Progress) -> Outcome:
-    """Run everything. BadInput for what cannot be used, ImportError of a witness that cannot be loaded."""
+    """Run everything. InputError for what cannot be used, WitnessError for a side that cannot be loaded."""
     outcome = Outcome(options=options, witnesses=witnesses(options.subjects))
     size = SIZES[options.size]
     _preload(options)
@@ -125,7 +125,7 @@ def execute(options: Options, progress: Progress) -> Outcome:
             _run_some(some, options, outcome, progress, started)
     except KeyboardInterrupt:
         outcome.interrupted = True
-    except WorkerDied as died:
+    except WorkerDiedError as died:
         outcome.tally.errors.append(str(died))
     outcome.seconds = time.perf_counter() - started
     return outcome
@@ -144,7 +144,7 @@ def _run_some(some: list[Job], options: Options, outcome: Outcome, progress: Pro
             else:
                 progress("", outcome)
             outcome.seconds = time.perf_counter() - started
-            if len(outcome.tally.differences) >= STOP_AFTER or len(outcome.tally.errors) >= STOP_AFTER:
+            if len(outcome.tally.differences) >= STOP_AFTER or len(outcome.tally.errors) >= STOP_AFTER_ERRORS:
                 outcome.stopped = True
                 break
     finally:
@@ -157,7 +157,8 @@ def _planned(options: Options, size: Size) -> Iterator[Job]:
     yield from corpus_jobs(fresh, options.subjects)
     yield Job(kind="smallest", subjects=options.subjects)
     if options.sample is not None:
-        yield Job(kind="files", subjects=options.subjects, paths=(str(options.out / "files"),))
+        if "megatron_lm" in options.subjects:  # its reader is one of the two
+            yield Job(kind="files", subjects=options.subjects, paths=(str(options.out / "files"),))
         yield from sample_jobs(
             options.sample, _count_rows(options.sample), options.tokenizer, options.pack_length, size, options.subjects
         )
@@ -171,7 +172,7 @@ def _in_shard(planned: Iterator[Job], shard: tuple[int, int]) -> Iterator[Job]:
 
 def _preload(options: Options) -> None:
     """Load what workers share before they fork: no thread may have worked yet."""
-    for name in (*tokenizers.RECIPES, *([options.tokenizer] if options.sample else [])):
+    for name in (*tokenizers.RECIPES, "nemotron-mini", *([options.tokenizer] if options.sample else [])):
         tokenizers.load(name)
     for name in options.subjects:
         jobs.subject(name)
@@ -180,11 +181,11 @@ def _preload(options: Options) -> None:
 
 def _count_rows(path: Path) -> int:
     if not path.is_file():
-        raise BadInput(f"{path}: no such file; give a packed JSONL file with --sample, or --sample none")
+        raise InputError(f"{path}: no such file; give a packed JSONL file with --sample, or --sample none")
     with path.open("rb") as file:
         count = sum(1 for _ in file)
     if not count:
-        raise BadInput(f"{path} is empty; give a packed JSONL file with --sample, or --sample none")
+        raise InputError(f"{path} is empty; give a packed JSONL file with --sample, or --sample none")
     return count
 
 
@@ -193,8 +194,11 @@ def _saved(differing: Differing, options: Options) -> Differing:
     if differing.case is None:
         return differing
     case = RowCase.from_json(differing.case)
-    path = store.save(case, f"{differing.check}: {differing.left} and {differing.right} differ", folder=options.out / "corpus")
-    sides = [side for side in (differing.left, differing.right) if side in options.subjects] or list(options.subjects)
+    path = store.save(
+        case, f"{differing.check}: {differing.left} and {differing.right} differ", folder=options.out / "corpus"
+    )
+    asked = {jobs.subject(name).name: name for name in options.subjects}
+    sides = [asked[side] for side in (differing.left, differing.right) if side in asked]
+    # One side against a prediction: the others are its company on the screen.
+    sides = sides if len(sides) == 2 else list(options.subjects)
     return replace(differing, path=str(path), command=jobs.diff_row_command(str(path), sides))
-
-

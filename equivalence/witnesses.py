@@ -7,12 +7,9 @@ import platform
 from dataclasses import dataclass
 
 from equivalence import jobs
+from equivalence.errors import WitnessError
 
 LIBRARIES = ("megatron-core", "torch", "transformers", "tokenizers", "hypothesis", "packproof")
-
-
-class WitnessFailed(RuntimeError):
-    """A side that cannot be loaded. It is never left out in silence."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,13 +23,13 @@ class Witness:
 
 
 def witnesses(names: tuple[str, ...]) -> list[Witness]:
-    """Load the sides. WitnessFailed names one that cannot be loaded, and why."""
+    """Load the sides. WitnessError names one that cannot be loaded, and why."""
     found = []
     for name in names:
         try:
             subject = jobs.subject(name)
         except Exception as error:
-            raise WitnessFailed(
+            raise WitnessError(
                 f"the witness {name} cannot run: {type(error).__name__}: {error}; "
                 "install what it needs, or name the sides that shall be compared with --subjects"
             ) from error

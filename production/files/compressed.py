@@ -1,4 +1,4 @@
-"""Unpacks gzip and Zstandard files once, into a cache, so that rows can be read at random in bounded memory.
+"""Unpacks gzip and Zstandard files once, into a cache, so that rows can be read at random in bounded memory (R-FILE-9).
 
 The price is disk: the unpacked copy stays until the cache is removed.
 """

@@ -1,6 +1,6 @@
 """The index of a file: where each line begins, as int64 on disk, with the identity of what was indexed and checksums.
 
-Built in one pass at 1.7 times the cost of reading the bytes (5 times where lines have 300 bytes); never in memory as a whole, neither when built nor when used.
+Built in one pass at 1.7 times the cost of reading the bytes (5 times where lines have 300 bytes); never in memory as a whole, neither when built nor when used (R-FILE-3, R-FILE-4).
 """
 
 import os

@@ -1,4 +1,4 @@
-"""One file as numbered lines: finds or builds its index, and reads any line by two positioned reads.
+"""One file as numbered lines: finds or builds its index, and reads any line by two positioned reads (R-FILE-1, R-FILE-5).
 
 Nothing is mapped: mapped pages would count as resident, and a file cut short under a mapping kills the process.
 """

@@ -25,7 +25,7 @@ _BYTE_ORDER_MARKS = {b"\xef\xbb\xbf": "UTF-8", b"\xff\xfe": "UTF-16", b"\xfe\xff
 def parse_row(line: bytes, *, chat_key: str, unterminated: bool = False) -> list[Message]:
     """The messages of a row, every key kept (SPEC R-FILE-6).
 
-    `line` is without its newline; `unterminated` says that it never had one, as only a file's last line may.
+    `line` is without its newline; `unterminated` says that it never had one, as only a file's last line may (R-FILE-2).
     LineError names the first fault: of the bytes, then of the JSON, then of the row's shape.
     """
     line, length = line.rstrip(b" \t\r"), len(line)

@@ -133,7 +133,7 @@ class PackedSource:
 
     @property
     def fingerprint(self) -> str:
-        """32 hex digits that say which rows stand under which numbers: equal for copies, also packed ones, under any name."""
+        """32 hex digits that say which rows stand under which numbers: equal for copies, also packed ones, under any name (R-FILE-10)."""
         states = [[file.size, file.lines.header.plain.content.hex()] for file in self._files]
         return xxhash.xxh3_128_hexdigest(msgspec.json.encode([self.chat_key, self.on_bad_row, states]))
 

@@ -1,4 +1,4 @@
-"""JSON read strictly, with the place of every value: the definition of what a row says, and what names a fault.
+"""JSON read strictly, with the place of every value: the definition of what a row says, and what names a fault (R-FILE-7).
 
 About 20 times slower than msgspec, so `parse` comes here only with lines that failed or look suspicious.
 """

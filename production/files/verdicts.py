@@ -1,4 +1,4 @@
-"""Remembers which lines of a file are bad, so that a source that skips them pays for the search only once."""
+"""Remembers which lines of a file are bad, so that a source that skips them pays for the search only once (R-FILE-8)."""
 
 import contextlib
 from pathlib import Path
