@@ -16,7 +16,7 @@ from equivalence.errors import InputError, WorkerDiedError
 from equivalence.generators import tokenizers
 from equivalence.generators.fault_classes import classes
 from equivalence.jobs import Job
-from equivalence.plan import SIZES, Size, corpus_jobs, cost, generated_jobs, sample_jobs
+from equivalence.plan import SIZES, WHOLE_TOKENIZER, Size, corpus_jobs, cost, generated_jobs, sample_jobs
 from equivalence.pool import run_jobs
 from equivalence.tally import Differing, Tally
 from equivalence.witnesses import Witness, witnesses
@@ -111,7 +111,7 @@ def execute(options: Options, progress: Progress) -> Outcome:
     """Run everything. InputError for what cannot be used, WitnessError for a side that cannot be loaded."""
     outcome = Outcome(options=options, witnesses=witnesses(options.subjects))
     size = SIZES[options.size]
-    _preload(options)
+    _preload(options, size)
     planned = _in_shard(_planned(options, size), options.shard)
     if options.rows is None and options.size == "long":
         endless: Iterator[Job] = planned
@@ -156,9 +156,9 @@ def _planned(options: Options, size: Size) -> Iterator[Job]:
     fresh = sorted(path for path, _ in store.replay(options.out / "corpus"))
     yield from corpus_jobs(fresh, options.subjects)
     yield Job(kind="smallest", subjects=options.subjects)
+    if "megatron_lm" in options.subjects:  # its reader is one of the two
+        yield Job(kind="files", subjects=options.subjects, paths=(str(options.out / "files"),))
     if options.sample is not None:
-        if "megatron_lm" in options.subjects:  # its reader is one of the two
-            yield Job(kind="files", subjects=options.subjects, paths=(str(options.out / "files"),))
         yield from sample_jobs(
             options.sample, _count_rows(options.sample), options.tokenizer, options.pack_length, size, options.subjects
         )
@@ -170,9 +170,10 @@ def _in_shard(planned: Iterator[Job], shard: tuple[int, int]) -> Iterator[Job]:
     return (job for number, job in enumerate(planned) if number % count == index - 1)
 
 
-def _preload(options: Options) -> None:
+def _preload(options: Options, size: Size) -> None:
     """Load what workers share before they fork: no thread may have worked yet."""
-    for name in (*tokenizers.RECIPES, "nemotron-mini", *([options.tokenizer] if options.sample else [])):
+    of_sample = [options.tokenizer, *([WHOLE_TOKENIZER] if size.whole_tokenizer else [])] if options.sample else []
+    for name in (*tokenizers.RECIPES, "nemotron-mini", *of_sample):
         tokenizers.load(name)
     for name in options.subjects:
         jobs.subject(name)

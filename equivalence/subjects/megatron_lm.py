@@ -20,7 +20,7 @@ import jinja2
 import numpy as np
 import torch
 
-from equivalence.subjects.protocol import Batch, Messages, Refusal, Row, RowSettings
+from equivalence.subjects.protocol import MEGATRON_PRESETS, Batch, Messages, Refusal, Row, RowSettings
 from equivalence.subjects.tokenizers import folder_of
 
 with warnings.catch_warnings():
@@ -34,7 +34,7 @@ with warnings.catch_warnings():
 
 logging.getLogger("megatron.core.datasets").setLevel(logging.ERROR)
 
-IDENTITY_PROMPT = {"megatron-lm-0.19": "trained", "megatron-lm-main": "masked"}
+IDENTITY_PROMPT = dict(zip(MEGATRON_PRESETS, ("trained", "masked"), strict=True))
 """The presets this subject is a witness of, and what tells them apart."""
 
 

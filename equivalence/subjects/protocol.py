@@ -10,6 +10,8 @@ from typing import Any, Protocol
 import torch
 
 PROMPT_FORMATS = ("nemotron-nano-v2", "nemotron-h-aligned", "identity", "default")
+MEGATRON_PRESETS = ("megatron-lm-0.19", "megatron-lm-main")
+"""Presets of which the installed Megatron-LM is a witness."""
 ROW_TENSORS = ("input_ids", "target_ids", "token_mask", "position_ids", "cu_seqlens")
 BATCH_TENSORS = (
     "input_ids",

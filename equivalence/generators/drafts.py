@@ -1,0 +1,192 @@
+"""A row while it is being drawn: well-formed conversations and joint settings, which a fault class then edits.
+
+What is drawn are short lists and choices from small pools, simplest first, so that drawing takes about 2 ms and shrinks well.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args, get_type_hints
+
+from hypothesis import strategies as st
+
+from equivalence.cases import RowCase
+from equivalence.generators import facts, texts
+from equivalence.subjects import RowSettings
+from reference.semantics import PRESETS, Semantics
+
+Draw = Callable[[st.SearchStrategy[Any]], Any]
+
+PRESET_NAMES = tuple(PRESETS)
+OVERRIDES = tuple(
+    f"{name}={value}" for name, hint in get_type_hints(Semantics).items() for value in get_args(hint)
+)  # fmt: skip
+"""Every field of the semantics with each of its values."""
+GENTLE = ("word", "bytes", "bos", "eos-pad", "huge-words")
+"""Tokenizers that build most rows in every format."""
+WORD_LEVEL = ("word", "bos", "huge-words", "raising")
+ROUGH = ("normalizing", "stripping", "prefix-space", "only-unk", "plain", "plain-template", "raising", "huge")
+"""Tokenizers with which most rows of some format are refused."""
+MEGATRON = ("megatron-lm-0.19", "megatron-lm-main")
+SEMANTICS = ((*MEGATRON, *MEGATRON, "strict", "nemo-rl-direct"), (*MEGATRON, *MEGATRON, "strict"))
+"""To draw from: the two with three witnesses most often; `nemo-rl-direct` has no `default`, so a class of its own asks."""
+
+MOST_PAIRS = 3
+CONVERSATIONS = st.lists(st.integers(0, MOST_PAIRS * len(texts.PLAIN) - 1), min_size=1, max_size=6)
+"""Of each conversation one number: its pairs of user and assistant turns, and a stride through the plain contents."""
+PACK = Literal["roomy", "exact", "one_more", "one_less", "inner_end", "anywhere"]
+
+
+@dataclass(kw_only=True)
+class Draft:
+    """What a fault class edits in place."""
+
+    draw: Draw
+    prompt_format: str
+    conversations: list[list[Any]]
+    tokenizer: str
+    semantics: str
+    context_parallel_size: int
+    pad_token: str | None = None
+    assistant_prefix_len: int | None = None
+    pack: Callable[[Draft, Sequence[int]], int] | None = None
+    """Chooses the pack length from where the conversations end; None: any of PACK."""
+    labels: list[str] = field(default_factory=list)
+
+    @property
+    def separator(self) -> str:
+        """What ends a content, so that the next one's first token is its own, where a format puts nothing between."""
+        return separator_of(self.prompt_format, self.tokenizer)
+
+    @property
+    def granularity(self) -> int:
+        """2·cp, or 1 where nothing is padded."""
+        return 2 * self.context_parallel_size if self.context_parallel_size > 1 else 1
+
+    @property
+    def masked(self) -> bool:
+        """Whether turns are checked one by one."""
+        preset = self.semantics.partition(",")[0]
+        return self.prompt_format in facts.NEMOTRON or (
+            self.prompt_format == "identity" and preset in ("megatron-lm-main", "strict")
+        )
+
+    def one_of(self, choices: Sequence[Any]) -> Any:
+        """Draw one; the first is the simplest."""
+        return choose(self.draw, choices)
+
+    def message(self, *roles: str) -> dict[str, Any]:
+        """Draw a message of one of these roles, to change in place; a user message is added where there is none."""
+        found = [m for each in self.conversations for m in each if isinstance(m, dict) and m.get("role") in roles]
+        if not found:
+            found = [{"role": roles[0], "content": "w0"}]
+            self.conversations.insert(0, [{"role": "system", "content": "w0"}, *found])
+        return self.one_of(found)  # type: ignore[no-any-return]
+
+    def lengths(self) -> list[int]:
+        """Tokens of each conversation, up to the first that cannot be rendered."""
+        messages = [message for each in self.conversations for message in each]
+        return facts.lengths(messages, self.prompt_format, self.tokenizer)
+
+    def ends(self) -> list[int]:
+        """Where each of them ends, padding included."""
+        return facts.ends(self.lengths(), self.granularity)
+
+
+def conversation(pairs: int, stride: int, separator: str) -> list[Any]:
+    """A well-formed conversation; with stride 0 every content is the simplest."""
+    roles = ["system", *["user", "assistant"] * pairs]
+    contents = [texts.PLAIN[stride * (turn + 1) % len(texts.PLAIN)] + separator for turn in range(len(roles))]
+    return [{"role": role, "content": content} for role, content in zip(roles, contents, strict=True)]
+
+
+def conversations(drawn: Sequence[int], separator: str) -> list[list[Any]]:
+    """Well-formed conversations from what CONVERSATIONS draws."""
+    pairs_and_strides = (divmod(each, len(texts.PLAIN)) for each in drawn)
+    return [conversation(pairs + 1, stride, separator) for pairs, stride in pairs_and_strides]
+
+
+def separator_of(prompt_format: str, tokenizer: str) -> str:
+    """See `Draft.separator`."""
+    if prompt_format in facts.NEMOTRON:
+        return ""
+    return " " if tokenizer in WORD_LEVEL else "\n"
+
+
+def start(draw: Draw, prompt_format: str) -> Draft:
+    """Draw well-formed conversations and joint settings."""
+    draft = Draft(
+        draw=draw,
+        prompt_format=prompt_format,
+        conversations=[],
+        tokenizer=choose(draw, GENTLE),
+        semantics=choose(draw, SEMANTICS[prompt_format == "default"]),
+        context_parallel_size=1 + draw(index(4)),
+    )
+    draft.conversations = conversations(draw(CONVERSATIONS), draft.separator)
+    return draft
+
+
+@functools.cache
+def index(count: int) -> st.SearchStrategy[int]:
+    """A place in a sequence: cheaper to draw from than a strategy made for each sequence."""
+    return st.integers(0, count - 1)
+
+
+def choose(draw: Draw, choices: Sequence[Any]) -> Any:
+    """Draw one of the choices; the first is the simplest."""
+    return choices[draw(index(len(choices)))]
+
+
+def finish(draft: Draft, origin: str) -> RowCase:
+    """Measure the conversations, choose the pack length, and settle the case."""
+    ends = draft.ends() or [8]
+    pack_length = draft.pack(draft, ends) if draft.pack else any_pack(draft, ends)
+    return RowCase(
+        messages=tuple(message for each in draft.conversations for message in each),
+        settings=RowSettings(
+            pack_length=max(1, pack_length),
+            prompt_format=draft.prompt_format,
+            context_parallel_size=draft.context_parallel_size,
+            semantics=draft.semantics,
+            pad_token=draft.pad_token,
+            assistant_prefix_len=draft.assistant_prefix_len,
+        ),
+        tokenizer=draft.tokenizer,
+        labels=tuple(draft.labels),
+        origin=origin,
+    )
+
+
+def any_pack(draft: Draft, ends: Sequence[int]) -> int:
+    """A pack length around what the conversations need, most often divisible as context parallelism wants it."""
+    kind: PACK = draft.one_of(get_args(PACK))
+    if kind == "anywhere":
+        length = draft.draw(st.integers(1, max(1, ends[-1])))
+    elif kind == "inner_end":
+        length = draft.one_of(ends)
+    else:
+        length = ends[-1] + {"roomy": 5, "exact": 0, "one_more": 1, "one_less": -1}[kind]
+    return divisible(draft, length) if draft.one_of((True, False)) or draft.semantics not in MEGATRON else length
+
+
+def divisible(draft: Draft, length: int) -> int:
+    """The next multiple of 2·cp, where it counts."""
+    return -(-max(1, length) // draft.granularity) * draft.granularity
+
+
+def roomy(draft: Draft, ends: Sequence[int]) -> int:
+    """A pack length that holds everything."""
+    return divisible(draft, ends[-1] + draft.one_of((1, 0, 7)))
+
+
+def exactly(delta: int) -> Callable[[Draft, Sequence[int]], int]:
+    """The pack length that the whole row needs, and `delta` more."""
+    return lambda _, ends: ends[-1] + delta
+
+
+def override(name: str) -> str:
+    """A preset with one field changed."""
+    return f"{PRESET_NAMES[0]},{name}"

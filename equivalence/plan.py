@@ -1,0 +1,180 @@
+"""What a run does: its jobs in order, from a size, a seed and a shard, the same on any number of workers."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from equivalence.errors import InputError
+from equivalence.generators.drafts import PRESET_NAMES
+from equivalence.generators.fault_classes import classes
+from equivalence.jobs import Job
+from equivalence.subjects.protocol import MEGATRON_PRESETS, PROMPT_FORMATS
+
+CONTEXT_PARALLEL_SIZES = (1, 2, 3, 4)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    """How much a run does."""
+
+    rows_per_class: int
+    """Generated rows for each fault class and format, of a class of weight 1."""
+    rounds: int
+    """How often, each time with other seeds."""
+    free_rows: int
+    """Generated rows of any class, for each format and round."""
+    batches: int
+    """Batches for each format and round."""
+    divergences: int
+    """Rows that walk between presets, for each format and round."""
+    sample_passes: int
+    """How often each row of the packed sample is built by all witnesses, each time in another format."""
+    sample_rows: int
+    """Rows of the packed sample for each other preset, format and cp, of which Megatron-LM is no witness."""
+    whole_tokenizer: bool
+    """Whether the sample is also built with the real tokenizer of 131,072 ids, which takes seconds to load."""
+
+
+SIZES = {
+    "tiny": Size(
+        rows_per_class=8,
+        rounds=1,
+        free_rows=50,
+        batches=25,
+        divergences=12,
+        sample_passes=1,
+        sample_rows=1,
+        whole_tokenizer=False,
+    ),
+    "standard": Size(
+        rows_per_class=20,
+        rounds=4,
+        free_rows=200,
+        batches=100,
+        divergences=40,
+        sample_passes=4,
+        sample_rows=8,
+        whole_tokenizer=True,
+    ),
+    "long": Size(
+        rows_per_class=40,
+        rounds=1,
+        free_rows=400,
+        batches=200,
+        divergences=100,
+        sample_passes=32,
+        sample_rows=32,
+        whole_tokenizer=True,
+    ),
+}
+"""On two cores: a minute, some six minutes, and as many rounds as the asked-for rows need."""
+
+
+COST = {"rows": 1.0, "batches": 2.5, "divergences": 15.0, "sample": 6.0}
+"""What an example costs, in generated rows; to tell the time left."""
+
+
+def cost(job: Job) -> float:
+    """A job's work in rows' worth."""
+    return COST[job.kind] * job.examples if job.kind in COST else 50.0
+
+
+def shard_of(text: str) -> tuple[int, int]:
+    """`i/n` as numbers, i from 1. InputError says what is wrong."""
+    index, _, count = text.partition("/")
+    if not (index.isdigit() and count.isdigit() and 1 <= int(index) <= int(count)):
+        raise InputError(f"--shard {text}: give i/n with i from 1 to n, such as 1/4")
+    return int(index), int(count)
+
+
+def corpus_jobs(paths: Sequence[Path], subjects: tuple[str, ...]) -> list[Job]:
+    """Saved cases, some to a job."""
+    return [Job(kind="corpus", subjects=subjects, paths=tuple(map(str, some))) for some in itertools.batched(paths, 20)]
+
+
+WHOLE_TOKENIZER = "nemotron-like"
+
+
+def sample_jobs(
+    path: Path, rows: int, tokenizer: str, pack_length: int, size: Size, subjects: tuple[str, ...]
+) -> Iterator[Job]:
+    """Every row of the packed sample by all witnesses, in turn over formats, cp and presets; some rows in the other presets."""
+    witnessed = list(itertools.product(PROMPT_FORMATS, CONTEXT_PARALLEL_SIZES, MEGATRON_PRESETS))
+    per_format = len(witnessed) // len(PROMPT_FORMATS)
+
+    def job(combination: tuple[str, int, str], first: int, step: int, count: int, name: str) -> Job:
+        prompt_format, cp, preset = combination
+        return Job(
+            kind="sample",
+            subjects=subjects,
+            prompt_format=prompt_format,
+            context_parallel_size=cp,
+            semantics=preset,
+            pack_length=pack_length - (pack_length % (2 * cp) if cp > 1 else 0),
+            tokenizer=name,
+            paths=(str(path),),
+            first=first,
+            step=step,
+            examples=count,
+        )
+
+    passes = [(tokenizer, number) for number in range(size.sample_passes)]
+    passes += [(WHOLE_TOKENIZER, 0)] if size.whole_tokenizer and tokenizer != WHOLE_TOKENIZER else []
+    for name, number in passes:
+        # The next format each time, and after a round of formats the next cp and preset.
+        shift = number * per_format + number // len(PROMPT_FORMATS)
+        for place, combination in enumerate(witnessed):
+            first = (place + shift) % len(witnessed)
+            if count := len(range(first, rows, len(witnessed))):
+                yield job(combination, first, len(witnessed), count, name)
+    others = [preset for preset in PRESET_NAMES if preset not in MEGATRON_PRESETS]
+    for place, combination in enumerate(itertools.product(PROMPT_FORMATS, CONTEXT_PARALLEL_SIZES, others)):
+        if rows and combination[::2] != ("default", "nemo-rl-direct"):
+            count = min(rows, size.sample_rows)
+            yield job(combination, place % (rows // count), rows // count, count, tokenizer)
+
+
+def generated_jobs(size: Size, seed: int, subjects: tuple[str, ...], *, rows: int | None = None) -> Iterator[Job]:
+    """Generated rows, batches and divergences, round by round; with `rows` as many rounds as they need."""
+    per_round = 0
+    for number in itertools.count():
+        if rows is None and number >= size.rounds:
+            return
+        if rows is not None and number and number * per_round >= rows:
+            return
+        for job in _round(size, f"{seed}/{number}", subjects):
+            per_round += job.examples if number == 0 and job.kind == "rows" else 0
+            yield job
+
+
+def _round(size: Size, seed: str, subjects: tuple[str, ...]) -> Iterator[Job]:
+    for each, prompt_format in itertools.product(classes().values(), PROMPT_FORMATS):
+        if each.applies(prompt_format):
+            yield Job(
+                kind="rows",
+                subjects=subjects,
+                prompt_format=prompt_format,
+                aim=each.name,
+                seed=_seed(seed, each.name, prompt_format),
+                examples=max(3, round(size.rows_per_class * each.weight)),
+            )
+    for prompt_format in PROMPT_FORMATS:
+        for kind, examples in (("rows", size.free_rows), ("batches", size.batches), ("divergences", size.divergences)):
+            # Divergences cost some forty builds a row, so they come in small pieces.
+            for number, some in enumerate(itertools.batched(range(examples), 6 if kind == "divergences" else 50)):
+                yield Job(
+                    kind=kind,
+                    subjects=subjects,
+                    prompt_format=prompt_format,
+                    seed=_seed(seed, kind, prompt_format, str(number)),
+                    examples=len(some),
+                )
+
+
+def _seed(*parts: str) -> int:
+    """A seed of its own for each job, the same everywhere."""
+    return int.from_bytes(hashlib.sha256("/".join(parts).encode()).digest()[:6], "big")

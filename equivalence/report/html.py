@@ -1,0 +1,40 @@
+"""The report as one self-contained HTML page: no script, no resource from elsewhere."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from equivalence.subjects import PROMPT_FORMATS
+
+_HERE = Path(__file__).resolve().parent
+
+
+def write_html(summary: dict[str, Any], path: Path) -> None:
+    """Render the document of `summary.summarise`."""
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(_HERE),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["thousands"] = lambda number: f"{number:,}"
+    page = environment.get_template("report.html").render(
+        formats=PROMPT_FORMATS,
+        groups=_groups(summary),
+        style=(_HERE / "report.css").read_text(encoding="utf-8"),
+        **summary,
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # A lone surrogate of a case may stand in an error's text; a page cannot hold one.
+    path.write_text(page, encoding="utf-8", errors="backslashreplace")
+
+
+def _groups(summary: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    found: dict[str, list[dict[str, Any]]] = {}
+    for each in summary["classes"]:
+        found.setdefault(each["group"], []).append(each)
+    return found

@@ -1,0 +1,113 @@
+"""A run's outcome as one JSON document of a stable schema, from which the terminal and the HTML page are made."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from equivalence.generators.fault_classes import classes
+from equivalence.run import Outcome
+from equivalence.subjects import PROMPT_FORMATS
+from equivalence.witnesses import versions
+
+SCHEMA = 1
+CHECKS = ("corpus", "files", "sample", "rows", "batches", "divergences")
+WHAT = {
+    "corpus": "saved cases",
+    "files": "file readers",
+    "sample": "packed sample",
+    "rows": "generated rows",
+    "batches": "batches",
+    "divergences": "divergences",
+}
+
+
+def summarise(outcome: Outcome, command: str) -> dict[str, Any]:
+    """The document. All counts are rows unless a name says otherwise."""
+    tally, options = outcome.tally, outcome.options
+    generated = outcome.generated
+    return {
+        "schema": SCHEMA,
+        "verdict": outcome.verdict,
+        "exit_code": outcome.exit_code,
+        "command": command,
+        "size": options.size,
+        "seed": options.seed,
+        "shard": list(options.shard),
+        "workers": options.workers,
+        "sample": str(options.sample) if options.sample else None,
+        "tokenizer": options.tokenizer,
+        "seconds": round(outcome.seconds, 2),
+        "generated": {
+            "rows": generated,
+            "messages_per_row": round(tally.messages / generated, 2) if generated else 0.0,
+            "rows_per_second": round(outcome.rate, 1),
+            "cpu_milliseconds_per_row": round(1e3 * tally.seconds["generated_cpu"] / generated, 2)
+            if generated
+            else 0.0,
+            "seconds_by_subject": {
+                witness.name: round(tally.seconds[witness.name], 2) for witness in outcome.witnesses
+            },
+        },
+        "versions": versions(),
+        "witnesses": [dataclasses.asdict(witness) for witness in outcome.witnesses],
+        "witnessed": _by_format(tally.witnessed),
+        "checks": _checks(outcome),
+        "refusals": _by_format(tally.refusals),
+        "classes": _classes(outcome),
+        "file_layers": tally.layers,
+        "divergences": _by_format(tally.fired),
+        "differences": [
+            {key: value for key, value in dataclasses.asdict(each).items() if key != "case"}
+            for each in tally.differences
+        ],
+        "unhit": outcome.unhit,
+        "errors": tally.errors,
+        "stopped_early": outcome.stopped,
+    }
+
+
+def write_json(summary: dict[str, Any], path: Path) -> None:
+    """Write the document."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+
+
+def _checks(outcome: Outcome) -> list[dict[str, Any]]:
+    tally, found = outcome.tally, []
+    for check in CHECKS:
+        for prompt_format in (*PROMPT_FORMATS, "any"):
+            key = check, prompt_format
+            if tally.rows[key]:
+                counts = {
+                    "rows": tally.rows[key],
+                    "equal": tally.equal[key],
+                    "refused_alike": tally.refused[key],
+                    "differing": tally.differing[key],
+                }
+                found.append({"check": check, "what": WHAT[check], "format": prompt_format, **counts})
+    return found
+
+
+def _classes(outcome: Outcome) -> list[dict[str, Any]]:
+    tally, found = outcome.tally, []
+    for each in classes().values():
+        formats: dict[str, Any] = {}
+        for prompt_format in PROMPT_FORMATS:
+            key = each.name, prompt_format
+            if each.applies(prompt_format):
+                formats[prompt_format] = {"hit": tally.hits[key], "aimed": tally.aimed[key]}
+            else:
+                formats[prompt_format] = {"not_applicable": each.not_in[prompt_format]}
+        found.append({"name": each.name, "group": each.group, "what": each.what, "formats": formats})
+    return found
+
+
+def _by_format(counts: Counter[tuple[str, str]]) -> dict[str, dict[str, int]]:
+    found: dict[str, dict[str, int]] = {}
+    for (name, prompt_format), count in sorted(counts.items()):
+        found.setdefault(name, {})[prompt_format] = count
+    return found

@@ -1,0 +1,161 @@
+"""What a run says on a terminal: one line of progress that stays in place, plain lines elsewhere, and one table at the end."""
+
+from __future__ import annotations
+
+import time
+from typing import Any, Self
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+from rich.table import Table
+from rich.text import Text
+
+from equivalence.report.summary import WHAT
+from equivalence.run import Outcome
+from equivalence.subjects import PROMPT_FORMATS
+
+PLAIN_EVERY = 5.0
+"""Seconds between plain lines."""
+STYLES = {"equal": "bold green", "interrupted": "bold yellow"}
+
+
+class Reporter:
+    """Progress with rate and time left. Used as a context manager; no thread, since workers fork after it starts."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._started = self._last = time.monotonic()
+        self._bar = Progress(
+            TextColumn("{task.description}", style="bold"),
+            BarColumn(bar_width=24),
+            TextColumn("{task.fields[said]}"),
+            console=console,
+            auto_refresh=False,
+            transient=True,
+            disable=not console.is_terminal,
+        )
+        self._task = self._bar.add_task("starting", total=None, said="")
+        self._title = "starting"
+
+    def __enter__(self) -> Self:
+        """Show the line."""
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Take it away."""
+        self._bar.stop()
+
+    def __call__(self, title: str, outcome: Outcome) -> None:
+        """Say where the run is; `title` is what just ended, if anything did."""
+        self._title = title.partition(" ")[0] or self._title
+        said = self._said(outcome)
+        now = time.monotonic()
+        if self._console.is_terminal:
+            self._bar.update(
+                self._task,
+                description=self._title,
+                total=outcome.planned,
+                completed=outcome.done,
+                said=said,
+                refresh=True,
+            )
+        elif now - self._last >= PLAIN_EVERY:
+            self._last = now
+            self._console.print(f"{self._title}: {said}", highlight=False)
+
+    def _said(self, outcome: Outcome) -> str:
+        elapsed = time.monotonic() - self._started
+        rows = sum(outcome.tally.rows.values())
+        parts = [f"{rows:,} rows in {_clock(elapsed)}"]
+        if outcome.rate:
+            parts.append(f"{outcome.rate:,.0f} generated rows/s")
+        if outcome.planned and outcome.done:
+            left = elapsed * (outcome.planned - outcome.done) / outcome.done
+            parts.append(f"{100 * outcome.done / outcome.planned:.0f} %, {_clock(left)} left")
+        if count := sum(outcome.tally.differing.values()):
+            parts.append(f"{count} differing")
+        return ", ".join(parts)
+
+
+def show(summary: dict[str, Any], console: Console, files: list[str]) -> None:
+    """The summary: witnesses, one table of checks, what was not exercised, what differs, the verdict."""
+    for witness in summary["witnesses"]:
+        line = Text(f"{witness['name']:<12}", "bold").append(f" {witness['version']}", "default")
+        console.print(line, highlight=False)
+        for each in witness["stand_ins"]:
+            console.print(Text(f"{'':<13}not as it comes: {each}", "dim"))
+    console.print(_checks(summary))
+    console.print(_classes(summary), highlight=False)
+    _differences(summary, console)
+    for each in summary["unhit"]:
+        console.print(Text(f"not exercised: {each}", "red"))
+    for each in summary["errors"]:
+        console.print(Text(f"could not run: {each}", "red"))
+    if summary["stopped_early"]:
+        console.print(Text("stopped early: enough differs; mend these first", "yellow"))
+    generated = summary["generated"]
+    verdict = Text(summary["verdict"].upper(), STYLES.get(summary["verdict"], "bold red"))
+    verdict.append(
+        f"  {generated['rows']:,} generated rows of {generated['messages_per_row']:.0f} messages, "
+        f"{generated['rows_per_second']:,.0f} rows/s ({generated['cpu_milliseconds_per_row']:.1f} ms of CPU a row), {_clock(summary['seconds'])} in all "
+        f"(size {summary['size']}, seed {summary['seed']}, {summary['workers']} worker{'s' if summary['workers'] != 1 else ''})",
+        "default",
+    )
+    console.print(verdict, highlight=False)
+    console.print(Text("report: " + ", ".join(files), "dim"))
+
+
+def _checks(summary: dict[str, Any]) -> Table:
+    table = Table(title="rows by check and format", title_justify="left")
+    for name in ("check", "format"):
+        table.add_column(name, no_wrap=True)
+    for name in ("rows", "equal", "refused alike", "differing"):
+        table.add_column(name, justify="right")
+    before = None
+    for each in summary["checks"]:
+        if before not in (None, each["check"]):
+            table.add_section()
+        differing = Text(f"{each['differing']:,}", "bold red" if each["differing"] else "dim")
+        what = WHAT[each["check"]] if before != each["check"] else ""
+        before = each["check"]
+        counts = (f"{each[name]:,}" for name in ("rows", "equal", "refused_alike"))
+        table.add_row(what, each["format"], *counts, differing)
+    return table
+
+
+def _classes(summary: dict[str, Any]) -> Text:
+    hit: list[int] = []
+    applicable = missed = 0
+    for each in summary["classes"]:
+        for found in each["formats"].values():
+            if "hit" in found and found["aimed"]:
+                applicable += 1
+                missed += not found["hit"]
+                hit.append(found["hit"])
+    text = Text(f"{len(summary['classes'])} fault classes in {len(PROMPT_FORMATS)} formats: ")
+    if not applicable:
+        return text.append("none was aimed at", "yellow")
+    text.append(f"{applicable - missed} of {applicable} hit", "green" if not missed else "bold red")
+    return text.append(f", each by {min(hit):,} to {max(hit):,} rows; the page lists them")
+
+
+def _differences(summary: dict[str, Any], console: Console) -> None:
+    for each in summary["differences"]:
+        first = each["first"]
+        place = "" if first["position"] is None else f"[{first['position']}]"
+        console.print(
+            Text("differs: ", "bold red").append(
+                f"{each['left']} and {each['right']}, {each['check']} {each['prompt_format']}, {each['count']} values, "
+                f"first {first['tensor']}{place}: {first['left']} / {first['right']} ({first['class']})\n"
+                f"         {each['path'] or each['where']}",
+                "default",
+            )
+        )
+        if each["command"]:
+            console.print(f"         {each['command']}", style="cyan", highlight=False, soft_wrap=True)
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"

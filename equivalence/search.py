@@ -1,0 +1,99 @@
+"""One Hypothesis search: draws cases, counts them, and shrinks the first that differs to the smallest that still does."""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+from hypothesis import HealthCheck, Phase, Verbosity, given, seed, settings
+from hypothesis.strategies import SearchStrategy
+
+from equivalence.cases import RowCase
+from equivalence.checks.result import CheckResult
+from equivalence.tally import Tally
+
+SHRINK_SECONDS = 20.0
+"""After this, unseen smaller cases are no longer tried; the smallest differing one so far stands."""
+
+Check = Callable[[Any, Tally | None], tuple[CheckResult, RowCase]]
+"""Checks what was drawn, counting into the tally unless there is none; gives the result and the case to keep."""
+
+
+class Differs(Exception):  # noqa: N818 - a finding, not an error
+    """Carries what differed out of Hypothesis; the last one raised is the smallest."""
+
+    def __init__(self, result: CheckResult, case: RowCase) -> None:
+        super().__init__(result.check)
+        self.result = result
+        self.case = case
+
+
+class CouldNotRun(Exception):  # noqa: N818
+    """A side raised on a case instead of building or refusing it."""
+
+    def __init__(self, case: RowCase, text: str) -> None:
+        super().__init__(text)
+        self.case = case
+
+
+def search(
+    strategy: SearchStrategy[Any], check: Check, tally: Tally, *, number: int, examples: int
+) -> Differs | CouldNotRun | None:
+    """Draw `examples` cases from the seed `number`; returns the smallest that differs or makes a side raise, if any does.
+
+    After the first one nothing is counted any more.
+    """
+    known: dict[Any, Exception | None] = {}
+    shrinking: list[float] = []
+
+    @seed(number)
+    @settings(
+        max_examples=examples,
+        database=None,
+        deadline=None,
+        derandomize=False,  # the seed decides
+        phases=(Phase.generate, Phase.shrink),
+        suppress_health_check=list(HealthCheck),
+        report_multiple_bugs=False,
+        print_blob=False,
+        verbosity=Verbosity.quiet,
+    )
+    @given(strategy)
+    def example(drawn: Any) -> None:
+        if not shrinking:
+            error = _checked(check, drawn, tally)
+            if error is not None:
+                shrinking.append(time.monotonic())
+                known[repr(drawn)] = error
+        else:
+            key = repr(drawn)
+            if key not in known:
+                if time.monotonic() - shrinking[0] > SHRINK_SECONDS:
+                    return
+                known[key] = _checked(check, drawn, None)
+            error = known[key]
+        if error is not None:
+            raise error
+
+    try:
+        example()
+    except (Differs, CouldNotRun) as found:
+        return found
+    return None
+
+
+def last_line(error: BaseException) -> str:
+    """An error and where it was raised."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {error} (at {frame.filename}:{frame.lineno} in {frame.name})"
+
+
+def _checked(check: Check, drawn: Any, tally: Tally | None) -> Exception | None:
+    try:
+        result, case = check(drawn, tally)
+    except Exception as error:  # noqa: BLE001 - any error of a side; its text and place are kept
+        case = drawn[0] if isinstance(drawn, tuple) else drawn
+        return CouldNotRun(case, last_line(error))
+    return None if result.equal else Differs(result, case)
