@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from equivalence.cases import CaseError, read_case
+from equivalence.cases import read_case
+from equivalence.errors import CaseError
 from equivalence.generators import tokenizers as named_tokenizers
 from equivalence.subjects import BUILT_IN, Messages, RowSettings, Subject, load
 from equivalence.subjects.tokenizers import load_folder

@@ -1,0 +1,27 @@
+"""`packproof-bench`: what packproof's parts cost, each next to what it replaces, in one run on one machine."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import tyro
+
+from production.errors import PackproofError
+from tools.bench.rows import rows
+from tools.bench.source import source
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line `argv` (default: the process's own) and return its exit code: 0, or 2 for bad input."""
+    commands = {"rows": rows, "source": source}
+    try:
+        tyro.extras.subcommand_cli_from_dict(commands, args=argv, prog="packproof-bench")
+    except (PackproofError, OSError) as error:
+        print(f"packproof-bench: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
