@@ -1,4 +1,4 @@
-"""The main job: `python -m equivalence` compares all sides on saved, real and generated rows; `promote` keeps a case."""
+"""The main job: `python -m equivalence` compares all sides on saved, real and generated rows; `promote` keeps a case; `mutants` prints what finds which fault."""
 
 from __future__ import annotations
 
@@ -16,13 +16,16 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # before the library l
 import torch
 import tyro
 from rich.console import Console
+from rich.live import Live
+from rich.table import Table
 
 from equivalence.corpus import store
 from equivalence.errors import InputError
+from equivalence.mutants.matrix import CHECKS, failures, kill_matrix
 from equivalence.plan import shard_of
 from equivalence.pool import default_workers
 from equivalence.report import html, summary, terminal
-from equivalence.run import Options, execute
+from equivalence.run import Options, count_rows, execute
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 
@@ -67,13 +70,29 @@ class Promote:
     """What it shall be called: small letters, digits, - and _."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Mutants:
+    """Put each known fault into production and print which check finds it. Exit code 1 if one survives or a check finds none."""
+
+    workers: int | None = None
+    """Processes; the cores that there are unless given."""
+    seed: int = 0
+    """Of the generated rows."""
+    first_only: bool = False
+    """Stop at the first check that finds a fault: a minute instead of some minutes."""
+    sample: str = str(EXAMPLES / "packed" / "sample.jsonl.packed")
+    """Packed JSONL file of real rows for nemotron-mini; `none` leaves it out."""
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Console script. Returns the exit code."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     if not given or (given[0].startswith("-") and given[0] not in ("-h", "--help")):
         given.insert(0, "run")
     asked = tyro.cli(
-        Annotated[Run, tyro.conf.subcommand("run")] | Annotated[Promote, tyro.conf.subcommand("promote")],
+        Annotated[Run, tyro.conf.subcommand("run")]
+        | Annotated[Promote, tyro.conf.subcommand("promote")]
+        | Annotated[Mutants, tyro.conf.subcommand("mutants")],
         args=given,
         prog="packproof-equivalence",
         description=__doc__,
@@ -86,6 +105,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 f"{store.promote(asked.file, asked.name)} is a permanent test now", highlight=False, soft_wrap=True
             )
             return 0
+        if isinstance(asked, Mutants):
+            return _mutants(asked, console)
         return _run(asked, shlex.join(["packproof-equivalence", *given]), console)
     except (ValueError, OSError) as error:
         errors.print(f"packproof-equivalence: {error}", style="red", highlight=False, soft_wrap=True, markup=False)
@@ -93,9 +114,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(asked: Run, command: str, console: Console) -> int:
-    torch.set_num_threads(1)  # the workers are the parallelism
-    # Says on each start that there is no CUDA; rows are built on the CPU.
-    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
+    _quiet()
     options = Options(
         size=asked.size,
         seed=asked.seed,
@@ -116,6 +135,40 @@ def _run(asked: Run, command: str, console: Console) -> int:
     html.write_html(document, files[1])
     terminal.show(document, console, [str(file) for file in files])
     return outcome.exit_code
+
+
+def _mutants(asked: Mutants, console: Console) -> int:
+    _quiet()
+    sample = None if asked.sample == "none" else Path(asked.sample)
+    table = Table(
+        title="faults put into production, and the jobs each check ran until it found them", title_justify="left"
+    )
+    table.add_column("fault")
+    for check in CHECKS:
+        table.add_column(check, justify="right")
+    matrix = []
+    with Live(table, console=console, vertical_overflow="visible", transient=True):
+        for kills in kill_matrix(
+            sample=None if sample is None else (sample, count_rows(sample)),
+            workers=asked.workers or default_workers(),
+            seed=asked.seed,
+            first_only=asked.first_only,
+        ):
+            matrix.append(kills)
+            cells = ["" if count is None else str(count) if count else "·" for count in kills.found.values()]
+            table.add_row(kills.mutant, *cells, style="red" if kills.survives else None)
+    console.print(table)
+    wrong = failures(matrix, checks=() if asked.first_only else CHECKS)
+    for line in wrong:
+        console.print(line, style="red", highlight=False)
+    console.print(f"{sum(not kills.survives for kills in matrix)} of {len(matrix)} faults found", highlight=False)
+    return 1 if wrong else 0
+
+
+def _quiet() -> None:
+    torch.set_num_threads(1)  # the workers are the parallelism
+    # Says on each start that there is no CUDA; rows are built on the CPU.
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
 
 
 def _subjects(names: str) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ from typing import Any
 
 from equivalence import predictions
 from equivalence.facts import Facts
-from equivalence.subjects.protocol import Messages, Row, RowSettings
+from equivalence.subjects.protocol import Messages, Row, RowSettings, overridden
 from reference.semantics import Semantics, semantics
 
 System, User, Assistant = "system", "user", "assistant"
@@ -212,7 +212,7 @@ def steps_between(left: str, right: str) -> list[Step]:
         before, after = values[0][field.name], values[1][field.name]
         if before == after:
             continue
-        onward = f"{name},{field.name}={after}"
+        onward = overridden(name, **{field.name: after})
         for entry in REGISTRY:
             if entry.field == field.name and {entry.permissive, entry.strict} == {before, after}:
                 pair = (name, onward) if entry.permissive == before else (onward, name)

@@ -61,6 +61,8 @@ class Job:
     first: int = 0
     """Of `sample`: the first row, then every `step`th, `examples` in all."""
     step: int = 1
+    shrink: bool = True
+    """Whether what differs is made small; the kill matrix only asks whether anything does."""
 
     @property
     def title(self) -> str:
@@ -253,7 +255,7 @@ def _walk(case: RowCase, sides: Sequence[Subject], pair: tuple[str, str]) -> Che
 
 
 def _search(job: Job, strategy: SearchStrategy[Any], check: Check, tally: Tally) -> None:
-    found = search(strategy, check, tally, number=job.seed, examples=job.examples)
+    found = search(strategy, check, tally, number=job.seed, examples=job.examples, shrink=job.shrink)
     if found is None:
         return
     case = found.case.with_(origin=job.title)

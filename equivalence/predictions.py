@@ -13,7 +13,7 @@ import torch
 
 from equivalence import facts as stages
 from equivalence.facts import AFTER, CONVERSATIONS, TURN_STEPS, Facts, Reached, Stage, stage_of
-from equivalence.subjects.protocol import Refusal, Row
+from equivalence.subjects.protocol import Refusal, Row, overridden
 from equivalence.subjects.reference import SUBJECT
 from reference import prompts
 from reference.prompts import IGNORE_INDEX
@@ -58,7 +58,7 @@ def identity_masked(facts: Facts) -> Row:
     strict = Facts(
         facts.messages,
         facts.hf,
-        facts.settings.replace(semantics=f"{facts.settings.semantics},identity_prompt=masked"),
+        facts.settings.replace(semantics=overridden(facts.settings.semantics, identity_prompt="masked")),
     )
     violations = [*turn_rules(strict, strict.semantics.turn_rules, facts.reached)]
     violations += _mismatches(strict, facts.reached)
@@ -124,7 +124,7 @@ def too_many_boundaries(facts: Facts) -> Row:
     refusal = facts.outcome.refusal
     if refusal and stage_of(refusal, facts.messages, facts.settings) < (stages.NO_TOKEN,):
         return facts.outcome
-    name = f"{facts.settings.semantics},boundaries_beyond_pack_length=refuse"
+    name = overridden(facts.settings.semantics, boundaries_beyond_pack_length="refuse")
     going_on = Facts(facts.messages, facts.hf, facts.settings.replace(semantics=name))
     if len(going_on.reached) == len(facts.reached):
         return facts.outcome
@@ -232,7 +232,7 @@ def stops_when_full(facts: Facts) -> Row:
     conversations = prompts.split_conversations(facts.messages)
     messages = [message for conversation in conversations[: full[0]] for message in conversation]
     kept = SUBJECT.build_row(
-        messages, facts.hf, facts.settings.replace(semantics=f"{facts.settings.semantics},row_ends=any")
+        messages, facts.hf, facts.settings.replace(semantics=overridden(facts.settings.semantics, row_ends="any"))
     )
     if kept.report is None:
         return kept
@@ -258,7 +258,7 @@ def stops_when_full(facts: Facts) -> Row:
 def indivisible(facts: Facts) -> Iterator[Violation]:
     """A segment that 2·cp does not divide."""
     # Losses are refused only after this check, so the boundaries are there also where the row is refused for them.
-    allowed = facts.settings.replace(semantics=f"{facts.settings.semantics},lost_conversations=allow")
+    allowed = facts.settings.replace(semantics=overridden(facts.settings.semantics, lost_conversations="allow"))
     boundaries = Facts(facts.messages, facts.hf, allowed).outcome.cu_seqlens
     if facts.settings.context_parallel_size > 1 and boundaries is not None:
         lengths = boundaries.diff()

@@ -160,7 +160,7 @@ def _planned(options: Options, size: Size) -> Iterator[Job]:
         yield Job(kind="files", subjects=options.subjects, paths=(str(options.out / "files"),))
     if options.sample is not None:
         yield from sample_jobs(
-            options.sample, _count_rows(options.sample), options.tokenizer, options.pack_length, size, options.subjects
+            options.sample, count_rows(options.sample), options.tokenizer, options.pack_length, size, options.subjects
         )
     yield from generated_jobs(size, options.seed, options.subjects, rows=options.rows)
 
@@ -180,7 +180,8 @@ def _preload(options: Options, size: Size) -> None:
     classes()
 
 
-def _count_rows(path: Path) -> int:
+def count_rows(path: Path) -> int:
+    """Lines of a packed file. InputError if it is not there, or empty."""
     if not path.is_file():
         raise InputError(f"{path}: no such file; give a packed JSONL file with --sample, or --sample none")
     with path.open("rb") as file:

@@ -39,7 +39,7 @@ class CouldNotRun(Exception):  # noqa: N818
 
 
 def search(
-    strategy: SearchStrategy[Any], check: Check, tally: Tally, *, number: int, examples: int
+    strategy: SearchStrategy[Any], check: Check, tally: Tally, *, number: int, examples: int, shrink: bool = True
 ) -> Differs | CouldNotRun | None:
     """Draw `examples` cases from the seed `number`; returns the smallest that differs or makes a side raise, if any does.
 
@@ -54,7 +54,7 @@ def search(
         database=None,
         deadline=None,
         derandomize=False,  # the seed decides
-        phases=(Phase.generate, Phase.shrink),
+        phases=(Phase.generate, Phase.shrink) if shrink else (Phase.generate,),
         suppress_health_check=list(HealthCheck),
         report_multiple_bugs=False,
         print_blob=False,

@@ -93,7 +93,10 @@ def semantics(name: str) -> Semantics:
         raise ValueError(f"no preset is called {preset!r}; choose one of {', '.join(PRESETS)}")
     changes: dict[str, str] = {}
     for override in overrides:
-        field, _, changes[field] = override.partition("=")
+        field, _, choice = override.partition("=")
         if field not in _choices():
             raise ValueError(f"Semantics has no field {field!r}; its fields are {', '.join(_choices())}")
+        if field in changes:
+            raise ValueError(f"Semantics: {field} is set twice in {name!r}; set it once")
+        changes[field] = choice
     return dataclasses.replace(PRESETS[preset], **changes)  # type: ignore[arg-type]  # __post_init__ checks them

@@ -10,7 +10,7 @@ from equivalence.checks.result import CheckResult, Finding
 from equivalence.checks.rows import covers
 from equivalence.compare import compare_rows
 from equivalence.divergences import REGISTRY, Divergence, Step, expected, steps_between
-from equivalence.subjects.protocol import Messages, RowSettings, Subject
+from equivalence.subjects.protocol import Messages, RowSettings, Subject, overridden
 
 
 def check_divergences(
@@ -31,8 +31,8 @@ def check_smallest(entry: Divergence, tokenizer: Any, subjects: Sequence[Subject
     base = entry.settings.semantics
     step = Step(
         entry=entry,
-        permissive=f"{base},{entry.field}={entry.permissive}",
-        strict=f"{base},{entry.field}={entry.strict}",
+        permissive=overridden(base, **{entry.field: entry.permissive}),
+        strict=overridden(base, **{entry.field: entry.strict}),
     )
     messages = [{"role": role, "content": content} for role, content in entry.smallest]
     findings, shows = check_step(step, messages, tokenizer, entry.settings, subjects)

@@ -103,6 +103,14 @@ def _(d: Draft) -> None:
     d.message(d.one_of(("user", "system")))["content"] = d.one_of(texts.THINK_INSIDE)
 
 
+@fault("think_in_answers", "contents", "/think and /no_think in answers, where every format keeps them",
+       hits=lambda f, r: built(r) and any(
+           m["role"] == "assistant" and isinstance(m.get("content"), str) and re.search("/(no_)?think", m["content"])
+           for m in f.messages))  # fmt: skip
+def _(d: Draft) -> None:
+    d.message("assistant")["content"] = d.one_of(texts.THINK)
+
+
 def _token(d: Draft, which: str) -> str:
     loaded = tokenizers.load(d.tokenizer)
     if which == "pad":

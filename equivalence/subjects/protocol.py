@@ -68,6 +68,13 @@ class RowSettings:
         return dataclasses.replace(self, **changes)
 
 
+def overridden(semantics: str, **changes: str) -> str:
+    """The name of the same semantics with some fields set otherwise; each field is named once."""
+    preset, *overrides = semantics.split(",")
+    fields = dict(override.split("=", 1) for override in overrides) | changes
+    return ",".join([preset, *(f"{name}={value}" for name, value in fields.items())])
+
+
 @dataclass(frozen=True, kw_only=True)
 class Refusal:
     """A row that a side will not build. Compared by its kind (SPEC section 9)."""

@@ -34,10 +34,19 @@ def test_a_name_with_overrides():
 
 
 @pytest.mark.parametrize(
-    "name", ["", "Strict", "strict,nothing=1", "strict,row_ends", "strict,row_ends=some", "strict,"]
+    "name",
+    [
+        "",
+        "Strict",
+        "strict,nothing=1",
+        "strict,row_ends",
+        "strict,row_ends=some",
+        "strict,",
+        "strict,row_ends=any,row_ends=any",
+    ],
 )
 def test_an_unknown_name_is_an_error(name):
-    with pytest.raises(ValueError, match=r"preset|field|choose"):
+    with pytest.raises(ValueError, match=r"preset|field|choose|twice"):
         semantics(name)
 
 

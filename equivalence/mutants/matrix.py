@@ -1,0 +1,103 @@
+"""The kill matrix: which check finds which fault, by the jobs of the smallest run with the faulty production as a side.
+
+A fault that no check finds, and a check that finds none, are failures of the suite itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from multiprocessing import get_context
+from pathlib import Path
+
+from equivalence import jobs
+from equivalence.corpus import store
+from equivalence.generators import tokenizers
+from equivalence.generators.fault_classes import classes
+from equivalence.jobs import Job
+from equivalence.mutants.rows import ROW_MUTANTS, Mutant
+from equivalence.plan import SIZES, corpus_jobs, generated_jobs, sample_jobs
+
+CHECKS = ("corpus", "smallest", "sample", "rows", "batches", "divergences")
+"""The checks of a run that a faulty row or batch can show in."""
+JUDGE = "reference"
+"""The other side: equal to Megatron-LM by the run itself, and quicker."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kills:
+    """What found one fault."""
+
+    mutant: str
+    story: str
+    found: dict[str, int | None]
+    """By check: how many of its jobs were run until one found it; 0 where none did, None where it was not asked."""
+
+    @property
+    def survives(self) -> bool:
+        """Whether no check found it."""
+        return not any(self.found.values())
+
+
+def kill_matrix(
+    mutants: Sequence[Mutant] = ROW_MUTANTS,
+    *,
+    sample: tuple[Path, int] | None,
+    workers: int = 1,
+    seed: int = 0,
+    first_only: bool = False,
+) -> Iterator[Kills]:
+    """What finds each fault, in order. `sample` is a packed file and its number of rows, for nemotron-mini.
+
+    With `first_only` no further check is asked once one has found the fault.
+    """
+    for name in (*tokenizers.RECIPES, "nemotron-mini"):
+        tokenizers.load(name)
+    classes()
+    asked = [(mutant.name, sample, seed, first_only) for mutant in mutants]
+    if workers == 1:
+        yield from map(_kills, *zip(*asked, strict=True))
+        return
+    with ProcessPoolExecutor(workers, mp_context=get_context("fork")) as pool:
+        yield from pool.map(_kills, *zip(*asked, strict=True))
+
+
+def failures(matrix: Sequence[Kills], *, checks: Sequence[str] = CHECKS) -> list[str]:
+    """What is wrong with the suite, by its matrix: survivors, and those of the checks that find nothing."""
+    survivors = [f"no check finds {kills.mutant}: {kills.story}" for kills in matrix if kills.survives]
+    idle = [f"the check {check} finds no fault" for check in checks if not any(kills.found[check] for kills in matrix)]
+    return survivors + idle
+
+
+def _kills(name: str, sample: tuple[Path, int] | None, seed: int, first_only: bool) -> Kills:  # noqa: FBT001 - mapped over
+    (mutant,) = [mutant for mutant in ROW_MUTANTS if mutant.name == name]
+    subjects = (JUDGE, f"equivalence.mutants.subjects:{name}")
+    found: dict[str, int | None] = dict.fromkeys(CHECKS)
+    # A fault of batches cannot show in rows, and asking would take a minute each.
+    for check in ("batches",) if mutant.is_of_batches else CHECKS:
+        found[check] = 0
+        for number, job in enumerate(_jobs(check, subjects, sample, seed), start=1):
+            tally = jobs.run(replace(job, shrink=False))
+            if tally.errors:
+                raise RuntimeError(f"fault {name} could not run in {job.title}: {tally.errors[0]}")
+            if tally.differences:
+                found[check] = number
+                break
+        if first_only and found[check]:
+            break
+    return Kills(mutant=name, story=mutant.story, found=found)
+
+
+def _jobs(check: str, subjects: tuple[str, ...], sample: tuple[Path, int] | None, seed: int) -> Iterator[Job]:
+    """The jobs of one check in the smallest run."""
+    size = SIZES["tiny"]
+    if check == "corpus":
+        yield from corpus_jobs([path for path, _ in store.replay()], subjects)
+    elif check == "smallest":
+        yield Job(kind="smallest", subjects=subjects)
+    elif check == "sample":
+        if sample is not None:
+            yield from sample_jobs(sample[0], sample[1], "nemotron-mini", 2048, size, subjects)
+    else:
+        yield from (job for job in generated_jobs(size, seed, subjects) if job.kind == check)
