@@ -25,6 +25,7 @@ from torch import distributed
 
 from production.batches import FlatBatch
 from production.context_parallel import shard_batch
+from production.errors import PackproofError
 from production.multi_token import depth_tables
 from tools.bench.shards import make_row
 
@@ -56,16 +57,18 @@ def multi_token(
 ) -> list[Measured]:
     """Shift ids, positions, labels and mask of one row to all depths; prints and returns what both sides take and send."""
     if pack_length % segment_tokens:
-        raise SystemExit(f"{pack_length} tokens are no whole number of segments of {segment_tokens}")
+        raise PackproofError(
+            what=f"{pack_length} tokens are no whole number of segments of {segment_tokens}",
+            where="pack_length",
+            mend="make it a multiple of segment_tokens",
+        )
     import megatron.core.transformer.multi_token_prediction  # noqa: F401, PLC0415 - once, before the fork
 
     segments = pack_length // segment_tokens
     measured = [_world(size, pack_length, segment_tokens, depths, repeats) for size in cp]
-    title = (
-        f"{pack_length:,} tokens in {segments} segments of {segment_tokens:,}, {depths} depths, medians of {repeats}"
-    )
+    title = f"{segments} segments of {segment_tokens:,} tokens, {depths} depths, medians of {repeats}"
     table = Table(title=title)
-    for heading in ("cp", "megatron-core's roll", "messages", "tables", "messages", "ratio", "aim"):
+    for heading in ("cp", "core's roll", "messages", "tables", "messages", "ratio", "aim"):
         table.add_column(heading, justify="right")
     for each in measured:
         table.add_row(
@@ -75,7 +78,7 @@ def multi_token(
             f"{each.tables_seconds * 1e3:.2f} ms",
             f"{each.tables_messages:,}",
             f"{each.roll_seconds / each.tables_seconds:.0f} ×",
-            "≥ 40 ×, no message",
+            "≥ 40 ×, 0",
         )
     Console().print(table)
     return measured

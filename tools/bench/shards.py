@@ -13,6 +13,7 @@ from rich.table import Table
 
 from production.batches import FlatBatch
 from production.context_parallel import ROW_TENSORS, shard_batch, shard_index
+from production.errors import PackproofError
 
 
 def shards(*, pack_length: int = 262_144, segments: int = 1_000, cp: int = 16, repeats: int = 200) -> float:
@@ -44,7 +45,7 @@ def shards(*, pack_length: int = 262_144, segments: int = 1_000, cp: int = 16, r
     unit = measured["one index_select of the same bytes"]
     title = f"{pack_length:,} tokens in {segments:,} segments, cp {cp}: {size:,} bytes a rank, medians of {repeats}"
     table = Table(title=title)
-    for heading in ("what", "µs", "ratio", "aim"):
+    for heading in ("what", "µs of processor time", "ratio", "aim"):
         table.add_column(heading, justify="left" if heading == "what" else "right")
     for name, seconds in measured.items():
         table.add_row(name, f"{seconds * 1e6:.0f}", f"{seconds / unit:.2f} ×", "≤ 2.5 ×" if "cut" in name else "")
@@ -57,7 +58,11 @@ def make_row(*, pack_length: int, segments: int, granularity: int, seed: int = 0
     made = torch.Generator().manual_seed(seed)
     units = pack_length // granularity
     if pack_length % granularity or not 1 <= segments <= units:
-        raise SystemExit(f"{pack_length} tokens cannot be {segments} segments of multiples of {granularity}")
+        raise PackproofError(
+            what=f"{pack_length} tokens cannot be {segments} segments of multiples of {granularity}",
+            where="pack_length",
+            mend="make it a multiple of 2·cp, and long enough",
+        )
     inner = (torch.randperm(units - 1, generator=made)[: segments - 1] + 1).sort().values
     cu_seqlens = torch.cat([inner.new_tensor([0]), inner, inner.new_tensor([units])]) * granularity
     lengths = cu_seqlens.diff()
@@ -72,14 +77,14 @@ def make_row(*, pack_length: int, segments: int, granularity: int, seed: int = 0
 
 
 def medians(actions: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:
-    """Median seconds of each, taken in turns: what else the machine does meets all alike."""
+    """Median seconds of this thread's processor time, taken in turns: what else the machine does meets all alike."""
     times: dict[str, list[float]] = {name: [] for name in actions}
     for repeat in range(repeats + 3):
         for name, action in actions.items():
-            start = time.perf_counter()
+            start = time.thread_time()
             action()
             if repeat >= 3:  # the first ones warm up
-                times[name].append(time.perf_counter() - start)
+                times[name].append(time.thread_time() - start)
     return {name: statistics.median(each) for name, each in times.items()}
 
 

@@ -1,0 +1,223 @@
+"""Feeds the tables of `production.multi_token` to megatron-core's own multi-token prediction block, which then sends no message.
+
+One name of megatron-core is replaced, `multi_token_prediction.roll_tensor`, by one that hands the tables out in the order of its
+calls: the tensors are cloned on the way, so only the order tells them apart. It fails closed where a call cannot be the one
+expected, and `verify` holds the values of every call against it too (on CUDA that waits for the device).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer import multi_token_prediction
+
+from production.batches import FlatBatch
+from production.errors import PackproofError
+from production.multi_token import DepthTables
+
+Stage = Literal["embedding_and_loss", "embedding", "loss"]
+Weights = Literal["rank", "rows"]
+
+_EMBEDDING = ("input_ids", "position_ids")
+_LOSS = ("target_ids", "token_mask")
+
+
+@dataclass
+class MultiTokenParams(PackedSeqParams):  # type: ignore[misc] # megatron-core has no types
+    """Boundaries of a microbatch with what its rolls are answered with; without a feed, megatron-core's own roll runs."""
+
+    feed: DepthFeed | None = None
+    """The microbatch's tables. megatron-core copies these parameters by field, so that copies share it."""
+
+
+class DepthFeed:
+    """The tables of one microbatch on one rank, handed out in the order of megatron-core's calls.
+
+    That order is ids, positions (and padding mask) at each depth in the block, then labels, mask at each depth in the
+    loss. After the last it begins again, for a forward pass that is computed again as a whole.
+
+    `weights` says what a token's MTP loss is divided by (section 7 of megatron-core's arithmetic): `rank` is
+    megatron-core's own, sums of the mask over one rank and microbatch; `rows` takes them over all ranks that share the
+    rows, so that the gradient does not depend on cp. Both with `calculate_per_token_loss` and without it.
+    """
+
+    def __init__(
+        self,
+        tables: DepthTables,
+        *,
+        weights: Weights = "rank",
+        stage: Stage = "embedding_and_loss",
+        verify: bool = False,
+    ) -> None:
+        """`stage` says which of the two a pipeline stage holds; `verify` holds the values of each call against the tables."""
+        self.tables = tables
+        self.verify = verify
+        # With one rank both weights are the same, to the bit.
+        self._scale = tables.size if weights == "rows" else 1
+        embedding = (*_EMBEDDING, "padding_mask") if tables.padding_mask is not None else _EMBEDDING
+        depths = range(1, tables.depths + 1)
+        self._slots = [
+            (name, depth)
+            for part, names in (("embedding", embedding), ("loss", _LOSS))
+            if part in stage
+            for depth in depths
+            for name in names
+        ]
+        self._known = {
+            getattr(tables, name)[depth].data_ptr(): (name, depth)
+            for name in (*embedding, *_LOSS)
+            for depth in range(tables.depths + 1)
+        }
+        if self._scale != 1:
+            whole = "token_mask, where the model must be given the feed's own loss_mask,"
+            self._known[tables.token_mask[0].data_ptr()] = (whole, 0)
+        self._next = 0
+
+    @property
+    def loss_mask(self) -> torch.Tensor:
+        """[B, n] float32: what the model must be given as `loss_mask`, from which it takes the sum at depth 0.
+
+        With `weights="rows"` only its sum has a meaning; the loss outside the model takes `tables.token_mask[0]`.
+        """
+        if self._scale == 1:
+            return self.tables.token_mask[0]
+        # The mask of each depth is handed out times cp, so that reported losses average to those of the rows.
+        mask = torch.zeros_like(self.tables.token_mask[0])
+        mask[0, 0] = self.tables.row_counts[0] / self._scale
+        return mask
+
+    @property
+    def expected(self) -> str:
+        """What the next call must be."""
+        name, depth = self._slots[self._next]
+        return f"{name} at depth {depth} (call {self._next + 1} of {len(self._slots)})"
+
+    @property
+    def is_between(self) -> bool:
+        """Whether no pass has begun that has not ended."""
+        return self._next == 0
+
+    def answer(
+        self, tensor: torch.Tensor | None, *, shifts: int, dims: int, size: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The next table and its sum, for megatron-core's roll of `tensor`. Raises PackproofError where it cannot be that one."""
+        if not self._slots:
+            raise _unexpected("a roll, and the tables have no depth", "no call")
+        name, depth = self._slots[self._next]
+        if fault := self._fault(tensor, name, depth, shifts=shifts, dims=dims, size=size):
+            raise _unexpected(fault, self.expected)
+        self._next = (self._next + 1) % len(self._slots)
+        table = getattr(self.tables, name)[depth]
+        if name != "token_mask":
+            return table, table.sum()
+        if self._scale == 1:
+            return table, self.tables.rank_counts[depth]
+        return table * self._scale, self.tables.row_counts[depth]
+
+    def _fault(
+        self,
+        tensor: torch.Tensor | None,
+        name: str,
+        depth: int,
+        *,
+        shifts: int,
+        dims: int,
+        size: int,
+    ) -> str | None:
+        """Why this call cannot be the one expected."""
+        if tensor is None:
+            return "nothing to roll"
+        if shifts != -1 or dims not in (-1, tensor.ndim - 1):
+            return f"a roll by {shifts} over dimension {dims}"
+        if size != self.tables.size:
+            return f"a roll over {size} context parallel ranks, and the tables were cut for {self.tables.size}"
+        before = getattr(self.tables, name)[depth - 1]
+        if tensor.shape != before.shape or tensor.dtype != before.dtype or tensor.device != before.device:
+            return f"a tensor {_describe(tensor)}, and the tables are {_describe(before)}"
+        # Where a tensor was not cloned on the way, its memory says which it is.
+        known = self._known.get(tensor.data_ptr())
+        if known is not None and known != (name, depth - 1):
+            return f"the roll of {known[0]} from depth {known[1]}"
+        if self.verify and not torch.equal(tensor, self._before(name, depth)):
+            return f"values that are not {name} at depth {depth - 1}"
+        return None
+
+    def _before(self, name: str, depth: int) -> torch.Tensor:
+        """What a call for this depth must bring."""
+        if name != "token_mask" or self._scale == 1:
+            return cast("torch.Tensor", getattr(self.tables, name)[depth - 1])
+        return self.loss_mask if depth == 1 else self.tables.token_mask[depth - 1] * self._scale
+
+
+def multi_token_params(batch: FlatBatch, tables: DepthTables, **options: Any) -> MultiTokenParams:
+    """The thd parameters of these whole rows with the rank's tables; `options` are those of DepthFeed."""
+    boundaries = batch.cu_seqlens
+    return MultiTokenParams(
+        qkv_format="thd",
+        cu_seqlens_q=boundaries,
+        cu_seqlens_kv=boundaries,
+        cu_seqlens_q_padded=boundaries,
+        cu_seqlens_kv_padded=boundaries,
+        max_seqlen_q=batch.max_seqlen,
+        max_seqlen_kv=batch.max_seqlen,
+        feed=DepthFeed(tables, **options),
+    )
+
+
+@contextlib.contextmanager
+def rolls_from_tables() -> Iterator[None]:
+    """Answers megatron-core's rolls from the tables of the parameters that come with them; undone on exit.
+
+    Parameters without a feed, and calls without parameters, get megatron-core's own roll. Raises PackproofError where a
+    call is not the one expected, and on leaving where a pass has begun and not ended.
+    """
+    upstream = multi_token_prediction.roll_tensor
+    if getattr(upstream, "answers_from_tables", False):
+        raise PackproofError(
+            what="the rolls are answered from tables already", where="rolls_from_tables", mend="enter it once"
+        )
+    begun: set[DepthFeed] = set()
+
+    def roll_tensor(
+        tensor: torch.Tensor | None,
+        shifts: int = -1,
+        dims: int = -1,
+        cp_group: Any = None,
+        packed_seq_params: Any = None,
+    ) -> Any:
+        feed: DepthFeed | None = getattr(packed_seq_params, "feed", None)
+        if feed is None:
+            return upstream(tensor, shifts, dims, cp_group, packed_seq_params)
+        answer = feed.answer(tensor, shifts=shifts, dims=dims, size=1 if cp_group is None else cp_group.size())
+        if feed.is_between:
+            begun.discard(feed)
+        else:
+            begun.add(feed)
+        return answer
+
+    roll_tensor.answers_from_tables = True  # type: ignore[attr-defined]
+    multi_token_prediction.roll_tensor = roll_tensor
+    try:
+        yield
+    finally:
+        multi_token_prediction.roll_tensor = upstream
+    for feed in begun:
+        raise _unexpected("the end of the pass", feed.expected)
+
+
+def _describe(tensor: torch.Tensor) -> str:
+    return f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}".removeprefix("torch.")
+
+
+def _unexpected(found: str, expected: str) -> PackproofError:
+    return PackproofError(
+        what=f"{found} came where {expected} was expected",
+        where="multi-token prediction",
+        mend="say which stage this is (stage), cut the tables for the model's cp, and give the model exactly depth 0 of the "
+        "tables with labels; or leave the feed out, which takes megatron-core's own roll",
+    )

@@ -1,0 +1,295 @@
+"""Which sequences of the online path share a bin: the four packers and the rule of the number of bins (SPEC section 13).
+
+Bins are found by a tree over free room and sequences by bisection, so 100,000 sequences take about a second where trying each
+bin in turn takes minutes.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable, Sequence
+
+from production.errors import PackproofError
+
+Bins = list[list[int]]
+"""Indices of sequences, in the order in which they were put in."""
+
+
+def pack(
+    lengths: Sequence[int], capacity: int, *, algorithm: str, multiple_of: int = 1, seed: int | None = None
+) -> Bins:
+    """Bins of at most `capacity` tokens by the packer of this name, their number raised to a multiple (R-PACK-5).
+
+    `lengths` are tokens per sequence; `multiple_of` is the data-parallel size. `first_fit_shuffle` needs a `seed`, and
+    the others take none. Raises PackproofError naming the sequence that is too long or has no token.
+    """
+    if algorithm not in PACKERS and algorithm != "first_fit_shuffle":
+        raise PackproofError(
+            what=f"unknown packer {algorithm!r}",
+            where="packing algorithm",
+            mend=f"choose one of {', '.join(PACKERS)}, first_fit_shuffle",
+        )
+    if (algorithm == "first_fit_shuffle") != (seed is not None):
+        why = "needs a seed" if seed is None else "takes no seed"
+        raise PackproofError(what=f"{algorithm} {why}", where="packing seed", mend="give one to first_fit_shuffle only")
+    if seed is not None:
+        bins = first_fit(lengths, capacity, order=shuffled(len(lengths), seed=seed))
+    else:
+        bins = PACKERS[algorithm](lengths, capacity)
+    return raise_bin_count(bins, multiple_of)
+
+
+def concatenative(lengths: Sequence[int], capacity: int) -> Bins:
+    """In order; a new bin when the next sequence does not fit (R-PACK-1)."""
+    check_lengths(lengths, capacity)
+    bins: Bins = []
+    room = 0
+    for index, length in enumerate(lengths):
+        if length > room:
+            bins.append([])
+            room = capacity
+        bins[-1].append(index)
+        room -= length
+    return bins
+
+
+def first_fit_decreasing(lengths: Sequence[int], capacity: int) -> Bins:
+    """From the longest, of equal lengths the larger index first, each into the first bin with room (R-PACK-2)."""
+    order = sorted(range(len(lengths)), key=lambda index: (lengths[index], index), reverse=True)
+    return first_fit(lengths, capacity, order=order)
+
+
+def first_fit(lengths: Sequence[int], capacity: int, *, order: Iterable[int]) -> Bins:
+    """In the order given, each into the first bin with room: with `shuffled`, R-PACK-3."""
+    check_lengths(lengths, capacity)
+    order = list(order)
+    if sorted(order) != list(range(len(lengths))):
+        raise PackproofError(
+            what=f"{len(order)} indices that are not those of {len(lengths)} sequences, each once",
+            where="packing order",
+            mend="give a permutation, such as packing.shuffled",
+        )
+    bins: Bins = []
+    rooms = _Rooms(len(lengths), capacity)
+    for index in order:
+        number = rooms.take(lengths[index])
+        if number == len(bins):
+            bins.append([])
+        bins[number].append(index)
+    return bins
+
+
+def shuffled(count: int, *, seed: int) -> list[int]:
+    """The order of `first_fit_shuffle`: for one seed always the same, on every rank and machine."""
+    order = list(range(count))
+    random.Random(seed).shuffle(order)  # noqa: S311 - not for secrets
+    return order
+
+
+def modified_first_fit_decreasing(lengths: Sequence[int], capacity: int) -> Bins:
+    """Large sequences first, each with what fills its bin best (R-PACK-4)."""
+    check_lengths(lengths, capacity)
+    large, medium, small, tiny = _classes(lengths, capacity)
+    bins: Bins = [[index] for index in large]
+    rooms = [capacity - lengths[index] for index in large]
+
+    longest = _Longest(lengths, medium)
+    for number in range(len(bins)):
+        _put(bins, rooms, lengths, number, longest.take(rooms[number]))
+    pairs = _Pairs(lengths, small)
+    for number in reversed(range(len(bins))):
+        # Beside a large and a medium one less than C / 6 is left: no small one fits, and no pair is found.
+        if pair := pairs.take(rooms[number]):
+            for index in pair:
+                _put(bins, rooms, lengths, number, index)
+
+    rest = [*longest.left(), *pairs.left(), *tiny]
+    longest = _Longest(lengths, sorted(rest, key=lambda index: -lengths[index]))  # stable
+    for number in range(len(bins)):
+        while _put(bins, rooms, lengths, number, longest.take(rooms[number])):
+            pass
+    return bins + _least_filled(lengths, capacity, longest.left())
+
+
+PACKERS: dict[str, Callable[[Sequence[int], int], Bins]] = {
+    "concatenative": concatenative,
+    "first_fit_decreasing": first_fit_decreasing,
+    "modified_first_fit_decreasing": modified_first_fit_decreasing,
+}
+"""The packers that need no more than lengths and capacity; `first_fit_shuffle` is the fourth, with a seed."""
+
+
+def raise_bin_count(bins: Bins, multiple_of: int) -> Bins:
+    """The bins, and as many more as make their number a multiple (R-PACK-5); bins given are not changed.
+
+    Each new bin takes the last sequence of the bin with most. Raises PackproofError for fewer sequences than bins.
+    """
+    if multiple_of < 1:
+        raise PackproofError(what=f"a multiple of {multiple_of}", where="number of bins", mend="give at least 1")
+    missing = -len(bins) % multiple_of
+    sequences = sum(map(len, bins))
+    if sequences < len(bins) + missing:
+        raise PackproofError(
+            what=f"{sequences} sequences for {len(bins) + missing} bins, a multiple of {multiple_of}",
+            where="number of bins",
+            mend="give at least one sequence per data-parallel rank: a larger batch, or fewer ranks",
+        )
+    raised = [list(each) for each in bins]
+    most = [(-len(each), -number) for number, each in enumerate(raised)]
+    heapq.heapify(most)
+    for _ in range(missing):
+        number = -most[0][1]
+        raised.append([raised[number].pop()])
+        # A bin of one, such as each new one, never has the most: there are more sequences than bins.
+        heapq.heapreplace(most, (-len(raised[number]), -number))
+    return raised
+
+
+def take_rank(bins: Bins, *, rank: int, size: int) -> Bins:
+    """The bins of data-parallel rank `rank` of `size`: `rank, rank + size, …` (R-PACK-6)."""
+    if not 0 <= rank < size:
+        raise PackproofError(
+            what=f"rank {rank} of {size}", where="data-parallel rank", mend="give one from 0 to size - 1"
+        )
+    if len(bins) % size:
+        raise PackproofError(
+            what=f"{len(bins)} bins over {size} data-parallel ranks",
+            where="number of bins",
+            mend="raise their number first (raise_bin_count)",
+        )
+    return bins[rank::size]
+
+
+def check_lengths(lengths: Sequence[int], capacity: int) -> None:
+    """Refuse a sequence that no bin can hold, or that has no token: PackproofError naming the first by index."""
+    for index, length in enumerate(lengths):
+        if not 1 <= length <= capacity:
+            why = f"more than a bin's {capacity}" if length > capacity else "and a bin holds sequences of at least one"
+            raise PackproofError(
+                what=f"{length} tokens, {why}",
+                where=f"sequence {index}",
+                mend="cut or leave it out, or raise the capacity" if length > capacity else "leave it out",
+            )
+
+
+def _classes(lengths: Sequence[int], capacity: int) -> tuple[list[int], list[int], list[int], list[int]]:
+    """Large, medium, small and tiny sequences, the first two from the longest, the others from the shortest."""
+    found: tuple[list[int], ...] = ([], [], [], [])
+    for index, length in enumerate(lengths):
+        found[0 if 2 * length > capacity else 1 if 3 * length > capacity else 2 if 6 * length > capacity else 3].append(
+            index
+        )
+    for each, sign in zip(found, (-1, -1, 1, 1), strict=True):  # stable: the smaller index stays first among equals
+        each.sort(key=lambda index, sign=sign: sign * lengths[index])  # type: ignore[misc]
+    return found[0], found[1], found[2], found[3]
+
+
+def _put(bins: Bins, rooms: list[int], lengths: Sequence[int], number: int, index: int | None) -> bool:
+    """Put a sequence into bin `number`, if there is one."""
+    if index is None:
+        return False
+    bins[number].append(index)
+    rooms[number] -= lengths[index]
+    return True
+
+
+def _least_filled(lengths: Sequence[int], capacity: int, leftovers: Iterable[int]) -> Bins:
+    """Each into the least-filled bin if it fits there, else into a new one; from the least to the most filled."""
+    # A stamp of the last change orders equally filled bins.
+    filled: list[tuple[int, int, list[int]]] = []
+    for stamp, index in enumerate(leftovers):
+        if filled and filled[0][0] + lengths[index] <= capacity:
+            fill, _, each = heapq.heappop(filled)
+            each.append(index)
+        else:
+            fill, each = 0, [index]
+        heapq.heappush(filled, (fill + lengths[index], stamp, each))
+    return [each for _, _, each in sorted(filled, key=lambda entry: entry[:2])]
+
+
+class _Rooms:
+    """Free room of `count` bins, all of them open from the start: the empty ones are found last, in their order."""
+
+    def __init__(self, count: int, capacity: int) -> None:
+        self._leaves = 1 << max(count - 1, 0).bit_length()
+        # [node]: the largest room of a bin below it; node 1 is the root.
+        self._most = [capacity] * (2 * self._leaves)
+
+    def take(self, length: int) -> int:
+        """The first bin with this much room, which loses it."""
+        most, node = self._most, 1
+        while node < self._leaves:
+            node *= 2
+            if most[node] < length:
+                node += 1
+        number = node - self._leaves
+        most[node] -= length
+        while node > 1:
+            node //= 2
+            larger = max(most[2 * node], most[2 * node + 1])
+            if most[node] == larger:
+                break
+            most[node] = larger
+        return number
+
+
+class _Longest:
+    """Sequences from the longest to the shortest, of which the first that fits is taken."""
+
+    def __init__(self, lengths: Sequence[int], order: list[int]) -> None:
+        self._order = order
+        self._keys = [-lengths[index] for index in order]
+        # The next place that is not taken, itself included: paths are halved while they are walked.
+        self._next = list(range(len(order) + 1))
+
+    def take(self, room: int) -> int | None:
+        """The first sequence of at most `room` tokens."""
+        place = _walk(self._next, bisect_left(self._keys, -room))
+        if place == len(self._order):
+            return None
+        self._next[place] = place + 1
+        return self._order[place]
+
+    def left(self) -> list[int]:
+        """Those that were not taken, in order."""
+        return [index for place, index in enumerate(self._order) if self._next[place] == place]
+
+
+class _Pairs:
+    """Sequences from the shortest to the longest, taken two at a time: the shortest, and the longest that then fits."""
+
+    def __init__(self, lengths: Sequence[int], order: list[int]) -> None:
+        self._order = order
+        self._keys = [lengths[index] for index in order]
+        # The nearest place that is not taken, itself included; before, shifted by one: entry 0 stands for none.
+        self._before = list(range(len(order) + 1))
+        self._after = list(range(len(order) + 1))
+
+    def take(self, room: int) -> tuple[int, int] | None:
+        """A pair, if the two shortest fit together."""
+        first = _walk(self._after, 0)
+        second = _walk(self._after, min(first + 1, len(self._order)))
+        if second == len(self._order) or self._keys[first] + self._keys[second] > room:
+            return None
+        self._remove(first)
+        # The second shortest fits, so there is one.
+        place = _walk(self._before, bisect_right(self._keys, room - self._keys[first])) - 1
+        self._remove(place)
+        return self._order[first], self._order[place]
+
+    def left(self) -> list[int]:
+        """Those that were not taken, in order."""
+        return [index for place, index in enumerate(self._order) if self._after[place] == place]
+
+    def _remove(self, place: int) -> None:
+        self._before[place + 1] = place
+        self._after[place] = place + 1
+
+
+def _walk(links: list[int], place: int) -> int:
+    while links[place] != place:
+        links[place] = links[links[place]]
+        place = links[place]
+    return place

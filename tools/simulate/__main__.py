@@ -1,0 +1,119 @@
+"""Walks all ranks of a job in one process, before any machine is asked for.
+
+    packproof-simulate --tp 8 --cp 16 --ep 32 --dp 4 --pack-length 262144 --rows 64 --picture ranks.html
+
+Checks that every token is owned exactly once and that labels stay with their tokens at every depth; shows the load of the
+ranks, and what multi-token prediction, attention and experts send. Exit status: 0 all is well, 1 it is not, 2 bad input.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import psutil
+import torch
+import tyro
+from rich.console import Console
+
+from production.errors import PackproofError
+from tools.simulate.costs import costs_of
+from tools.simulate.layout import Job, draw_rows, first, read_rows
+from tools.simulate.picture import render_page
+from tools.simulate.terminal import show
+from tools.simulate.walk import walk
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arguments:
+    """What the command line says."""
+
+    tp: int = 1
+    """Tensor parallel size."""
+    cp: int = 1
+    """Context parallel size."""
+    ep: int = 1
+    """Expert parallel size."""
+    dp: int = 1
+    """Data parallel size."""
+    pack_length: int = 262_144
+    """Tokens a row has in the model."""
+    rows: int | None = None
+    """Rows of the global batch; if not given, those of the file, else one per data-parallel rank."""
+    segments: int = 128
+    """Segments of a drawn row."""
+    file: Path | None = None
+    """Rows of your own instead of drawn ones: JSON lines, each the lengths of a row's segments or {"cu_seqlens": [...]}."""
+    layout: Literal["zigzag", "contiguous"] = "zigzag"
+    """How a row is cut among context parallel ranks."""
+    sequence_parallel: bool = True
+    """Whether tensor parallel ranks each hold a slice of the tokens."""
+    depths: int = 1
+    """Layers that predict further (MTP)."""
+    hidden: int = 4_096
+    """Hidden size, for what experts send."""
+    kv_heads: int = 8
+    """Heads of keys and values, for what attention sends."""
+    head_dim: int = 128
+    """Size of a head."""
+    topk: int = 8
+    """Experts a token is sent to."""
+    value_bytes: int = 2
+    """Bytes of an activation: 2 for bfloat16."""
+    seed: int = 0
+    """Of the drawn rows."""
+    picture: Path | None = None
+    """Write a self-contained HTML page with the picture there."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line `argv` (default: the process's own) and return its exit code."""
+    options = tyro.cli(Arguments, args=argv, prog="packproof-simulate", description=__doc__)
+    start = time.perf_counter()
+    # Many short operations: with more threads they wait for each other.
+    torch.set_num_threads(1)
+    try:
+        given = None if options.file is None else read_rows(options.file)
+        job = _job(options, len(given) if given is not None else options.dp)
+        rows = draw_rows(job, segments=options.segments, seed=options.seed) if given is None else first(given, job.rows)
+        found = walk(job, rows)
+        costs = costs_of(found)
+        if options.picture is not None:
+            options.picture.write_text(render_page(found, costs), encoding="utf-8")
+    except (PackproofError, OSError) as error:
+        print(f"packproof-simulate: {error}", file=sys.stderr)
+        return 2
+    console = Console() if sys.stdout.isatty() else Console(width=110)
+    show(found, costs, console)
+    memory = psutil.Process().memory_info().rss / 1e9
+    console.print(
+        f"walked {job.ranks:,} ranks × {job.rows // job.dp} rows each in {time.perf_counter() - start:.1f} s, {memory:.1f} GB resident"
+    )
+    return 1 if found.faults else 0
+
+
+def _job(options: Arguments, rows: int) -> Job:
+    return Job(
+        tp=options.tp,
+        cp=options.cp,
+        ep=options.ep,
+        dp=options.dp,
+        pack_length=options.pack_length,
+        rows=rows if options.rows is None else options.rows,
+        layout=options.layout,
+        sequence_parallel=options.sequence_parallel,
+        depths=options.depths,
+        hidden=options.hidden,
+        kv_heads=options.kv_heads,
+        head_dim=options.head_dim,
+        topk=options.topk,
+        value_bytes=options.value_bytes,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

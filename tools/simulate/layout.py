@@ -1,0 +1,146 @@
+"""The job whose ranks are walked, and the segments of its rows: drawn, or read from a file."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from production.context_parallel import find_layout
+from production.errors import PackproofError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A parallel layout and what its model sends. Raises PackproofError where no job can be laid out so."""
+
+    tp: int
+    """Tensor parallel size."""
+    cp: int
+    """Context parallel size."""
+    ep: int
+    """Expert parallel size; experts are spread over tensor, context and data parallel ranks."""
+    dp: int
+    """Data parallel size."""
+    pack_length: int
+    """P: tokens a row has in the model."""
+    rows: int
+    """Rows of the global batch."""
+    layout: str
+    """How a row is cut among context parallel ranks."""
+    sequence_parallel: bool
+    """Whether tensor parallel ranks each hold a slice of the tokens between attention and experts."""
+    depths: int
+    """Layers that predict further (MTP)."""
+    hidden: int
+    """Hidden size."""
+    kv_heads: int
+    """Heads of keys and values."""
+    head_dim: int
+    """Size of a head."""
+    topk: int
+    """Experts a token is sent to."""
+    value_bytes: int
+    """Bytes of an activation."""
+
+    def __post_init__(self) -> None:
+        """Refuse a job that cannot be."""
+        for name in (
+            "tp",
+            "cp",
+            "ep",
+            "dp",
+            "pack_length",
+            "rows",
+            "hidden",
+            "kv_heads",
+            "head_dim",
+            "topk",
+            "value_bytes",
+        ):
+            if getattr(self, name) < 1:
+                raise _wrong(name, f"{getattr(self, name)} is no size", "give at least 1")
+        if self.depths < 0:
+            raise _wrong("depths", f"{self.depths} depths", "give 0 or more")
+        find_layout(self.layout)
+        if self.rows % self.dp:
+            raise _wrong("rows", f"{self.rows} rows over {self.dp} data-parallel ranks", "make rows a multiple of dp")
+        if self.ranks % self.ep:
+            raise _wrong("ep", f"{self.ranks} ranks do not divide into groups of {self.ep}", "let ep divide tp·cp·dp")
+        if self.sequence_parallel and self.pack_length % (self.cp * self.tp):
+            mend = "make pack_length a multiple of cp·tp, or leave sequence parallelism out"
+            raise _wrong("pack_length", f"{self.pack_length} tokens over {self.cp} × {self.tp} ranks", mend)
+
+    @property
+    def ranks(self) -> int:
+        """All ranks; megatron-core counts tp fastest, then cp, then dp."""
+        return self.tp * self.cp * self.dp
+
+    @property
+    def granularity(self) -> int:
+        """g: what segments are multiples of."""
+        return 2 * self.cp if self.cp > 1 else 1
+
+
+def draw_rows(job: Job, *, segments: int, seed: int) -> list[torch.Tensor]:
+    """Boundaries [K] int32 of each row: `segments` segments of random lengths, multiples of 2·cp where cp exceeds 1."""
+    units, rest = divmod(job.pack_length, job.granularity)
+    if rest:
+        mend = f"make pack_length a multiple of {job.granularity} (2·cp)"
+        raise _wrong("pack_length", f"{job.pack_length} tokens at cp {job.cp}", mend)
+    if not 1 <= segments <= units:
+        raise _wrong(
+            "segments", f"{segments} segments in {units} units of {job.granularity} tokens", f"give 1 to {units}"
+        )
+    made = torch.Generator().manual_seed(seed)
+    rows = []
+    for _ in range(job.rows):
+        inner = (
+            (torch.randperm(units - 1, generator=made)[: segments - 1] + 1).sort().values
+            if units > 1
+            else torch.arange(0)
+        )
+        rows.append((torch.cat([inner.new_tensor([0]), inner, inner.new_tensor([units])]) * job.granularity).int())
+    return rows
+
+
+def read_rows(path: Path) -> list[torch.Tensor]:
+    """Boundaries of each row from JSON lines: a list of the lengths of its segments, or an object with `cu_seqlens`.
+
+    Raises PackproofError naming file and line.
+    """
+    rows = []
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise _wrong(str(path), f"cannot be read: {error}", "name a file of JSON lines") from error
+    for number, line in enumerate(lines, start=1):
+        try:
+            found = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise _wrong(f"{path}, line {number}", f"no JSON: {error}", _SHAPE) from error
+        numbers = found.get("cu_seqlens") if isinstance(found, dict) else found
+        is_whole = isinstance(numbers, list) and all(type(each) is int and 0 <= each < 2**31 for each in numbers)
+        if not is_whole or not numbers:
+            raise _wrong(f"{path}, line {number}", "neither lengths of segments nor cu_seqlens", _SHAPE)
+        cu_seqlens = torch.tensor(numbers if isinstance(found, dict) else [0, *numbers])
+        rows.append(cu_seqlens.int() if isinstance(found, dict) else cu_seqlens.cumsum(0).int())
+    if not rows:
+        raise _wrong(str(path), "no row", _SHAPE)
+    return rows
+
+
+def first(rows: list[torch.Tensor], count: int) -> list[torch.Tensor]:
+    """The first `count` rows. Raises PackproofError where there are fewer."""
+    if len(rows) < count:
+        raise _wrong("rows", f"the file has {len(rows)}, and {count} are asked for", "lower --rows, or add to the file")
+    return rows[:count]
+
+
+_SHAPE = 'write a row a line, as [12, 20, 32] (lengths of segments) or {"cu_seqlens": [0, 12, 32, 64]}'
+
+
+def _wrong(where: str, what: str, mend: str) -> PackproofError:
+    return PackproofError(what=what, where=where, mend=mend)

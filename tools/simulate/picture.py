@@ -1,0 +1,108 @@
+"""The picture of a walk: one self-contained HTML page with the load of every rank and who owns what, without a script."""
+
+from __future__ import annotations
+
+import colorsys
+import itertools
+from importlib.resources import files
+from typing import Any
+
+import jinja2
+
+from production.context_parallel import find_layout
+from tools.simulate.costs import Costs
+from tools.simulate.terminal import span
+from tools.simulate.walk import Walk
+
+MOST_SEGMENTS = 16
+"""Segments of the first row that are drawn."""
+MOST_ROWS = 64
+"""Rows of each data-parallel rank whose work is drawn."""
+
+
+def render_page(found: Walk, costs: Costs) -> str:
+    """The page as text."""
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters["thousands"] = lambda number: f"{number:,}"
+    template = environment.from_string(files("tools.simulate").joinpath("page.html").read_text(encoding="utf-8"))
+    job = found.job
+    return template.render(
+        job=job,
+        costs=costs,
+        faults=found.faults,
+        segments=int(found.segments.sum()),
+        tokens=span(int(found.tokens.sum(dim=1).min()), int(found.tokens.sum(dim=1).max())),
+        heat=_heat(found),
+        bars=_bars(found),
+        strips=_strips(found),
+        colours=[_colour(rank, job.cp) for rank in range(job.cp)],
+    )
+
+
+def _heat(found: Walk) -> list[list[dict[str, Any]]]:
+    """[dp][cp]: each rank's attention work against the mean of all."""
+    work = found.work.sum(dim=1).double()
+    relative = work / work.mean()
+    return [
+        [
+            {"ratio": f"{value:.3f}", "work": f"{int(work[row, column]):,}", "shade": _shade(value)}
+            for column, value in enumerate(values)
+        ]
+        for row, values in enumerate(relative.tolist())
+    ]
+
+
+def _bars(found: Walk) -> list[list[dict[str, Any]]]:
+    """[dp][microbatch]: the work of a row's slowest rank against the largest, and the share that is evenly spread."""
+    slowest = found.work.amax(dim=2).double()
+    mean = found.work.double().mean(dim=2)
+    top = float(slowest.max())
+    return [
+        [
+            {"slowest": 100 * float(slowest[rank, row]) / top, "mean": 100 * float(mean[rank, row]) / top}
+            for row in range(min(slowest.shape[1], MOST_ROWS))
+        ]
+        for rank in range(found.job.dp)
+    ]
+
+
+def _strips(found: Walk) -> list[dict[str, Any]]:
+    """The first segments of the first row, each as pieces with the rank that owns them, and where it is drawn."""
+    job, layout = found.job, find_layout(found.job.layout)
+    boundaries = found.rows[0].tolist()
+    owner = {piece: rank for rank in range(job.cp) for piece in layout.owned(rank, job.cp)}
+    pieces = layout.pieces(job.cp) if job.cp > 1 else 1
+    if layout.unit == "row":
+        boundaries = [0, job.pack_length]
+    spans = [(a, b) for a, b in itertools.pairwise(boundaries) if b > a][:MOST_SEGMENTS]
+    longest = max(b - a for a, b in spans)
+    return [
+        {
+            "start": start,
+            "length": end - start,
+            "pieces": [
+                {
+                    "x": 100 * piece * (end - start) / pieces / longest,
+                    "width": 100 * (end - start) / pieces / longest,
+                    "rank": owner.get(piece, 0),
+                    "colour": _colour(owner.get(piece, 0), job.cp),
+                }
+                for piece in range(pieces)
+            ],
+        }
+        for start, end in spans
+    ]
+
+
+def _colour(rank: int, size: int) -> str:
+    red, green, blue = colorsys.hls_to_rgb(0.58 + 0.75 * rank / max(size, 2), 0.45 + 0.18 * (rank % 2), 0.5)
+    return f"#{round(255 * red):02x}{round(255 * green):02x}{round(255 * blue):02x}"
+
+
+def _shade(ratio: float) -> str:
+    """White at the mean, blue below it, red above; full at a factor of 1.5."""
+    strength = min(abs(ratio - 1) / 0.5, 1)
+    rest = round(255 * (1 - 0.7 * strength))
+    return f"rgb(255,{rest},{rest})" if ratio > 1 else f"rgb({rest},{rest},255)"
