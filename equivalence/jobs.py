@@ -45,13 +45,13 @@ class Job:
     """One piece of a run."""
 
     kind: str
-    """corpus, files, sample, rows, batches, divergences or smallest."""
+    """corpus, files, sample, rows, batches, divergences, layouts or smallest."""
     subjects: tuple[str, ...]
     prompt_format: str = ""
     seed: int = 0
     examples: int = 0
     aim: str | None = None
-    """The fault class of `rows`."""
+    """The fault class of `rows`, the check of `layouts`."""
     paths: tuple[str, ...] = ()
     """Saved cases; or the packed file of `sample`, the folder of `files`."""
     tokenizer: str = ""
@@ -267,6 +267,17 @@ def _search(job: Job, strategy: SearchStrategy[Any], check: Check, tally: Tally)
         tally.errors.append(f"{job.title}: {found}\non the case\n{case.to_json()}")
 
 
+def _layouts(job: Job, sides: list[Subject], tally: Tally) -> None:
+    del sides
+    assert job.aim is not None
+    from equivalence.layouts import draw_layouts  # noqa: PLC0415 - megatron-core's model code takes seconds: see run._preload
+
+    with _named_errors(tally, job.title):
+        for result, where in draw_layouts(job.aim, number=job.seed, examples=job.examples):
+            tally.count(result, "any")
+            tally.differences += differing(result, prompt_format="any", where=f"{job.title}: {where}")
+
+
 def _smallest(_: Job, sides: list[Subject], tally: Tally) -> None:
     for entry in divergences.REGISTRY:
         name = f"{entry.field}: {entry.permissive}/{entry.strict}"
@@ -297,5 +308,6 @@ RUNNERS: dict[str, Callable[[Job, list[Subject], Tally], None]] = {
     "rows": _rows,
     "batches": _batches,
     "divergences": _divergences,
+    "layouts": _layouts,
     "smallest": _smallest,
 }

@@ -15,6 +15,7 @@ from equivalence.jobs import Job
 from equivalence.subjects.protocol import MEGATRON_PRESETS, PROMPT_FORMATS
 
 CONTEXT_PARALLEL_SIZES = (1, 2, 3, 4)
+LAYOUT_CHECKS = ("context_parallel", "multi_token", "packing")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +32,8 @@ class Size:
     """Batches for each format and round."""
     divergences: int
     """Rows that walk between presets, for each format and round."""
+    layouts: int
+    """Rows that are cut, shifted and packed, for each of the three checks and each round."""
     sample_passes: int
     """How often each row of the packed sample is built by all witnesses, each time in another format."""
     sample_rows: int
@@ -46,6 +49,7 @@ SIZES = {
         free_rows=50,
         batches=25,
         divergences=12,
+        layouts=150,
         sample_passes=1,
         sample_rows=1,
         whole_tokenizer=False,
@@ -56,6 +60,7 @@ SIZES = {
         free_rows=200,
         batches=100,
         divergences=40,
+        layouts=500,
         sample_passes=4,
         sample_rows=8,
         whole_tokenizer=True,
@@ -66,6 +71,7 @@ SIZES = {
         free_rows=400,
         batches=200,
         divergences=100,
+        layouts=1000,
         sample_passes=32,
         sample_rows=32,
         whole_tokenizer=True,
@@ -74,7 +80,7 @@ SIZES = {
 """On two cores: a minute, some six minutes, and as many rounds as the asked-for rows need."""
 
 
-COST = {"rows": 1.0, "batches": 2.5, "divergences": 15.0, "sample": 6.0}
+COST = {"rows": 1.0, "batches": 2.5, "divergences": 15.0, "sample": 6.0, "layouts": 0.5}
 """What an example costs, in generated rows; to tell the time left."""
 
 
@@ -173,6 +179,18 @@ def _round(size: Size, seed: str, subjects: tuple[str, ...]) -> Iterator[Job]:
                     seed=_seed(seed, kind, prompt_format, str(number)),
                     examples=len(some),
                 )
+
+
+def layout_jobs(size: Size, seed: int, subjects: tuple[str, ...]) -> Iterator[Job]:
+    """Cuts, depths and bins; their sides are reference, production and megatron-core's own arithmetic, whoever builds rows."""
+    for check, number in itertools.product(LAYOUT_CHECKS, range(size.rounds)):
+        yield Job(
+            kind="layouts",
+            subjects=subjects,
+            aim=check,
+            seed=_seed(str(seed), "layouts", check, str(number)),
+            examples=size.layouts,
+        )
 
 
 def _seed(*parts: str) -> int:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,7 +18,7 @@ from equivalence.errors import InputError, WorkerDiedError
 from equivalence.generators import tokenizers
 from equivalence.generators.fault_classes import classes
 from equivalence.jobs import Job
-from equivalence.plan import SIZES, WHOLE_TOKENIZER, Size, corpus_jobs, cost, generated_jobs, sample_jobs
+from equivalence.plan import SIZES, WHOLE_TOKENIZER, Size, corpus_jobs, cost, generated_jobs, layout_jobs, sample_jobs
 from equivalence.pool import run_jobs
 from equivalence.tally import Differing, Tally
 from equivalence.witnesses import Witness, witnesses
@@ -158,6 +160,7 @@ def _planned(options: Options, size: Size) -> Iterator[Job]:
     yield Job(kind="smallest", subjects=options.subjects)
     if "megatron_lm" in options.subjects:  # its reader is one of the two
         yield Job(kind="files", subjects=options.subjects, paths=(str(options.out / "files"),))
+    yield from layout_jobs(size, options.seed, options.subjects)
     if options.sample is not None:
         yield from sample_jobs(
             options.sample, count_rows(options.sample), options.tokenizer, options.pack_length, size, options.subjects
@@ -177,6 +180,9 @@ def _preload(options: Options, size: Size) -> None:
         tokenizers.load(name)
     for name in options.subjects:
         jobs.subject(name)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of megatron-core, that CUDA and optional kernels are absent
+        importlib.import_module("equivalence.layouts")
     classes()
 
 

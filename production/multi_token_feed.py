@@ -41,7 +41,7 @@ class DepthFeed:
     That order is ids, positions (and padding mask) at each depth in the block, then labels, mask at each depth in the
     loss. After the last it begins again, for a forward pass that is computed again as a whole.
 
-    `weights` says what a token's MTP loss is divided by (section 7 of megatron-core's arithmetic): `rank` is
+    `weights` says what a token's MTP loss is divided by (R-MTP-3): `rank` is
     megatron-core's own, sums of the mask over one rank and microbatch; `rows` takes them over all ranks that share the
     rows, so that the gradient does not depend on cp. Both with `calculate_per_token_loss` and without it.
     """

@@ -14,7 +14,6 @@ from equivalence.subjects import PROMPT_FORMATS
 from equivalence.witnesses import versions
 
 SCHEMA = 1
-CHECKS = ("corpus", "files", "sample", "rows", "batches", "divergences")
 WHAT = {
     "corpus": "saved cases",
     "files": "file readers",
@@ -22,7 +21,11 @@ WHAT = {
     "rows": "generated rows",
     "batches": "batches",
     "divergences": "divergences",
+    "context_parallel": "cp cuts",
+    "multi_token": "MTP depths",
+    "packing": "packers",
 }
+CHECKS = tuple(WHAT)
 
 
 def summarise(outcome: Outcome, command: str) -> dict[str, Any]:

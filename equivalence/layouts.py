@@ -1,0 +1,79 @@
+"""Layouts of the main job: drawn rows are cut, shifted and packed by every side, and shrunk where they differ."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import strategies as st
+
+from equivalence.checks.context_parallel import check_context_parallel
+from equivalence.checks.multi_token import check_multi_token
+from equivalence.checks.packing import check_packing
+from equivalence.checks.result import CheckResult
+from equivalence.generators.layouts import CutRow, cut_rows, sequences
+from equivalence.plan import LAYOUT_CHECKS
+
+
+@st.composite
+def _cuts(draw: st.DrawFn) -> tuple[CheckResult, str]:
+    row, layout = draw(cut_rows()), draw(st.sampled_from(["zigzag", "contiguous"]))
+    result = check_context_parallel(row.tensors, row.cu_seqlens, row.size, layout=layout)
+    return result, f"{_where(row)} layout={layout}"
+
+
+@st.composite
+def _depths(draw: st.DrawFn) -> tuple[CheckResult, str]:
+    row, depths = draw(cut_rows()), draw(st.integers(0, 3))
+    return check_multi_token(row.tensors, row.cu_seqlens, row.size, depths), f"{_where(row)} depths={depths}"
+
+
+@st.composite
+def _bins(draw: st.DrawFn) -> tuple[CheckResult, str]:
+    (lengths, capacity), size = draw(sequences()), draw(st.integers(1, 5))
+    order = draw(st.permutations(range(len(lengths))))
+    result = check_packing(lengths, capacity, order=order, data_parallel_size=size)
+    return result, f"lengths={lengths} capacity={capacity} order={order} dp={size}"
+
+
+_DRAWN = dict(zip(LAYOUT_CHECKS, (_cuts(), _depths(), _bins()), strict=True))
+
+
+def draw_layouts(check: str, *, number: int, examples: int) -> Iterator[tuple[CheckResult, str]]:
+    """The results of `examples` draws from the seed `number`, each with what it was drawn as; the last one differs if any does."""
+    results: list[tuple[CheckResult, str]] = []
+    smallest: list[tuple[CheckResult, str]] = []
+
+    @seed(number)
+    @settings(
+        max_examples=examples,
+        database=None,
+        deadline=None,
+        derandomize=False,  # the seed decides
+        phases=(Phase.generate, Phase.shrink),
+        suppress_health_check=list(HealthCheck),
+        report_multiple_bugs=False,
+        print_blob=False,
+    )
+    @given(_DRAWN[check])
+    def example(drawn: tuple[CheckResult, str]) -> None:
+        if not drawn[0].equal:
+            smallest[:] = [drawn]
+            raise AssertionError
+        if not smallest:
+            results.append(drawn)
+
+    _until_differing(example)
+    yield from results
+    yield from smallest
+
+
+def _until_differing(example: Callable[[], None]) -> None:
+    try:
+        example()
+    except AssertionError:
+        return
+
+
+def _where(row: CutRow) -> str:
+    return f"cu_seqlens={row.cu_seqlens} cp={row.size}"
