@@ -1,6 +1,7 @@
 """Measures conversations with the code that builds rows, and says by name which ones a prompt format refuses."""
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +11,7 @@ import numpy as np
 
 from production.conversations import ConversationTokenizer
 from production.errors import PackproofError, RowRefused
-from production.prompts import FORMATS, TURN_ROLES, count_unrendered
+from production.prompts import FORMATS, TURN_ROLES, Message, RowMessages, count_unrendered
 from production.refusals import refusal
 from production.semantics import parse
 from production.turns import IGNORE_INDEX
@@ -74,18 +75,19 @@ class LengthMeter:
         """Return the size of each conversation, or why it is refused."""
         results: list[Measured | Refusal | None] = [self._refusal(conversation) for conversation in conversations]
         left = [index for index, result in enumerate(results) if result is None]
+        row = _as_row([conversations[index].messages for index in left])
         # The tokenizer stops at a refusal, and what it read beyond is lost: behind one, go on in small steps.
         done, characters = 0, _MOST_CHARACTERS
         while done < len(left):
-            messages = [conversations[index].messages for index in left[done:]]
-            found = self._tokenizer.tokenize(messages, first=0, characters=characters)
+            found = self._tokenizer.tokenize(row, first=done, last=row.count, characters=characters)
             ends = np.cumsum(found.lengths)
             trained = np.concatenate([[0], np.cumsum(found.targets != IGNORE_INDEX)])
             for end, length in zip(ends.tolist(), found.lengths.tolist(), strict=True):
                 results[left[done]] = Measured(
                     tokens=length,
                     trained=int(trained[end] - trained[end - length]),
-                    silent_messages=count_unrendered(conversations[left[done]].messages, self._format)[0] or 0,
+                    silent_messages=count_unrendered(_as_row([conversations[left[done]].messages]), self._format)[0]
+                    or 0,
                 )
                 done += 1
             characters = min(8 * characters, _MOST_CHARACTERS)
@@ -146,3 +148,10 @@ def _load(folder: Path) -> Any:
             where=str(folder),
             mend="give the folder that holds tokenizer.json and tokenizer_config.json",
         ) from error
+
+
+def _as_row(conversations: Sequence[Sequence[Message]]) -> RowMessages:
+    """Conversations end to end, split where they were split: one may lack the system message that a row splits at."""
+    messages = [message for conversation in conversations for message in conversation]
+    bounds = [0, *itertools.accumulate(map(len, conversations))]
+    return RowMessages(messages=messages, roles=[message["role"] for message in messages], bounds=bounds)
