@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import tyro
 
 from production.errors import PackproofError
+from tools.bench.multi_token import multi_token
 from tools.bench.rows import rows
+from tools.bench.shards import shards
 from tools.bench.source import source
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (default: the process's own) and return its exit code: 0, or 2 for bad input."""
-    commands = {"rows": rows, "source": source}
+    commands: dict[str, Callable[..., Any]] = {
+        "rows": rows,
+        "source": source,
+        "shards": shards,
+        "multi_token": multi_token,
+    }
     try:
         tyro.extras.subcommand_cli_from_dict(commands, args=argv, prog="packproof-bench")
     except (PackproofError, OSError) as error:

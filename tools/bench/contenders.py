@@ -26,7 +26,9 @@ from tools.bench.rows import Result
 
 Messages = list[dict[str, Any]]
 
-TOKENS_PER_MEASUREMENT = 65_536
+QUICK_REPEATS = 3
+"""Rounds of all others for one of Megatron-LM, which takes far longer than they do."""
+TOKENS_PER_MEASUREMENT = 32_768
 """At least; short rows are measured some at a time."""
 SHORT_CHARACTERS = 64
 """Turns of at most so many on average are short; the sample's chats have 30."""
@@ -38,8 +40,7 @@ def measure(task: dict[str, Any]) -> list[Result]:
     """The results of one task, for each kind of turns and each pack length."""
     torch.set_num_threads(task["threads"])
     tokenizer = AutoTokenizer.from_pretrained(task["tokenizer"])
-    found = [_Bench(task, tokenizer, kind, length).run() for kind in task["kinds"] for length in task["pack_lengths"]]
-    return found
+    return [_Bench(task, tokenizer, kind, length).run() for kind in task["kinds"] for length in task["pack_lengths"]]
 
 
 class _Bench:
@@ -57,20 +58,20 @@ class _Bench:
         texts = [self._texts(messages) for messages in self._rows]
         unique = [list(dict.fromkeys(row)) for row in texts]
         encode = self._tokenizer.backend_tokenizer.encode_batch_fast
-        contenders: dict[str, Callable[[], object]] = {
+        tokens = self._check()
+        quick: dict[str, Callable[[], object]] = {
             "bare_unique": lambda: [len(encode(row, add_special_tokens=False)) for row in unique],
             "production": lambda: self._build(self._builder),
             "bare_all": lambda: [len(encode(row, add_special_tokens=False)) for row in texts],
             "production_all": lambda: self._build(self._builder_of_all),
-            "megatron_lm": lambda: [self._dataset[index] for index in range(len(self._rows))],
         }
-        tokens = self._check()
-        seconds: dict[str, list[float]] = {name: [] for name in contenders}
+        seconds: dict[str, list[float]] = {name: [] for name in (*quick, "megatron_lm")}
         for _ in range(self._task["repeats"]):
-            for name, act in contenders.items():
-                start = time.perf_counter()
-                act()
-                seconds[name].append(time.perf_counter() - start)
+            for _ in range(QUICK_REPEATS):
+                for name, act in quick.items():
+                    seconds[name].append(_seconds(act))
+            whole = _seconds(lambda: [self._dataset[index] for index in range(len(self._rows))])
+            seconds["megatron_lm"] += [whole] * QUICK_REPEATS
         speed = {name: tokens / statistics.median(times) / 1e6 for name, times in seconds.items()}
         return Result(
             kind=self._kind,
@@ -88,10 +89,9 @@ class _Bench:
         )
 
     def _build(self, builder: RowBuilder) -> int:
-        """All rows: one after the other on one thread, ahead of each other on more."""
-        if self._task["threads"] == 1:
-            return sum(len(builder.build(messages).cu_seqlens) for messages in self._rows)
-        return sum(isinstance(row, Row) for row in builder.build_many(self._rows, workers=self._task["threads"]))
+        """All rows: in this thread if there is but one, else ahead of each other."""
+        workers = 0 if self._task["threads"] == 1 else self._task["threads"]
+        return sum(isinstance(row, Row) for row in builder.build_many(self._rows, workers=workers))
 
     def _texts(self, messages: Messages) -> list[str]:
         """The turn texts of a row; in the format default those of conversations, since its template has no turns."""
@@ -117,6 +117,12 @@ class _Bench:
                 raise SystemExit(f"row {index} differs between production and Megatron-LM: no speed is worth comparing")
             tokens += self._length - int(row.report["padding_tokens"] or 0)
         return tokens
+
+
+def _seconds(act: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    act()
+    return time.perf_counter() - start
 
 
 def _ratio(others: list[float], ours: list[float]) -> float:
@@ -156,7 +162,7 @@ def _conversations(files: list[str], kind: str) -> list[Messages]:
         for line in Path(file).read_bytes().split(b"\n"):
             if line:
                 row = split_conversations(msgspec.json.decode(line)["messages"])
-                found += (list(row.conversation(number)) for number in range(row.count))
+                found += [[dict(turn) for turn in row.conversation(number)] for number in range(row.count)]
     chosen = filter(_is_short, found) if kind == "short" else filter(_is_long, map(_put_together, found))
     kept = [conversation for conversation in chosen if _is_plain(conversation)]
     if not kept:

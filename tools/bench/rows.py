@@ -112,10 +112,14 @@ def rows(
                 "repeats": repeats,
             }
             console.print(f"{prompt_format}, {count} thread{'s' * (count > 1)} …", highlight=False)
-            results += _in_process(task)
+            found = _in_process(task)
+            results += found
+            for result in found:
+                ratios = f"{result.over_megatron_lm:.2f} × Megatron-LM, {result.over_bare_unique:.2f} of bare"
+                console.print(f"  {result.kind} turns, P {result.pack_length:,}: {ratios}", highlight=False)
+            if json_file is not None:  # after each, so that an interrupted run has what it measured
+                json_file.write_bytes(msgspec.json.format(msgspec.json.encode(results), indent=1))
     _show(console, results, repeats)
-    if json_file is not None:
-        json_file.write_bytes(msgspec.json.format(msgspec.json.encode(results), indent=1))
 
 
 def _in_process(task: dict[str, Any]) -> list[Result]:
@@ -137,10 +141,10 @@ def _in_process(task: dict[str, Any]) -> list[Result]:
 
 
 def _show(console: Console, results: list[Result], repeats: int) -> None:
-    table = Table(title=f"rows: million tokens/s and ratios, medians of {repeats} rounds")
-    for title in ("turns", "format", "P", "threads", "Megatron-LM", "bare", "production"):
+    table = Table(title=f"rows: million tokens/s and ratios, medians of {repeats} rounds", expand=False)
+    for title in ("turns", "format", "P", "threads", "M-LM", "bare", "ours"):
         table.add_column(title, justify="left" if title in {"turns", "format"} else "right")
-    for title in ("× Megatron-LM", "of bare, once", "of bare, all"):
+    for title in ("× M-LM", "of bare, once", "of bare, all"):
         table.add_column(title, justify="right")
     for result in sorted(
         results, key=lambda one: (one.prompt_format != "nemotron-nano-v2", one.prompt_format, one.kind)
@@ -157,6 +161,9 @@ def _show(console: Console, results: list[Result], repeats: int) -> None:
             style="bold red" if result.misses() else None,
         )
     console.print(table)
+    console.print(
+        "M-LM: Megatron-LM. Red: below a target. Bare: encode_batch_fast over the same turn texts, which renders and lays out nothing."
+    )
     nano = [result.over_megatron_lm for result in results if result.prompt_format == "nemotron-nano-v2"]
     if nano:
         console.print(

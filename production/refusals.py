@@ -1,0 +1,42 @@
+"""Why a row is refused: the kinds of SPEC section 9, and how to mend each."""
+
+from __future__ import annotations
+
+from production.errors import RowRefused
+
+MENDS = {
+    "bad_message": "write each message as an object with a role that is text",
+    "bad_content": "give the message a content that is text; leave tool calls and parts of media out, or write them as text",
+    "bad_text": "replace what cannot be encoded, such as a lone surrogate (\\ud800 to \\udfff)",
+    "template_error": "give the conversation the shape that the tokenizer's chat template asks for, or choose another prompt format",
+    "no_chat_template": "use a tokenizer with a chat template, or another prompt format",
+    "unsupported_format": "choose another prompt format, or semantics with default_format=supported",
+    "no_pad_token": "name a pad token that the vocabulary has (setting pad_token)",
+    "row_start": "begin the row with a system message; it may be empty",
+    "row_end": "end the row with an assistant message",
+    "empty_row": "leave the row out, or give it a message that renders to a token",
+    "empty_conversation": "leave the conversation out, or choose semantics with empty_conversation=keep",
+    "empty_assistant": "leave the empty answer out when packing",
+    "role_order": "put a user or tool message before each assistant message",
+    "unknown_role": "use the roles system, user, assistant and tool",
+    "prefix_too_long": "lower assistant_prefix_len, or leave out the turn that renders to fewer tokens than the prefix",
+    "turn_mismatch": "leave the conversation out, or choose a format whose turns do not merge with their neighbours",
+    "too_many_boundaries": "leave empty conversations out, or pack fewer conversations into a row",
+    "indivisible_segment": "make pack_length a multiple of 2·cp, or choose semantics with indivisible_segment=keep",
+    "dropped": "pack fewer conversations into a row, or raise pack_length",
+    "truncated": "pack fewer tokens into a row, or raise pack_length",
+}
+"""How a user mends each kind of refusal."""
+
+
+def refusal(kind: str, what: str, *, conversation: int | None = None, turn: int | None = None) -> RowRefused:
+    """The refusal of this kind; `conversation` and `turn` are 0-based places in the row and in the conversation."""
+    place = "row" if conversation is None else f"conversation {conversation}"
+    return RowRefused(
+        kind=kind,
+        what=what,
+        where=place if turn is None else f"{place}, turn {turn}",
+        mend=MENDS[kind],
+        conversation=conversation,
+        turn=turn,
+    )

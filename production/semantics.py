@@ -1,0 +1,128 @@
+"""Which behaviour holds where published paths differ (SPEC section 7): one frozen value, chosen by name and never by accident."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import typing
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from production.errors import PackproofError
+
+DEFAULT_PRESET = "megatron-lm-0.19"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Semantics:
+    """The behaviours that differ between presets. The defaults are those of `megatron-lm-0.19`; an unknown value is an error."""
+
+    identity_prompt: Literal["trained", "masked"] = "trained"
+    """Whether the format identity trains on system, user and tool turns."""
+    boundary_label: Literal["next", "ignore"] = "next"
+    """The label at an inner boundary: the next conversation's first target, or -100 (R-BOUNDARY-1)."""
+    padding_mask: Literal["by_value", "by_position"] = "by_value"
+    """Whether padding is known by its id, also where that is content, or by where it was put (R-MASK-1)."""
+    empty_conversation: Literal["keep", "refuse"] = "keep"
+    """A conversation of zero tokens (R-EMPTY-1)."""
+    boundaries_beyond_pack_length: Literal["refuse", "stop"] = "refuse"
+    """More than P + 1 entries of cu (R-LAYOUT-5, R-LAYOUT-7)."""
+    long_assistant_prefix: Literal["mask", "refuse"] = "mask"
+    """An assistant prefix that is longer than its turn (R-TURN-3)."""
+    turn_rules: Literal["masked_formats", "no_wrap", "every_format"] = "masked_formats"
+    """Where roles, empty answers and order are checked, and whether a first assistant turn wraps (R-TURN-2)."""
+    row_ends: Literal["any", "system_to_assistant"] = "any"
+    """What a row must start and end with (R-ENDS-1)."""
+    turn_check: Literal["relative", "exact"] = "relative"
+    """How a turn's own tokens are compared with the conversation's (R-TURN-1, 5)."""
+    exact_fill: Literal["continue", "stop"] = "continue"
+    """Whether a conversation is begun on a row that is exactly full (R-LAYOUT-4)."""
+    indivisible_segment: Literal["keep", "refuse"] = "keep"
+    """A segment whose length 2·cp does not divide (R-LAYOUT-7)."""
+    default_format: Literal["supported", "refuse"] = "supported"
+    """Whether the tokenizer's own chat template may be used (R-FORMAT-1)."""
+    lost_conversations: Literal["allow", "refuse"] = "allow"
+    """Whether a row may lose what does not fit (R-LAYOUT-7)."""
+    unknown_pad_token: Literal["unk", "refuse"] = "unk"
+    """A pad token that the vocabulary lacks (R-PAD-1)."""
+
+    def __post_init__(self) -> None:
+        """Refuse values that no field has."""
+        for name, value in dataclasses.asdict(self).items():
+            if value not in CHOICES[name]:
+                raise PackproofError(
+                    what=f"{value!r} is no value of {name}; the nearest is {nearest(value, CHOICES[name])!r}",
+                    where=f"semantics field {name}",
+                    mend=f"choose one of {', '.join(CHOICES[name])}",
+                )
+
+
+def parse(text: str) -> Semantics:
+    """The semantics called `preset` or `preset,field=value,…`. PackproofError names the nearest valid name."""
+    preset, *overrides = (part.strip() for part in text.split(","))
+    if preset not in PRESETS:
+        raise PackproofError(
+            what=f"no preset is called {preset!r}; the nearest is {nearest(preset, PRESETS)!r}",
+            where=f"semantics {text!r}",
+            mend=f"begin with one of {', '.join(PRESETS)}, then field=value where one field should differ",
+        )
+    changes: dict[str, str] = {}
+    for override in overrides:
+        field, equals, value = (part.strip() for part in override.partition("="))
+        if not equals or field not in CHOICES:
+            raise PackproofError(
+                what=f"{override!r} sets no field; the nearest is {nearest(field, CHOICES)!r}",
+                where=f"semantics {text!r}",
+                mend=f"write field=value, the field one of {', '.join(CHOICES)}",
+            )
+        if field in changes:
+            raise PackproofError(what=f"{field} is set twice", where=f"semantics {text!r}", mend="set it once")
+        changes[field] = value
+    return dataclasses.replace(PRESETS[preset], **changes)  # type: ignore[arg-type]  # __post_init__ checks the values
+
+
+def nearest(name: object, names: Iterable[str]) -> str:
+    """The valid name that is most like `name`."""
+    names = list(names)
+    return next(iter(difflib.get_close_matches(str(name).lower(), names, n=1, cutoff=0.0)), names[0])
+
+
+CHOICES: dict[str, tuple[str, ...]] = {
+    name: typing.get_args(hint) for name, hint in typing.get_type_hints(Semantics).items()
+}
+"""Every field and its values."""
+
+_MEGATRON_LM = Semantics()
+
+PRESETS: dict[str, Semantics] = {
+    DEFAULT_PRESET: _MEGATRON_LM,
+    "megatron-lm-main": dataclasses.replace(_MEGATRON_LM, identity_prompt="masked"),
+    "nemo-rl-direct": Semantics(
+        boundary_label="ignore",
+        empty_conversation="refuse",
+        boundaries_beyond_pack_length="stop",
+        long_assistant_prefix="refuse",
+        turn_rules="no_wrap",
+        row_ends="system_to_assistant",
+        turn_check="exact",
+        exact_fill="stop",
+        indivisible_segment="refuse",
+        default_format="refuse",
+    ),
+    "strict": Semantics(
+        identity_prompt="masked",
+        boundary_label="ignore",
+        padding_mask="by_position",
+        empty_conversation="refuse",
+        boundaries_beyond_pack_length="stop",
+        long_assistant_prefix="refuse",
+        turn_rules="every_format",
+        row_ends="system_to_assistant",
+        turn_check="exact",
+        exact_fill="stop",
+        indivisible_segment="refuse",
+        unknown_pad_token="refuse",
+    ),
+}
+"""The published combinations, by name (the table of SPEC section 7)."""
