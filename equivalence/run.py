@@ -155,7 +155,7 @@ def _run_some(some: list[Job], options: Options, outcome: Outcome, progress: Pro
 
 def _planned(options: Options, size: Size) -> Iterator[Job]:
     """Replay first: what once differed is the likeliest to differ, and the first to be mended."""
-    fresh = sorted(path for path, _ in store.replay(options.out / "corpus"))
+    fresh = [path for path, _ in store.replay(options.out / "corpus")]
     yield from corpus_jobs(fresh, options.subjects)
     yield Job(kind="smallest", subjects=options.subjects)
     if "megatron_lm" in options.subjects:  # its reader is one of the two

@@ -100,6 +100,8 @@ def rows(
         )
     results: list[Result] = []
     console = Console()
+    if not console.is_terminal:
+        console = Console(width=120)  # a log has no width of its own, and the table needs this much
     for count in threads:
         for prompt_format in formats:
             task = {
