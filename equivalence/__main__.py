@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
+from equivalence import exits
 from equivalence.corpus import store
 from equivalence.errors import InputError
 from equivalence.mutants.matrix import CHECKS, failures, kill_matrix
@@ -86,6 +87,10 @@ class Mutants:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Console script. Returns the exit code."""
+    return exits.run(_main, arguments)
+
+
+def _main(arguments: Sequence[str] | None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     if not given or (given[0].startswith("-") and given[0] not in ("-h", "--help")):
         given.insert(0, "run")
@@ -120,7 +125,7 @@ def _run(asked: Run, command: str, console: Console) -> int:
         seed=asked.seed,
         shard=shard_of(asked.shard),
         subjects=_subjects(asked.subjects),
-        workers=asked.workers or default_workers(),
+        workers=default_workers() if asked.workers is None else asked.workers,
         sample=None if asked.sample == "none" else Path(asked.sample),
         tokenizer=asked.tokenizer,
         pack_length=asked.pack_length,

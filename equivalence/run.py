@@ -111,6 +111,14 @@ Progress = Callable[[str, Outcome], None]
 
 def execute(options: Options, progress: Progress) -> Outcome:
     """Run everything. InputError for what cannot be used, WitnessError for a side that cannot be loaded."""
+    if options.workers < 1 or (options.rows is not None and options.rows < 1) or options.pack_length < 1:
+        raise InputError("--workers, --rows and --pack-length count something: give at least 1")
+    try:
+        options.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(
+            f"--out {options.out} cannot be made a folder ({error.strerror}); choose another place"
+        ) from error
     outcome = Outcome(options=options, witnesses=witnesses(options.subjects))
     size = SIZES[options.size]
     _preload(options, size)
@@ -130,6 +138,9 @@ def execute(options: Options, progress: Progress) -> Outcome:
     except WorkerDiedError as died:
         outcome.tally.errors.append(str(died))
     outcome.seconds = time.perf_counter() - started
+    if not outcome.tally.rows and not outcome.interrupted and not outcome.tally.errors:
+        index, count = options.shard
+        outcome.tally.errors.append(f"nothing was compared: shard {index}/{count} holds no job; take fewer shards")
     return outcome
 
 

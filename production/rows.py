@@ -31,6 +31,10 @@ AHEAD = 1.5
 """How much more text is tokenized at once than probably fills the row: most rows fit, and one call is better than two."""
 
 
+LONGEST = 1 << 31
+"""Tokens that int32 boundaries cannot count."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class RowSettings:
     """What a row is built for. Raises PackproofError where no row could be built (SPEC section 9)."""
@@ -61,6 +65,12 @@ class RowSettings:
         if self.context_parallel_size < 1:
             raise PackproofError(
                 what=f"{self.context_parallel_size} ranks", where="context_parallel_size", mend="give at least 1"
+            )
+        if max(self.pack_length, 2 * self.context_parallel_size) >= LONGEST:
+            raise PackproofError(
+                what=f"{self.pack_length} tokens on {self.context_parallel_size} ranks",
+                where="pack_length, context_parallel_size",
+                mend=f"keep P and 2·cp below {LONGEST}: boundaries are int32",
             )
         prefix = self.assistant_prefix_len or 0
         if prefix < 0 or (prefix and self.prompt_format == "identity"):

@@ -60,7 +60,7 @@ class Semantics:
 
 def parse(text: str) -> Semantics:
     """The semantics called `preset` or `preset,field=value,…`. PackproofError names the nearest valid name."""
-    preset, *overrides = (part.strip() for part in text.split(","))
+    preset, *overrides = text.split(",")
     if preset not in PRESETS:
         raise PackproofError(
             what=f"no preset is called {preset!r}; the nearest is {nearest(preset, PRESETS)!r}",
@@ -69,7 +69,7 @@ def parse(text: str) -> Semantics:
         )
     changes: dict[str, str] = {}
     for override in overrides:
-        field, equals, value = (part.strip() for part in override.partition("="))
+        field, equals, value = override.partition("=")
         if not equals or field not in CHOICES:
             raise PackproofError(
                 what=f"{override!r} sets no field; the nearest is {nearest(field, CHOICES)!r}",

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 
 import tyro
 
+from equivalence import exits
 from equivalence.generators.real_tokenizers import build_tokenizer
 from production.errors import PackproofError
 
@@ -27,6 +28,10 @@ class BuildTokenizer:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (default: the process's own) and return its exit code."""
+    return exits.run(_main, argv)
+
+
+def _main(argv: Sequence[str] | None) -> int:
     options = tyro.cli(BuildTokenizer, args=argv, prog="packproof-build-tokenizer")
     try:
         folder = build_tokenizer(options.name, options.out)

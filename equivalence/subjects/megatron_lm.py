@@ -245,8 +245,10 @@ def refusal_kind(error: Exception, prompt_format: str) -> str | None:
         return "template_error" if prompt_format == "default" else "bad_content"
     if isinstance(error, ValueError) and "chat_template is not set" in text:
         return "no_chat_template"
-    if isinstance(error, TypeError) and "TextEncodeInput" in text:
+    if (isinstance(error, TypeError) and "TextEncodeInput" in text) or isinstance(error, UnicodeEncodeError):
         return "bad_text"
+    if isinstance(error, TypeError) and "unhashable type" in text and prompt_format == "default":
+        return "template_error"  # a set of named templates, handed over as if it were one
     if "isclose" in names and isinstance(error, ValueError):
         return "turn_mismatch"
     if names[-1] == "_split_conversations":

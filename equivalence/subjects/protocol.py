@@ -27,6 +27,7 @@ BATCH_TENSORS = (
     "flat_max_seqlen",
 )
 
+LONGEST = 1 << 31
 Messages = Sequence[Mapping[str, Any]]
 
 
@@ -57,6 +58,8 @@ class RowSettings:
             raise ValueError(f"pack_length is {self.pack_length}; it counts tokens, so it must be at least 1")
         if self.context_parallel_size < 1:
             raise ValueError(f"context_parallel_size is {self.context_parallel_size}; it must be at least 1")
+        if max(self.pack_length, 2 * self.context_parallel_size) >= LONGEST:
+            raise ValueError(f"pack_length and 2·context_parallel_size must be below {LONGEST}: boundaries are int32")
         if self.assistant_prefix_len is not None:
             if self.assistant_prefix_len < 0:
                 raise ValueError(f"assistant_prefix_len is {self.assistant_prefix_len}; it must not be negative")

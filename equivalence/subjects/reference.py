@@ -19,7 +19,8 @@ class TransformersTokenizer:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._vocabulary = tokenizer.get_vocab()
-        self.unk_id = tokenizer.unk_token_id
+        # What the tokenizer makes of a token that it lacks: some written in Python make nothing of it, unk token or not.
+        self.unk_id = tokenizer.unk_token_id and tokenizer.convert_tokens_to_ids("<no such token>")
         self.pad_id = tokenizer.pad_token_id
         self.eos_id = tokenizer.eos_token_id
         # A divergence builds a row a dozen times from the same texts; a call costs 80 µs whatever its length.
@@ -30,13 +31,28 @@ class TransformersTokenizer:
         return list(self._ids(text))
 
     def _call(self, text: str) -> tuple[int, ...]:
-        return tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+        try:
+            return tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+        except UnicodeEncodeError as error:  # of tokenizers written in Python, where the library raises TypeError
+            raise TypeError(str(error)) from error
 
     def render(self, conversation: prompts.Conversation) -> str:
         """The tokenizer's own template."""
-        if not self._tokenizer.chat_template:
+        template = self._tokenizer.chat_template
+        if template is None:
             raise LookupError
-        return str(self._tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=False))
+        if not isinstance(template, str):  # Megatron-LM hands the set of named templates over as if it were one
+            raise TypeError("a set of named chat templates is no template; leave one")
+        # The last option is none of transformers': a variable that the template sees, as in Megatron-LM.
+        return str(
+            self._tokenizer.apply_chat_template(
+                conversation,
+                chat_template=template,
+                tokenize=False,
+                add_generation_prompt=False,
+                return_assistant_token_mask=False,
+            )
+        )
 
     def token_to_id(self, token: str) -> int | None:
         """The id of a token, None if the vocabulary lacks it."""

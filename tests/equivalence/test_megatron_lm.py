@@ -5,7 +5,7 @@ import json
 import pytest
 
 from equivalence.generators.tokenizers import load
-from equivalence.subjects import RowSettings
+from equivalence.subjects import BUILT_IN, RowSettings
 from equivalence.subjects import load as load_subject
 from equivalence.subjects.megatron_lm import masks_identity
 from equivalence.subjects.tokenizers import as_transformers, folder_of
@@ -61,6 +61,29 @@ REFUSALS = {
 def test_a_refusal_has_its_kind(kind):
     messages, settings = REFUSALS[kind]
     assert build(messages, **settings).refusal.kind == kind
+
+
+def test_a_set_of_named_templates_is_a_template_error_on_every_side(tmp_path):
+    load("word").save_pretrained(tmp_path)
+    (tmp_path / "chat_template.jinja").unlink(missing_ok=True)
+    named = [{"name": name, "template": "{{ messages[0]['content'] }}"} for name in ("default", "tool_use")]
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text()) | {"chat_template": named}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    for name in BUILT_IN:
+        built = load_subject(name).build_row(
+            say(("user", "w0")), tmp_path, RowSettings(pack_length=4, prompt_format="default")
+        )
+        assert built.refusal.kind == "template_error"
+
+
+def test_an_empty_template_is_one(tmp_path):
+    load("word").save_pretrained(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("")
+    for name in BUILT_IN:
+        built = load_subject(name).build_row(
+            say(("user", "w0")), tmp_path, RowSettings(pack_length=4, prompt_format="default")
+        )
+        assert built.refusal.kind == "empty_row"
 
 
 def test_an_error_that_spec_does_not_know_is_no_refusal(monkeypatch):

@@ -57,7 +57,7 @@ def test_a_preset_crosses_by_its_name(preset):
 
 def test_overrides_change_single_fields():
     strict = PRESETS["strict"]
-    found = parse("strict, lost_conversations=refuse,turn_check = relative")
+    found = parse("strict,lost_conversations=refuse,turn_check=relative")
     assert found == dataclasses.replace(strict, lost_conversations="refuse", turn_check="relative")
 
 

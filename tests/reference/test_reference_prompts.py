@@ -128,6 +128,13 @@ def test_r_target_1_a_long_prefix_masks_what_follows_and_r_turn_3_refuses_it():
     assert trained(conversation, NANO).lstrip("·") == "ECIAL_11>Assistant\nabc\n<SPECIAL_12>\n"
 
 
+def test_r_turn_3_a_turn_of_just_the_prefix_is_not_too_long():
+    turn = len("<SPECIAL_11>Assistant\na\n<SPECIAL_12>\n")
+    conversation, name = say(("user", "u"), ("assistant", "a")), f"{OLD},long_assistant_prefix=refuse"
+    assert trained(conversation, NANO, name, assistant_prefix_len=turn).strip("·") == ""
+    assert refused(conversation, NANO, name, assistant_prefix_len=turn + 1) == ("prefix_too_long", 1)
+
+
 TURNS = {
     "empty": (say(("user", "u"), ("assistant", "")), ("empty_assistant", 1)),
     "no content": ([{"role": "user", "content": "u"}, {"role": "Assistant"}], ("bad_content", 1)),
@@ -178,6 +185,7 @@ def test_r_turn_1_turns_that_merge_are_a_mismatch():
     ("whole", "alone", "relative"),
     [
         ([100_000], [100_001], True),
+        ([100_000], [99_999], False),  # relative to the turn's own id
         ([99_998], [99_999], False),
         ([5], [5, 5], True),  # numpy broadcasts one against many
         ([], [5], True),

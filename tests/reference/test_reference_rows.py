@@ -198,6 +198,28 @@ def test_r_layout_7_lost_conversations_are_refused_where_asked():
     assert row(M + M, 8, "strict,lost_conversations=refuse").report["kept"] == 2
 
 
+LOST = "lost_conversations=refuse"
+
+
+@pytest.mark.parametrize(
+    ("messages", "pack_length", "cp", "name", "kind"),
+    [
+        (
+            talk("w0 ", "w1 ", "w2 ") * 3,
+            10,
+            2,
+            f"megatron-lm-0.19,indivisible_segment=refuse,{LOST}",
+            "indivisible_segment",
+        ),
+        ([{"role": "system", "content": "w0"}] * 3, 2, 1, f"megatron-lm-0.19,{LOST}", "too_many_boundaries"),
+    ],
+)
+def test_r_layout_7_boundaries_are_checked_before_losses(messages, pack_length, cp, name, kind):
+    with pytest.raises(RowRefused) as refused:
+        row(messages, pack_length, name, cp=cp)
+    assert refused.value.kind == kind
+
+
 def test_r_batch_1_and_2_collate_and_flatten():
     rows = [row(M + M, 10), row(EMPTY + M, 10), row(M, 10)]
     batch = batches.collate(rows)

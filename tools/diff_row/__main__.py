@@ -20,6 +20,7 @@ from typing import Annotated
 import tyro
 from rich.console import Console
 
+from equivalence import exits
 from tools.diff_row.dump import NAMES, write_dump
 from tools.diff_row.findings import Findings
 from tools.diff_row.inputs import Request, find
@@ -77,6 +78,10 @@ class Arguments:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
+    return exits.run(_main, arguments)
+
+
+def _main(arguments: Sequence[str] | None) -> int:
     asked = tyro.cli(Arguments, args=arguments, description=__doc__, prog="packproof-diff-row", use_underscores=False)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from equivalence import exits
 from production.errors import PackproofError
 from production.semantics import DEFAULT_PRESET
 from tools.pack_rows.conversations import Refusal
@@ -64,6 +65,10 @@ class PackRows:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (default: the process's own) and return its exit code."""
+    return exits.run(_main, argv)
+
+
+def _main(argv: Sequence[str] | None) -> int:
     options = tyro.cli(PackRows, args=argv, prog="packproof-pack-rows")
     screen, complaints = Console(), Console(stderr=True)
     try:
