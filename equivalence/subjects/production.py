@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
-from equivalence.subjects.protocol import Batch, Messages, Refusal, Row, RowSettings
+from equivalence.subjects.protocol import Batch, Messages, Row, RowSettings, as_refusal, as_row
 from equivalence.subjects.tokenizers import as_transformers
 from production import batches, rows
 from production.errors import RowRefused
@@ -30,20 +30,8 @@ class Production:
         try:
             row = self._builder(as_transformers(tokenizer), settings).build(messages)
         except RowRefused as refused:
-            return Row(
-                refusal=Refusal(
-                    kind=refused.kind, message=str(refused), conversation=refused.conversation, turn=refused.turn
-                )
-            )
-        return Row(
-            input_ids=row.input_ids,
-            target_ids=row.target_ids,
-            token_mask=row.token_mask,
-            position_ids=row.position_ids,
-            cu_seqlens=row.cu_seqlens,
-            max_seqlen=row.max_seqlen,
-            report=row.report,
-        )
+            return as_refusal(refused)
+        return as_row(row)
 
     def collate(self, built: Sequence[Row], settings: RowSettings) -> Batch:
         """The batch of these rows without the guards of training: empty segments too are collated, as Megatron-LM does."""

@@ -111,6 +111,19 @@ class Row:
     refusal: Refusal | None = None
 
 
+def as_row(built: Any) -> Row:
+    """The common row of a side's own, whose fields have the same names."""
+    return Row(
+        **{field.name: getattr(built, field.name) for field in dataclasses.fields(Row) if field.name != "refusal"}
+    )
+
+
+def as_refusal(error: Any) -> Row:
+    """The refused row of a side's own error, which says kind, conversation and turn."""
+    place = {"conversation": error.conversation, "turn": error.turn}
+    return Row(refusal=Refusal(kind=error.kind, message=str(error), **place))
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Batch:
     """Collated rows (R-BATCH-1) and the same flattened for THD (R-BATCH-2). A side that has no such field leaves None."""

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-from equivalence.subjects.protocol import Batch, Messages, Refusal, Row, RowSettings
+from equivalence.subjects.protocol import Batch, Messages, Row, RowSettings, as_refusal, as_row
 from equivalence.subjects.tokenizers import as_transformers
 from reference import batches, prompts, rows
 from reference.refusals import RowRefused
@@ -70,20 +70,8 @@ class Reference:
         try:
             built = self.build(messages, tokenizer, settings)
         except RowRefused as refused:
-            return Row(
-                refusal=Refusal(
-                    kind=refused.kind, message=str(refused), conversation=refused.conversation, turn=refused.turn
-                )
-            )
-        return Row(
-            input_ids=built.input_ids,
-            target_ids=built.target_ids,
-            token_mask=built.token_mask,
-            position_ids=built.position_ids,
-            cu_seqlens=built.cu_seqlens,
-            max_seqlen=built.max_seqlen,
-            report=built.report,
-        )
+            return as_refusal(refused)
+        return as_row(built)
 
     def build(self, messages: Messages, tokenizer: Any, settings: RowSettings) -> rows.Row:
         """The reference's own row, which also says what stands where. Raises RowRefused."""

@@ -5,6 +5,7 @@ import itertools
 import os
 import pickle
 import random
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -263,7 +264,6 @@ def test_a_worker_whose_index_was_removed_builds_the_same_one(write):
 
 
 def test_memory_stays_small(write):
-    tracemalloc = pytest.importorskip("tracemalloc")
     path = write(b"".join(b"x" * 2000 + b"\n" for _ in range(10_000)))
     tracemalloc.start()
     file = LineFile(path)
