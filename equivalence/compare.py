@@ -126,16 +126,23 @@ def _class_of(tensor: str, position: int, facts: _PairFacts) -> str:
     targets = [side[position] for side in facts.targets]
     if position + 1 >= facts.tail:
         return "padding"
+    if _is_shifted(facts, position, targets):
+        return "shift"
     if tensor == "token_mask":
         return "role_mask" if IGNORE_INDEX in targets or targets[0] != targets[1] else "padding"
     if IGNORE_INDEX in targets:
         return "role_mask"
-    shifted = any(
-        0 <= place < len(side) and side[place] == other
+    return "other"
+
+
+def _is_shifted(facts: _PairFacts, position: int, targets: list[int]) -> bool:
+    """Whether one side's label is the other side's next or last one; -100 has too many neighbours to tell."""
+    return any(
+        0 <= place < len(side) and side[place] == other != IGNORE_INDEX
         for side, other in zip(facts.targets, reversed(targets), strict=True)
         for place in (position - 1, position + 1)
+        if targets[0] != targets[1]
     )
-    return "shift" if shifted else "other"
 
 
 def _tail_start(row: Row) -> int:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import os
+import sys
 from typing import cast
 
 from equivalence.subjects.protocol import (
@@ -44,6 +46,8 @@ def load(name: str) -> Subject:
     module, _, attribute = name.partition(":")
     if not attribute:
         raise ValueError(f"no subject is called {name!r}: choose one of {', '.join(BUILT_IN)}, or give module:object")
+    if os.getcwd() not in sys.path:  # noqa: PTH109 - an installed script does not look where the user is
+        sys.path.append(os.getcwd())  # noqa: PTH109
     found = getattr(importlib.import_module(module), attribute, None)
     if found is None:
         raise ValueError(f"module {module!r} has no {attribute!r}: give module:object of a subject")

@@ -10,6 +10,7 @@ Exit status: 0 all sides are equal, 1 they differ (or a lone dump is inconsisten
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -84,6 +85,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _main(arguments: Sequence[str] | None) -> int:
     asked = tyro.cli(Arguments, args=arguments, description=__doc__, prog="packproof-diff-row", use_underscores=False)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    # Says at import that there is no CUDA, which nothing here needs.
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     try:
         findings = find(_request(asked))
         if asked.html is not None:
