@@ -1,4 +1,4 @@
-"""Batches: collate and flatten of every side are equal, and so are the stride and the validation padding."""
+"""Batches: collate and flatten of every side are equal. The stride and the validation padding are held by tests."""
 
 from __future__ import annotations
 
