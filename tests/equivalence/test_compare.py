@@ -1,12 +1,13 @@
 """The comparator itself: what it must see, and what it calls it."""
 
 import dataclasses
+import sys
 
 import pytest
 import torch
 
 from equivalence.compare import compare_batches, compare_rows
-from equivalence.subjects import ROW_TENSORS, Batch, Refusal, Row
+from equivalence.subjects import ROW_TENSORS, Batch, Refusal, Row, load
 
 
 def row(**changes):
@@ -93,3 +94,18 @@ def test_batches_compare_the_fields_that_both_have():
     assert (found.tensor, found.position, found.left, found.right) == ("packed_cu_seqlens", (1, 1), 3, 4)
     (found,) = compare_batches(full, dataclasses.replace(full, flat_max_seqlen=5))
     assert found.tensor == "flat_max_seqlen"
+
+
+def test_a_row_shifted_twice_is_called_a_shift_also_beside_masked_labels():
+    labels = [-100, -100, 14, 15, 16, 17, 18]
+    once = row(target_ids=torch.tensor(labels), cu_seqlens=torch.tensor([0, 7], dtype=torch.int32), max_seqlen=7)
+    twice = row(target_ids=torch.tensor([*labels[1:], 19]), cu_seqlens=once.cu_seqlens, max_seqlen=7)
+    classes = [difference.klass for difference in compare_rows(once, twice) if difference.position < 4]
+    assert classes == ["shift"] * 3
+
+
+def test_a_side_is_found_in_the_folder_one_is_in(tmp_path, monkeypatch):
+    (tmp_path / "a_side_of_mine.py").write_text("class Side:\n    name = 'mine'\n    build_row = collate = print\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", [entry for entry in sys.path if entry])
+    assert load("a_side_of_mine:Side").name == "mine"
