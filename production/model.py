@@ -1,0 +1,141 @@
+"""megatron-core's GPTModel or HybridModel from a config: dense or with experts, multi-token prediction, rotary positions.
+
+The models are megatron-core's own, unmodified; only the modules they are made of are chosen (`device.layer_specs`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.hybrid.hybrid_model import HybridModel
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from production.device.layer_specs import gpt_specs, hybrid_norm, hybrid_spec
+from production.errors import PackproofError
+from production.parallel import Sizes
+
+DERIVED = (
+    "tensor_model_parallel_size",
+    "context_parallel_size",
+    "pipeline_model_parallel_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+    "sequence_parallel",
+    "pipeline_dtype",
+    "use_cpu_initialization",
+)
+"""Fields of megatron-core's TransformerConfig that follow from the layout and the device; a config that names them is refused."""
+
+Architecture = Literal["gpt", "hybrid"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSettings:
+    """A model's shape. Raises PackproofError where megatron-core has no such option or it follows from the layout."""
+
+    vocab_size: int
+    """Rows of the embedding; must be a multiple of tp."""
+    max_sequence_length: int
+    """Tokens a row has."""
+    architecture: Architecture = "gpt"
+    """`gpt` is GPTModel, `hybrid` HybridModel, its successor."""
+    hybrid_layer_pattern: str | None = None
+    """Of `hybrid`: a letter a layer (`*` attention, `-` MLP, `E` experts), `/` before each multi-token prediction layer, `|` between stages."""
+    tie_embeddings: bool = False
+    """Whether the output layer is the embedding."""
+    rotary_percent: float = 1.0
+    rotary_base: int = 10_000
+    transformer: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of megatron-core's TransformerConfig by name, without DERIVED."""
+
+    def __post_init__(self) -> None:
+        """Refuse what contradicts itself before anything is built."""
+        known = {each.name for each in dataclasses.fields(TransformerConfig)}
+        for name in self.transformer:
+            if name not in known or name in DERIVED:
+                raise PackproofError(
+                    what=f"{name} {'follows from the layout' if name in DERIVED else 'is no field of TransformerConfig'}",
+                    where=f"model.transformer.{name}",
+                    mend="leave it out" if name in DERIVED else "see megatron-core's TransformerConfig for its fields",
+                )
+        if (self.architecture == "hybrid") != (self.hybrid_layer_pattern is not None):
+            raise PackproofError(
+                what=f"architecture {self.architecture} and hybrid_layer_pattern {self.hybrid_layer_pattern!r}",
+                where="model.hybrid_layer_pattern",
+                mend="give a pattern to hybrid, and to hybrid only",
+            )
+
+    @property
+    def mtp_num_layers(self) -> int:
+        """D, the depths of multi-token prediction."""
+        if self.hybrid_layer_pattern is not None:
+            return self.hybrid_layer_pattern.count("/")
+        return self.transformer.get("mtp_num_layers") or 0
+
+
+def transformer_config(settings: ModelSettings, sizes: Sizes) -> TransformerConfig:
+    """megatron-core's config of this model in this layout. Raises PackproofError with what megatron-core says against it."""
+    given = dict(settings.transformer)
+    if settings.hybrid_layer_pattern is not None:
+        main = settings.hybrid_layer_pattern.split("/")[0].replace("|", "")
+        given = {"num_layers": len(main), **given}
+        if settings.mtp_num_layers:
+            given = {"mtp_num_layers": settings.mtp_num_layers, **given}
+    given.setdefault("normalization", "RMSNorm")
+    given.setdefault("params_dtype", torch.float32)
+    given |= {
+        "tensor_model_parallel_size": sizes.tensor,
+        "context_parallel_size": sizes.context,
+        "pipeline_model_parallel_size": sizes.pipeline,
+        "expert_model_parallel_size": sizes.expert,
+        "expert_tensor_parallel_size": sizes.expert_tensor,
+        "sequence_parallel": sizes.tensor > 1,
+        "pipeline_dtype": given["params_dtype"],
+        "use_cpu_initialization": not torch.cuda.is_available(),
+    }
+    try:
+        return TransformerConfig(**given)
+    except (AssertionError, ValueError, TypeError, NotImplementedError) as error:
+        raise PackproofError(
+            what=f"megatron-core refuses this model: {error}",
+            where="model.transformer",
+            mend="change the field that it names, or the layout",
+        ) from error
+
+
+def build_model(settings: ModelSettings, sizes: Sizes) -> torch.nn.Module:
+    """This rank's part of the model, on its device, in `params_dtype`; needs the parallel state (`production.parallel`).
+
+    Weights are drawn from torch's generator, or on CUDA from megatron-core's tracked ones
+    (`model_parallel_cuda_manual_seed`); `production.weights` fills them otherwise.
+    """
+    config = transformer_config(settings, sizes)
+    options = {
+        "vocab_size": settings.vocab_size,
+        "max_sequence_length": settings.max_sequence_length,
+        "pre_process": parallel_state.is_pipeline_first_stage(),
+        "post_process": parallel_state.is_pipeline_last_stage(),
+        "share_embeddings_and_output_weights": settings.tie_embeddings,
+        "position_embedding_type": "rope",
+        "rotary_percent": settings.rotary_percent,
+        "rotary_base": settings.rotary_base,
+    }
+    if settings.architecture == "hybrid":
+        with hybrid_norm():
+            model = HybridModel(
+                config, hybrid_spec(config), hybrid_layer_pattern=settings.hybrid_layer_pattern, **options
+            )
+    else:
+        block, prediction = gpt_specs(config)
+        model = GPTModel(config, block, mtp_block_spec=prediction, **options)
+    model = model.to(config.params_dtype)
+    if torch.cuda.is_available():
+        model = model.cuda()
+    return Float16Module(config, model) if config.fp16 or config.bf16 else model

@@ -1,0 +1,130 @@
+"""How many ranks share a model and its rows, by dimension, and megatron-core's parallel state for them."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import distributed
+
+from production.errors import PackproofError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """Ranks of each dimension; the data-parallel size is what the world leaves."""
+
+    tensor: int = 1
+    """tp; with more than one, sequence parallelism is on (megatron-core's experts need it too)."""
+    context: int = 1
+    """cp: ranks that share a row."""
+    pipeline: int = 1
+    """pp."""
+    expert: int = 1
+    """ep: ranks that share the experts of a layer; they lie within tp·cp·dp."""
+    expert_tensor: int = 1
+    """etp."""
+
+    def __post_init__(self) -> None:
+        """Raises PackproofError for a size below 1."""
+        for field in dataclasses.fields(self):
+            if (size := getattr(self, field.name)) < 1:
+                raise PackproofError(what=f"{field.name} parallel size {size}", where="layout", mend="give at least 1")
+
+    @property
+    def of_a_replica(self) -> int:
+        """Ranks that one replica of the model and its row take: tp·cp·pp."""
+        return self.tensor * self.context * self.pipeline
+
+    def data(self, world_size: int) -> int:
+        """dp, the replicas in a world. Raises PackproofError where the world is not made of whole ones."""
+        if world_size % self.of_a_replica:
+            raise PackproofError(
+                what=f"{world_size} ranks are no multiple of tp {self.tensor} · cp {self.context} · pp {self.pipeline}",
+                where="layout",
+                mend=f"start a multiple of {self.of_a_replica} ranks, or make a dimension smaller",
+            )
+        experts = self.expert * self.expert_tensor * self.pipeline
+        if world_size % experts:
+            raise PackproofError(
+                what=f"{world_size} ranks are no multiple of ep {self.expert} · etp {self.expert_tensor} · pp {self.pipeline}",
+                where="layout",
+                mend=f"start a multiple of {experts} ranks, or make a dimension smaller",
+            )
+        return world_size // self.of_a_replica
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where this rank stands in each dimension."""
+
+    rank: int
+    world_size: int
+    tensor_rank: int
+    context_rank: int
+    context_size: int
+    data_rank: int
+    data_size: int
+    pipeline_rank: int
+    pipeline_size: int
+
+    @property
+    def is_first_stage(self) -> bool:
+        """Whether this rank embeds tokens."""
+        return self.pipeline_rank == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether this rank computes losses."""
+        return self.pipeline_rank == self.pipeline_size - 1
+
+
+@contextlib.contextmanager
+def parallel(sizes: Sizes) -> Iterator[Place]:
+    """megatron-core's parallel state over the default process group, taken down on exit; enter it once in a process.
+
+    Ranks count tp fastest, then cp, then dp, pp slowest, as megatron-core's own order has it. Taking it down leaks
+    groups and threads of megatron-core 0.19.2, so a new layout wants new processes. Raises PackproofError as
+    `Sizes.data`, and where the parallel state is there already.
+    """
+    from megatron.core import parallel_state  # noqa: PLC0415 - heavy, and needed only by those who enter
+
+    world_size = distributed.get_world_size()
+    sizes.data(world_size)
+    if parallel_state.model_parallel_is_initialized():
+        raise PackproofError(
+            what="megatron-core's parallel state is there already",
+            where="parallel",
+            mend="enter `parallel` once in a process, and start new processes for another layout",
+        )
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=sizes.tensor,
+        context_parallel_size=sizes.context,
+        pipeline_model_parallel_size=sizes.pipeline,
+        expert_model_parallel_size=sizes.expert,
+        expert_tensor_parallel_size=sizes.expert_tensor,
+        create_gloo_process_groups=False,
+    )
+    try:
+        yield place()
+    finally:
+        parallel_state.destroy_model_parallel()
+
+
+def place() -> Place:
+    """This rank's place in megatron-core's parallel state."""
+    from megatron.core import parallel_state  # noqa: PLC0415
+
+    return Place(
+        rank=distributed.get_rank(),
+        world_size=distributed.get_world_size(),
+        tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
+        context_rank=parallel_state.get_context_parallel_rank(),
+        context_size=parallel_state.get_context_parallel_world_size(),
+        data_rank=parallel_state.get_data_parallel_rank(),
+        data_size=parallel_state.get_data_parallel_world_size(),
+        pipeline_rank=parallel_state.get_pipeline_model_parallel_rank(),
+        pipeline_size=parallel_state.get_pipeline_model_parallel_world_size(),
+    )

@@ -1,0 +1,66 @@
+"""How far another correct side may be from the reference's model, taken from what rounding does to the reference itself (SPEC section 16).
+Costs one run without rounding and one for each of three noisy ones, and holds for the very row and weights that are compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from reference.model import EXACT, FLOAT32, Model, Rounding, Shape
+
+UNIT = 2.0**-24
+"""Rounding to float32 moves a number by no more than this part of it."""
+NOISY_RUNS = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bounds:
+    """The largest differences that rounding explains. R-MODEL-11."""
+
+    tokens: list[float]
+    """For each tensor of token losses, of any token in it."""
+    gradients: dict[str, float]
+    """For each parameter, of the norm of the difference."""
+    gradient_norm: float
+    """Of the norm over all parameters."""
+
+
+def bounds(
+    shape: Shape, named: Mapping[str, Tensor], run: Callable[[Model], tuple[Sequence[Tensor], Tensor]]
+) -> Bounds:
+    """Bounds for what `run` makes of a model: tensors of token losses, and the scalar whose gradient is compared. R-MODEL-11.
+
+    Raises ValueError for weights that are not float64.
+    """
+    if any(tensor.dtype != torch.float64 for name, tensor in named.items() if not name.endswith(".expert_bias")):
+        raise ValueError("bounds are taken from float64; cast the weights")
+    exact_tokens, exact = _result(Model.from_tensors(shape, named, rounding=EXACT), run)
+    models = [Model.from_tensors(shape, named, rounding=FLOAT32)]
+    for seed in range(NOISY_RUNS):
+        noise = torch.Generator().manual_seed(seed)
+        models.append(Model.from_tensors(shape, named, rounding=Rounding(float32=True, noise=noise)))
+    rounded = [_result(model, run) for model in models]
+    whole = sum(float(gradient.square().sum()) for gradient in exact.values()) ** 0.5
+    tokens = [
+        3 * max(float((tokens[place] - losses).abs().max()) for tokens, _ in rounded)
+        + 3 * UNIT * float(losses.abs().max())
+        for place, losses in enumerate(exact_tokens)
+    ]
+    gradients = {
+        name: 3 * max(float((found[name] - gradient).norm()) for _, found in rounded)
+        + 3 * UNIT * float(gradient.norm())
+        + 2.0**-50 * whole  # what float64 itself rounds, where contributions cancel
+        for name, gradient in exact.items()
+    }
+    return Bounds(tokens=tokens, gradients=gradients, gradient_norm=sum(each**2 for each in gradients.values()) ** 0.5)
+
+
+def _result(
+    model: Model, run: Callable[[Model], tuple[Sequence[Tensor], Tensor]]
+) -> tuple[list[Tensor], dict[str, Tensor]]:
+    tokens, loss = run(model)
+    return [each.detach().double() for each in tokens], model.gradients(loss)
