@@ -53,7 +53,7 @@ def uses_transformer_engine() -> bool:
 
 
 def gpt_specs(config: TransformerConfig) -> tuple[Any, Any]:
-    """This stage's layers of a GPTModel and its multi-token prediction block, or None without one."""
+    """Layers of a GPTModel on this stage, and its multi-token prediction block, or None without one."""
     if uses_transformer_engine():
         block = gpt_layer_specs.get_gpt_decoder_block_spec(config, use_transformer_engine=True)
     else:

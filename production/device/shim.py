@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import distributed
@@ -72,7 +72,7 @@ class _Stream:
     def __init__(self, *_args: Any, **_options: Any) -> None:
         pass
 
-    def __enter__(self) -> _Stream:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_raised: object) -> None:
@@ -117,7 +117,7 @@ def _replace_cuda(undo: contextlib.ExitStack) -> None:
         "is_current_stream_capturing": lambda: False,
         "get_rng_state": lambda *_args, **_options: torch.get_rng_state(),
         "set_rng_state": lambda state, *_args, **_options: torch.set_rng_state(state),
-        "manual_seed": lambda seed: torch.manual_seed(seed),
+        "manual_seed": lambda seed: torch.manual_seed(seed),  # noqa: PLW0108 - as said above
     }.items():
         _replace(undo, torch.cuda, name, value)
 
@@ -168,7 +168,7 @@ def _replace_collectives(undo: contextlib.ExitStack) -> None:
             each.tolist() if isinstance(each, torch.Tensor) else each
             for each in (output_split_sizes, input_split_sizes)
         ]
-        return all_to_all(output, input, *sizes, *args, **options)
+        return all_to_all(output, input, sizes[0], sizes[1], *args, **options)
 
     _replace(undo, distributed, "all_to_all_single", all_to_all_single)
 
