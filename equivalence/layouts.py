@@ -1,4 +1,4 @@
-"""Layouts of the main job: drawn rows are cut, shifted and packed by every side, and shrunk where they differ."""
+"""Layouts of the main job: drawn rows are cut, shifted, packed and made microbatches and losses by every side, and shrunk where they differ."""
 
 from __future__ import annotations
 
@@ -8,10 +8,14 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
 from equivalence.checks.context_parallel import check_context_parallel
+from equivalence.checks.loss import check_cross_entropy, check_loss, check_online_loss
+from equivalence.checks.meeting import check_meeting
+from equivalence.checks.microbatches import check_direct_microbatches, check_online_microbatches
 from equivalence.checks.multi_token import check_multi_token
 from equivalence.checks.packing import check_packing
 from equivalence.checks.result import CheckResult
 from equivalence.generators.layouts import CutRow, cut_rows, sequences
+from equivalence.generators.online import cross_entropies, direct_cases, loss_cases, meeting_cases, online_cases
 from equivalence.plan import LAYOUT_CHECKS
 
 
@@ -36,7 +40,26 @@ def _bins(draw: st.DrawFn) -> tuple[CheckResult, str]:
     return result, f"lengths={lengths} capacity={capacity} order={order} dp={size}"
 
 
-_DRAWN = dict(zip(LAYOUT_CHECKS, (_cuts(), _depths(), _bins()), strict=True))
+@st.composite
+def _checked[Case](
+    draw: st.DrawFn, cases: st.SearchStrategy[Case], check: Callable[[Case], CheckResult]
+) -> tuple[CheckResult, str]:
+    case = draw(cases)
+    return check(case), f"{case}"
+
+
+_DRAWN = {
+    "context_parallel": _cuts(),
+    "multi_token": _depths(),
+    "packing": _bins(),
+    "direct_microbatches": _checked(direct_cases(), check_direct_microbatches),
+    "online_microbatches": _checked(online_cases(), check_online_microbatches),
+    "meeting": _checked(meeting_cases(), check_meeting),
+    "loss": _checked(loss_cases(), check_loss),
+    "online_loss": _checked(loss_cases(), check_online_loss),
+    "cross_entropy": _checked(cross_entropies(), lambda case: check_cross_entropy(*case)),
+}
+assert _DRAWN.keys() == set(LAYOUT_CHECKS)
 
 
 def draw_layouts(check: str, *, number: int, examples: int) -> Iterator[tuple[CheckResult, str]]:

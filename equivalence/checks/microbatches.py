@@ -1,0 +1,291 @@
+"""Microbatches: both paths give every rank the same tensors and boundaries on every side (R-ONLINE, R-MEET-1).
+
+Third witness of the direct path are megatron-core's flatten, its roll of the whole row, and its rotary embedding's index. Its
+`get_batch_on_this_tp_rank` only broadcasts, on a CUDA device, what tensor-parallel rank 0 has: nothing of it runs on data alone.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.multi_token_prediction import roll_tensor
+from megatron.core.utils import flatten_batch_for_packed_sequences
+
+from equivalence.checks.context_parallel import rotary_index
+from equivalence.checks.pairs import Side, compare_sides
+from equivalence.checks.result import CheckResult, Finding
+from equivalence.compare import Difference
+from equivalence.generators.online import DirectCase, OnlineCase
+from production import batches, packing, rectangle, squeeze
+from production import microbatches as production
+from production.errors import BatchRefused, PackproofError
+from production.multi_token_feed import MultiTokenParams
+from reference import batches as reference_batches
+from reference import microbatches as reference
+from reference import packing as reference_packing
+from reference.refusals import RowRefused
+
+NAMES = ("input_ids", "position_ids", "labels", "loss_mask", "target_ids", "target_mask")
+_FIELDS = {"input_ids": "tokens", "target_ids": "labels", "token_mask": "loss_mask", "position_ids": "position_ids"}
+
+
+def check_direct_microbatches(case: DirectCase) -> CheckResult:
+    """Rows flattened, masked and cut for every rank, and every depth of multi-token prediction."""
+    sides: dict[str, Side] = {"reference": _reference_direct(case), "production": _production_direct(case)}
+    if case.layout == "zigzag" and not isinstance(sides["reference"], str):
+        sides["megatron_lm"] = _megatron_direct(case)
+    return _compared("direct_microbatches", sides)
+
+
+def check_online_microbatches(case: OnlineCase) -> CheckResult:
+    """Conversations from the rectangle to every rank's share; a refusal is named by the step that refuses."""
+    return _compared(
+        "online_microbatches", {"reference": _reference_online(case), "production": _production_online(case)}
+    )
+
+
+def _compared(check: str, sides: dict[str, Side]) -> CheckResult:
+    """All pairs to the bit; the two sides must also name the same tensors, of which Megatron-LM makes some."""
+    found = compare_sides(check, sides)
+    left, right = (set(side) for side in (sides["reference"], sides["production"]))
+    if any(isinstance(side, str) for side in sides.values()) or left == right:
+        return found
+    missing = Difference(
+        tensor="names", position=None, left=sorted(left - right), right=sorted(right - left), klass="other"
+    )
+    found.findings.append(Finding(left="reference", right="production", differences=[missing]))
+    return found
+
+
+def _reference_direct(case: DirectCase) -> Side:
+    count = [len(each) for each in case.boundaries]
+    cu = [[*each, *[-1] * (max(count) - len(each))] for each in case.boundaries]
+    longest = [max(b - a for a, b in itertools.pairwise(each)) for each in case.boundaries]
+    batch = reference_batches.Batch(
+        **case.tensors,
+        packed_cu_seqlens=torch.tensor(cu, dtype=torch.int32),
+        packed_cu_seqlens_lengths=torch.tensor(count),
+        packed_max_seqlen=torch.tensor(longest),
+        input_lengths=torch.tensor([each[-1] for each in case.boundaries]),
+        sample_mask=torch.tensor(case.sample_mask),
+    )
+    found: dict[str, torch.Tensor] = {}
+    try:
+        for rank in range(case.size):
+            made = reference.process_microbatch(
+                batch, rank=rank, context_parallel_size=case.size, depths=case.depths, layout=case.layout
+            )
+            found |= _reference_share(made, rank)
+    except RowRefused as refused:
+        return refused.kind
+    return found
+
+
+def _production_direct(case: DirectCase) -> Side:
+    rows = [
+        {
+            **{name: tensor[number] for name, tensor in case.tensors.items()},
+            "cu_seqlens": torch.tensor(cu, dtype=torch.int32),
+            "max_seqlen": int(torch.tensor(cu).diff().max()),
+            "context_parallel_size": case.size,
+        }
+        for number, cu in enumerate(case.boundaries)
+    ]
+    batch = batches.collate(rows)
+    batch.sample_mask.copy_(torch.tensor(case.sample_mask))
+    found: dict[str, torch.Tensor] = {}
+    try:
+        for rank in range(case.size):
+            settings = production.MicrobatchSettings(
+                context_parallel_rank=rank, context_parallel_size=case.size, layout=case.layout, depths=case.depths
+            )
+            found |= _production_share(production.process_microbatch(batch, settings), rank)
+    except BatchRefused as refused:
+        return refused.kind
+    return found
+
+
+def _megatron_direct(case: DirectCase) -> Side:
+    """What the installed package makes of the rows as its dataset collates them: boundaries right-filled with P."""
+    longest = max(map(len, case.boundaries))
+    cu = [[*each, *[each[-1]] * (longest - len(each))] for each in case.boundaries]
+    masked = case.tensors | {"token_mask": case.tensors["token_mask"] * torch.tensor(case.sample_mask)[:, None]}
+    batch: dict[str, Any] = {theirs: masked[ours] for ours, theirs in _FIELDS.items()}
+    batch |= {
+        "cu_seqlens": torch.tensor(cu, dtype=torch.int32),
+        "max_seqlen": torch.tensor([int(torch.tensor(each).diff().max()) for each in cu], dtype=torch.int32),
+    }
+    flat = flatten_batch_for_packed_sequences(batch)
+    boundaries = flat["cu_seqlens"][0]
+    params = PackedSeqParams(qkv_format="thd", cu_seqlens_q=boundaries)
+    found: dict[str, torch.Tensor] = {}
+    for rank in range(case.size):
+        index = rotary_index(boundaries.tolist(), rank, case.size)
+        own = {theirs: flat[theirs][0, index] for theirs in _FIELDS.values()}
+        own |= {"input_ids": own.pop("tokens")}
+        own |= {"target_ids": own["labels"], "target_mask": own["loss_mask"], "cu_seqlens": boundaries}
+        own["max_seqlen"] = flat["max_seqlen"][0].long()
+        found |= {_name(name, rank): tensor for name, tensor in own.items()}
+        for ours, theirs in _FIELDS.items():
+            rolled = flat[theirs]
+            for depth in range(1, case.depths + 1):
+                rolled, _ = roll_tensor(rolled, -1, -1, None, params)
+                found[_name(f"{ours} at depth {depth}", rank)] = rolled[0, index]
+    return found
+
+
+def _reference_online(case: OnlineCase) -> Side:
+    try:
+        whole = reference.rectangle(case.conversations, case.multiple)
+        whole.sample_mask[case.uncounted] = 0
+        bins = reference.bins(whole.input_lengths, case.multiple, case.capacity, case.packer, case.data_parallel_size)
+    except reference_packing.PackingError:
+        return "bins"
+    lengths = [reference.rounded(length, case.multiple) for length in whole.input_lengths]
+    try:
+        how = reference.padding(
+            multiple=case.multiple,
+            context_parallel_size=case.size,
+            tensor_parallel_size=case.tensor_parallel_size,
+            sequence_parallel=case.sequence_parallel,
+            pipeline_parallel_size=case.pipeline_parallel_size,
+            precision=case.precision,
+            hybrid_expert_parallel=case.hybrid_expert_parallel,
+            longest_bin=max(sum(lengths[member] for member in members) for members in bins),
+        )
+    except reference.PaddingError:
+        return "padding"
+    found = _rectangle(whole.input_ids, whole.token_mask, whole.sample_mask, whole.input_lengths)
+    found["divisor"] = torch.tensor(reference.valid_tokens(whole), dtype=torch.float64)
+    try:
+        for data_rank in range(case.data_parallel_size):
+            for number, members in enumerate(reference_packing.bins_of_rank(bins, data_rank, case.data_parallel_size)):
+                for rank in range(case.size):
+                    made = reference.process_microbatch(
+                        reference.take(whole, members),
+                        rank=rank,
+                        context_parallel_size=case.size,
+                        how=how,
+                        depths=case.depths,
+                    )
+                    found |= _reference_share(made, (data_rank, number, rank))
+    except RowRefused as refused:
+        return refused.kind
+    return found
+
+
+def _production_online(case: OnlineCase) -> Side:
+    try:
+        whole = rectangle.build_rectangle(
+            [
+                rectangle.Conversation(token_ids=torch.tensor(ids), token_mask=torch.tensor(mask, dtype=torch.float32))
+                for ids, mask in case.conversations
+            ],
+            make_sequence_length_divisible_by=case.multiple,
+        )
+        whole.sample_mask[case.uncounted] = 0
+        bins = rectangle.fill_bins(
+            whole,
+            case.capacity,
+            algorithm=case.packer,
+            make_sequence_length_divisible_by=case.multiple,
+            data_parallel_size=case.data_parallel_size,
+        )
+    except PackproofError:
+        return "bins"
+    try:
+        padding = squeeze.choose_padding(
+            make_sequence_length_divisible_by=case.multiple,
+            context_parallel_size=case.size,
+            tensor_parallel_size=case.tensor_parallel_size,
+            sequence_parallel=case.sequence_parallel,
+            pipeline_parallel_size=case.pipeline_parallel_size,
+            precision=case.precision,  # type: ignore[arg-type] # one of them
+            hybrid_expert_parallel=case.hybrid_expert_parallel,
+            longest_bin=rectangle.longest_bin(whole, bins, make_sequence_length_divisible_by=case.multiple),
+        )
+    except PackproofError:
+        return "padding"
+    found = _rectangle(whole.input_ids, whole.token_mask, whole.sample_mask, whole.input_lengths.tolist())
+    found["divisor"] = whole.valid_tokens()
+    # What the rectangle holds behind a sequence must not be read.
+    behind = torch.arange(whole.input_ids.shape[1]) >= whole.input_lengths[:, None]
+    whole.input_ids[behind], whole.token_mask[behind] = 999_999, torch.nan
+    try:
+        for data_rank in range(case.data_parallel_size):
+            for number, members in enumerate(packing.take_rank(bins, rank=data_rank, size=case.data_parallel_size)):
+                for rank in range(case.size):
+                    settings = production.MicrobatchSettings(
+                        context_parallel_rank=rank,
+                        context_parallel_size=case.size,
+                        padding=padding,
+                        depths=case.depths,
+                        mtp="upstream_roll",
+                    )
+                    made = production.process_microbatch(rectangle.take_sequences(whole, members), settings)
+                    found |= _production_share(made, (data_rank, number, rank))
+    except BatchRefused as refused:
+        return refused.kind
+    return found
+
+
+def _rectangle(
+    ids: torch.Tensor, mask: torch.Tensor, sample_mask: torch.Tensor, lengths: list[int]
+) -> dict[str, torch.Tensor]:
+    return {
+        "rectangle": ids.clone(),
+        "mask of the rectangle": mask.clone(),
+        "sample mask": sample_mask.clone(),
+        "lengths": torch.tensor(lengths),
+    }
+
+
+def _reference_share(made: reference.Microbatch, rank: object) -> dict[str, torch.Tensor]:
+    named = {name: getattr(made, name) for name in NAMES}
+    named |= {
+        "cu_seqlens": torch.tensor(made.cu_seqlens, dtype=torch.int32),
+        "max_seqlen": torch.tensor(made.max_seqlen),
+        "total_tokens": torch.tensor(made.total_tokens),
+    }
+    for depth, each in enumerate(made.depths, 1):
+        named |= {f"{name} at depth {depth}": getattr(each, name) for name in _FIELDS}
+    if made.row is not None:
+        named |= {f"{name} of the row": getattr(made.row, name) for name in ("input_ids", "target_ids", "target_mask")}
+        named["true cu_seqlens"] = torch.tensor(made.row.cu_seqlens, dtype=torch.int32)
+    return _told(named, rank)
+
+
+def _production_share(made: production.Microbatch, rank: object) -> dict[str, torch.Tensor]:
+    params = made.packed_seq_params
+    for name in ("cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded"):
+        assert torch.equal(getattr(params, name), params.cu_seqlens_q)
+    assert params.qkv_format == "thd"
+    assert params.max_seqlen_q == params.max_seqlen_kv
+    named = {name: None if (tensor := getattr(made, name)) is None else tensor[0] for name in NAMES}
+    named |= {
+        "cu_seqlens": params.cu_seqlens_q,
+        "max_seqlen": torch.tensor(params.max_seqlen_q),
+        "total_tokens": torch.tensor(made.total_tokens),
+    }
+    if isinstance(params, MultiTokenParams) and params.feed is not None:
+        tables = params.feed.tables
+        for depth in range(1, tables.depths + 1):
+            named |= {f"{name} at depth {depth}": getattr(tables, name)[depth, 0] for name in _FIELDS}
+    if made.row is not None:
+        named |= {
+            f"{name} of the row": getattr(made.row, name)[0] for name in ("input_ids", "target_ids", "target_mask")
+        }
+        named["true cu_seqlens"] = made.row.cu_seqlens
+    return _told(named, rank)
+
+
+def _told(named: dict[str, torch.Tensor | None], rank: object) -> dict[str, torch.Tensor]:
+    """None as a tensor of no value, so that what one side leaves out is compared too."""
+    return {_name(name, rank): torch.empty(0) if tensor is None else tensor for name, tensor in named.items()}
+
+
+def _name(name: str, rank: object) -> str:
+    return f"{name} of rank {rank}"

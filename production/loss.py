@@ -1,0 +1,258 @@
+"""The loss outside the model, as the functions that megatron-core's schedules call: direct and online, three normalizations (SPEC section 14).
+
+Tensors only: nothing here waits for the device, and what is reported stays [sum, count] until it is reduced over all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, cast, get_args
+
+import torch
+from torch import distributed
+
+from production.context_parallel import find_layout
+from production.context_parallel_gather import gather_ranks
+from production.errors import PackproofError
+from production.microbatches import Microbatch, OnlineRow
+
+Normalization = Literal["per_token", "mean_of_means", "global_valid_tokens"]
+Report = dict[str, torch.Tensor]
+LossResult = tuple[torch.Tensor, torch.Tensor, Report] | tuple[torch.Tensor, Report]
+"""What a schedule takes: (sum, trained tokens int32, report), or (loss, report)."""
+
+REPORT = "lm loss"
+"""The key that Megatron-LM reports the loss under."""
+ONLINE_EPSILON = 1e-8
+"""What the online path adds to its divisor."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossSettings:
+    """How the token losses of a global batch become one number. Raises PackproofError for an unknown normalization."""
+
+    normalization: Normalization
+    """`per_token`; `mean_of_means`, Megatron-LM's default; `global_valid_tokens`, the direct and the online path's (R-LOSS-2 to 4)."""
+    num_microbatches: int
+    """Of this global batch on each data-parallel rank, as the schedule is told it."""
+    context_parallel_size: int
+    """cp."""
+    layout: str = "zigzag"
+    """How rows are cut among cp ranks."""
+
+    def __post_init__(self) -> None:
+        """Refuse what would only show in the gradient."""
+        if self.normalization not in get_args(Normalization):
+            raise PackproofError(
+                what=f"unknown normalization {self.normalization!r}",
+                where="normalization",
+                mend=f"choose one of {', '.join(get_args(Normalization))}",
+            )
+        if min(self.num_microbatches, self.context_parallel_size) < 1:
+            what = f"{self.num_microbatches} microbatches on {self.context_parallel_size} context parallel ranks"
+            raise PackproofError(
+                what=what, where="num_microbatches, context_parallel_size", mend="give at least 1 of each"
+            )
+        find_layout(self.layout)
+
+
+def calculates_per_token(normalization: Normalization) -> bool:
+    """What `TransformerConfig.calculate_per_token_loss` must be: whether megatron-core sums gradients instead of averaging (R-LOSS-2)."""
+    return normalization != "mean_of_means"
+
+
+def auxiliary_scale(
+    normalization: Normalization, global_valid_tokens: torch.Tensor
+) -> Callable[[], torch.Tensor] | None:
+    """What `mtp_grad_scale_func` and `moe_grad_scale_func` of the model's config must be in this global batch; None leaves them unset.
+
+    With `global_valid_tokens` the schedule counts no tokens, so nothing divides the gradients of losses that are computed
+    inside the model: they come out as in `per_token` only with this scale (R-LOSS-6).
+    """
+    if normalization != "global_valid_tokens":
+        return None
+    scale = 1.0 / global_valid_tokens.to(torch.float32).clamp(min=1)
+    return lambda: scale
+
+
+def loss_function(
+    microbatch: Microbatch,
+    settings: LossSettings,
+    *,
+    global_valid_tokens: torch.Tensor | None = None,
+    tensor_group: Any = None,
+    context_group: Any = None,
+) -> Callable[[torch.Tensor], LossResult]:
+    """What a forward step returns beside the model's output: the microbatch's loss, of either path.
+
+    The output is token losses [1, n] on the direct path, logits [1, n, V / tp] on the online one. `global_valid_tokens`
+    (scalar, R-BATCH-5 or R-ONLINE-6) is needed for `global_valid_tokens`, and the online path knows no other.
+    The groups are megatron-core's; `tensor_group` None takes the current one, `context_group` is needed online at cp > 1.
+    """
+    if microbatch.row is None:
+        return lambda output: direct_loss(
+            output, target_mask=microbatch.target_mask, settings=settings, global_valid_tokens=global_valid_tokens
+        )
+    row, divisor = microbatch.row, _needed(global_valid_tokens)
+    if settings.normalization != "global_valid_tokens":
+        raise PackproofError(
+            what=f"the online path has no normalization {settings.normalization}",
+            where="normalization",
+            mend="take global_valid_tokens, or the direct path",
+        )
+
+    def online(logits: torch.Tensor) -> LossResult:
+        share = token_log_probabilities(logits, microbatch.target_ids, tensor_group=tensor_group)
+        whole = gather_context(share, row, settings, group=context_group)
+        return online_loss(
+            share,
+            whole,
+            target_mask=microbatch.target_mask,
+            row_mask=row.target_mask,
+            settings=settings,
+            global_valid_tokens=divisor,
+        )
+
+    return online
+
+
+def direct_loss(
+    token_losses: torch.Tensor,
+    *,
+    target_mask: torch.Tensor,
+    settings: LossSettings,
+    global_valid_tokens: torch.Tensor | None = None,
+) -> LossResult:
+    """A microbatch's loss from the model's token losses [1, n] and the mask of their targets [1, n] float32 (R-LOSS-1 to 4).
+
+    `per_token` and `mean_of_means` give megatron-core a sum and a count, which it divides as its config says;
+    `global_valid_tokens` gives a loss from which its averaging is taken out again.
+    """
+    total, count = _sum_and_count(token_losses, target_mask)
+    report = {REPORT: torch.stack([total.detach().clone(), count.to(total.dtype)])}
+    if settings.normalization != "global_valid_tokens":
+        # The schedule adds counts up in int32, in place.
+        return total, count.to(torch.int32), report
+    loss = total / _needed(global_valid_tokens).clamp(min=1)
+    return _undo_averaging(loss, settings), report
+
+
+def token_log_probabilities(
+    logits: torch.Tensor, target_ids: torch.Tensor, *, tensor_group: Any = None
+) -> torch.Tensor:
+    """Log-probabilities [1, n] float32 of `target_ids` [1, n], from logits [1, n, V / tp] that tensor-parallel ranks share (R-LOSS-5).
+
+    megatron-core's vocabulary-parallel cross entropy, negated. It works in place: float32 logits are lost.
+    """
+    from megatron.core.tensor_parallel import vocab_parallel_cross_entropy  # noqa: PLC0415 - only the online path needs it
+
+    losses = vocab_parallel_cross_entropy(
+        logits.transpose(0, 1).contiguous(), target_ids.transpose(0, 1).contiguous(), tp_group=tensor_group
+    )
+    return cast("torch.Tensor", -losses.transpose(0, 1))
+
+
+def gather_context(share: torch.Tensor, row: OnlineRow, settings: LossSettings, *, group: Any = None) -> torch.Tensor:
+    """The whole row's log-probabilities [1, T] from every rank's share [1, T / cp], in the order of the row (R-CP-5).
+
+    All ranks compute the same loss from it, so each keeps the gradient of its own share, without a message.
+    """
+    if settings.context_parallel_size == 1:
+        return share
+    if group is None or distributed.get_world_size(group) != settings.context_parallel_size:
+        raise PackproofError(
+            what=f"no group of {settings.context_parallel_size} ranks to gather over",
+            where="context_group",
+            mend="give parallel_state.get_context_parallel_group()",
+        )
+    return gather_ranks(share, row.cu_seqlens_padded, group, layout=settings.layout, dim=1, gradient="own")
+
+
+def online_loss(
+    share: torch.Tensor,
+    whole: torch.Tensor,
+    *,
+    target_mask: torch.Tensor,
+    row_mask: torch.Tensor,
+    settings: LossSettings,
+    global_valid_tokens: torch.Tensor,
+) -> LossResult:
+    """A microbatch's loss from the log-probabilities of this rank's targets [1, n] and of the whole row [1, T] (R-LOSS-5).
+
+    `target_mask` [1, n] and `row_mask` [1, T] float32 are the same mask, cut and whole. The loss is the row's, on every rank;
+    the report is the share's, so that sums over dp x cp ranks mean the same on both paths.
+    """
+    loss = -((whole * row_mask).sum() / (global_valid_tokens + ONLINE_EPSILON))
+    total, count = _sum_and_count(-share.detach(), target_mask)
+    return _undo_averaging(loss, settings), {REPORT: torch.stack([total, count.to(total.dtype)])}
+
+
+def training_loss(reports: Sequence[torch.Tensor], *, group: Any = None) -> torch.Tensor:
+    """The reported loss of a step: sums over all microbatches and dp x cp ranks, divided (R-LOSS-7). 0 where all is masked.
+
+    `reports` are [sum, count] of this rank's microbatches; `group` is the dp x cp group, None where there is one rank.
+    """
+    total = torch.stack(list(reports)).sum(dim=0)
+    if group is not None:
+        distributed.all_reduce(total, group=group)
+    return total[0] / total[1].clamp(min=1)
+
+
+def validation_loss(reports: Sequence[torch.Tensor], *, group: Any = None) -> torch.Tensor:
+    """Megatron-LM's validation loss of SFT: the unweighted mean over microbatches and dp x cp ranks of sum / count (R-LOSS-8)."""
+    each = torch.stack(list(reports))
+    mean = (each[:, 0] / each[:, 1].clamp(min=1)).mean()
+    if group is not None:
+        distributed.all_reduce(mean, group=group)
+        mean /= distributed.get_world_size(group)
+    return mean
+
+
+def reported_valid_tokens_loss(
+    reports: Sequence[torch.Tensor], global_valid_tokens: torch.Tensor, *, online: bool, group: Any = None
+) -> torch.Tensor:
+    """The loss that the direct and online path report: all sums over the global divisor, which is not counted again (R-LOSS-9)."""
+    total = torch.stack(list(reports))[:, 0].sum()
+    if group is not None:
+        distributed.all_reduce(total, group=group)
+    return total / (global_valid_tokens + ONLINE_EPSILON if online else global_valid_tokens.clamp(min=1))
+
+
+def take_multi_token_losses(num_microbatches: int) -> torch.Tensor | None:
+    """The multi-token losses [D] since the last call, as Megatron-LM reports them (R-LOSS-10); None where there are none.
+
+    megatron-core adds them up as the model runs. This reduces them over the dp x cp ranks and clears them, so every
+    rank of the last pipeline stage must call it.
+    """
+    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper as Log  # noqa: PLC0415 - as above
+
+    if "loss_values" not in Log.tracker:
+        return None
+    Log.reduce_metrics_in_tracker()
+    losses = cast("torch.Tensor", Log.tracker["loss_values"] / num_microbatches)
+    Log.clean_metrics_in_tracker()
+    return losses
+
+
+def _sum_and_count(token_losses: torch.Tensor, target_mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The masked sum, in float32 or wider, and how many targets it has."""
+    losses = token_losses.reshape(-1)
+    losses = losses if losses.dtype == torch.float64 else losses.float()
+    mask = target_mask.reshape(-1)
+    return (losses * mask).sum(), mask.sum().detach()
+
+
+def _undo_averaging(loss: torch.Tensor, settings: LossSettings) -> torch.Tensor:
+    """What the schedule multiplies by cp and divides by the number of microbatches, so that the loss is left."""
+    return loss * settings.num_microbatches / settings.context_parallel_size
+
+
+def _needed(global_valid_tokens: torch.Tensor | None) -> torch.Tensor:
+    if global_valid_tokens is None:
+        raise PackproofError(
+            what="no divisor for the normalization global_valid_tokens",
+            where="global_valid_tokens",
+            mend="give batches.count_trained of the global batch, summed over the data-parallel ranks",
+        )
+    return global_valid_tokens

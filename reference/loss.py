@@ -1,0 +1,214 @@
+"""The loss of a global batch: what each rank returns to the schedule, what a token's gradient weighs after it, what is reported.
+
+`losses[rank][microbatch]` and `masks[rank][microbatch]` are tensors [n], rank by rank over dp x cp, cp fastest; upstream's
+arithmetic in upstream's order, written out (SPEC section 14).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+NORMALIZATIONS = ("per_token", "mean_of_means", "global_valid_tokens")
+"""Megatron-LM with `calculate_per_token_loss`, Megatron-LM's default, and the direct path."""
+ONLINE_EPSILON = 1e-8
+"""What the online path adds to its divisor."""
+
+Shares = Sequence[Sequence[torch.Tensor]]
+
+
+def masked_sum(losses: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Σ loss · mask of one microbatch on one rank. R-LOSS-1."""
+    return torch.sum(losses.reshape(-1) * mask.reshape(-1))
+
+
+def returned(
+    normalization: str,
+    losses: torch.Tensor,
+    mask: torch.Tensor,
+    *,
+    microbatches: int,
+    context_parallel_size: int,
+    valid_tokens: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """What the loss function gives the schedule: a sum and a count, or a loss and no count. R-LOSS-2, R-LOSS-3, R-LOSS-4."""
+    total = masked_sum(losses, mask)
+    if normalization in ("per_token", "mean_of_means"):
+        return total, mask.sum().to(torch.int32)
+    if normalization != "global_valid_tokens" or valid_tokens is None:
+        raise ValueError(
+            f"{normalization!r} with {valid_tokens} valid tokens; choose one of {', '.join(NORMALIZATIONS)}"
+        )
+    loss = total / torch.clamp(valid_tokens, min=1)
+    return loss * microbatches / context_parallel_size, None
+
+
+def returned_online(
+    log_probabilities: torch.Tensor,
+    mask: torch.Tensor,
+    *,
+    microbatches: int,
+    context_parallel_size: int,
+    valid_tokens: torch.Tensor,
+) -> torch.Tensor:
+    """The online path's loss from a whole row's log-probabilities [T], the same on every cp rank of it. R-LOSS-5."""
+    loss = -(torch.sum(log_probabilities * mask) / (valid_tokens + ONLINE_EPSILON))
+    return loss * microbatches / context_parallel_size
+
+
+def cross_entropy(logits: torch.Tensor, target_ids: torch.Tensor) -> torch.Tensor:
+    """Token losses [n] float32 from logits [n, V]: megatron-core's steps, in float32 whatever the logits are. R-LOSS-1, R-LOSS-5.
+
+    A target that is no token (-100) is looked up as 0: log of the sum, finite and not 0.
+    """
+    shifted = logits.float() - logits.float().max(dim=-1).values.unsqueeze(-1)
+    predicted = torch.zeros(len(target_ids), dtype=torch.float32)
+    for position, target in enumerate(target_ids.tolist()):
+        if 0 <= target < logits.shape[-1]:
+            predicted[position] = shifted[position, target]
+    return torch.log(torch.exp(shifted).sum(dim=-1)) - predicted
+
+
+def scheduled(
+    normalization: str,
+    loss: torch.Tensor,
+    count: torch.Tensor | None,
+    *,
+    microbatches: int,
+    context_parallel_size: int,
+) -> torch.Tensor:
+    """What megatron-core's schedule makes of it before the backward pass. R-LOSS-2, R-LOSS-3, R-LOSS-4."""
+    if count is None:
+        return loss * context_parallel_size / microbatches
+    if normalization == "per_token":
+        return loss
+    return loss / torch.clamp(count, min=1) / microbatches
+
+
+def token_weights(
+    normalization: str,
+    masks: Shares,
+    *,
+    context_parallel_size: int,
+    valid_tokens: torch.Tensor | None = None,
+) -> list[list[torch.Tensor]]:
+    """What each token's loss weighs in the gradient of the step, after schedule, DDP and the division by tokens: float64.
+
+    R-LOSS-2: `per_token` sums over ranks and divides by all tokens. R-LOSS-3: `mean_of_means` divides by its own tokens and
+    microbatches, and DDP by dp·cp. R-LOSS-4: `global_valid_tokens` has divided already, and nothing divides again.
+    """
+    ranks, microbatches = len(masks), len(masks[0])
+    everything = max(1.0, float(sum(mask.sum() for rank in masks for mask in rank)))
+    weights: list[list[torch.Tensor]] = []
+    for rank in masks:
+        weights.append([])
+        for mask in rank:
+            each = mask.double()
+            if normalization == "per_token":
+                weights[-1].append(each / everything)
+            elif normalization == "mean_of_means":
+                weights[-1].append(each / max(1.0, float(each.sum())) / microbatches / ranks)
+            else:
+                assert valid_tokens is not None
+                divisor = max(1.0, float(valid_tokens))
+                scale = microbatches / context_parallel_size * context_parallel_size / microbatches
+                weights[-1].append(each / divisor * scale)
+    return weights
+
+
+def online_weights(masks: Shares, valid_tokens: torch.Tensor) -> list[list[torch.Tensor]]:
+    """The same of the online path, from the masks of the ranks' own shares: float64. R-LOSS-5."""
+    return [[mask.double() / (float(valid_tokens) + ONLINE_EPSILON) for mask in rank] for rank in masks]
+
+
+def multi_token_weights(
+    normalization: str,
+    masks: Sequence[Sequence[Sequence[torch.Tensor]]],
+    *,
+    scaling_factor: float,
+    context_parallel_size: int,
+    rows: bool = False,
+    valid_tokens: torch.Tensor | None = None,
+) -> list[list[list[torch.Tensor]]]:
+    """What each token's loss at depth k ≥ 1 weighs in the gradient, as `[rank][microbatch][k - 1]`: float64. R-LOSS-6.
+
+    `masks[rank][microbatch][k]` are the masks at depths 0 to D. With `rows` the sums n₀ and n_k are those of the row, over
+    the cp ranks that share it, else this rank's own as upstream takes them (R-MTP-3).
+    """
+    ranks, microbatches = len(masks), len(masks[0])
+    depths = len(masks[0][0]) - 1
+    if normalization == "per_token":
+        divisor = max(1.0, float(sum(mask[0].sum() for rank in masks for mask in rank)))
+    else:
+        divisor = 1.0 if valid_tokens is None else max(1.0, float(valid_tokens))
+    weights: list[list[list[torch.Tensor]]] = []
+    for number, rank in enumerate(masks):
+        first = number - number % context_parallel_size
+        sharing = range(first, first + context_parallel_size) if rows else (number,)
+        weights.append([])
+        for microbatch, of_depths in enumerate(rank):
+            counts = [float(sum(masks[other][microbatch][k].sum() for other in sharing)) for k in range(depths + 1)]
+            of_microbatch = []
+            for k in range(1, depths + 1):
+                weight = scaling_factor / depths * of_depths[k].double() / max(1.0, counts[k])
+                if normalization == "mean_of_means":
+                    # A row's count is cp times one rank's, and DDP divides by cp again.
+                    weight = weight * (context_parallel_size if rows else 1) / microbatches / ranks
+                else:
+                    weight = weight * counts[0] / divisor
+                of_microbatch.append(weight)
+            weights[-1].append(of_microbatch)
+    return weights
+
+
+def training_loss(losses: Shares, masks: Shares) -> torch.Tensor:
+    """The reported `lm loss`: all sums over all counts, in every normalization; 0 where all is masked. R-LOSS-7."""
+    total, count = sum_reports(losses, masks)
+    return total / torch.clamp(count, min=1)
+
+
+def validation_loss(losses: Shares, masks: Shares) -> torch.Tensor:
+    """Megatron-LM's validation loss of SFT: the mean over microbatches, then over ranks, of sum / max(count, 1). R-LOSS-8."""
+    means = []
+    for of_losses, of_masks in zip(losses, masks, strict=True):
+        each = [
+            masked_sum(loss, mask) / torch.clamp(mask.sum(), min=1)
+            for loss, mask in zip(of_losses, of_masks, strict=True)
+        ]
+        means.append(torch.stack(each).mean())
+    return add_up(means) / len(means)
+
+
+def valid_tokens_loss(losses: Shares, masks: Shares, valid_tokens: torch.Tensor, *, online: bool) -> torch.Tensor:
+    """What the direct and the online path report: all sums over the divisor that was counted before. R-LOSS-9."""
+    total, _ = sum_reports(losses, masks)
+    return total / (valid_tokens + ONLINE_EPSILON if online else torch.clamp(valid_tokens, min=1))
+
+
+def multi_token_losses(losses: Sequence[Shares], masks: Sequence[Shares]) -> torch.Tensor:
+    """What Megatron-LM reports of multi-token prediction, one loss a depth [D]. R-LOSS-10.
+
+    `losses[k - 1]` and `masks[k - 1]` are those at depth k. A mean of means over microbatches and dp x cp ranks.
+    """
+    return torch.stack(
+        [validation_loss(of_losses, of_masks) for of_losses, of_masks in zip(losses, masks, strict=True)]
+    )
+
+
+def sum_reports(losses: Shares, masks: Shares) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sums and counts over microbatches of a rank, then over ranks, as they are all-reduced. R-LOSS-7."""
+    sums, counts = [], []
+    for of_losses, of_masks in zip(losses, masks, strict=True):
+        each = [masked_sum(loss, mask) for loss, mask in zip(of_losses, of_masks, strict=True)]
+        sums.append(torch.stack(each).sum())
+        counts.append(torch.stack([mask.sum().to(each[0].dtype) for mask in of_masks]).sum())
+    return add_up(sums), add_up(counts)
+
+
+def add_up(values: Sequence[torch.Tensor]) -> torch.Tensor:
+    """One after the other, in the order of the ranks: what an all-reduce of them comes to, to rounding."""
+    total = values[0]
+    for value in values[1:]:
+        total = total + value
+    return total

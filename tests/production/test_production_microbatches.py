@@ -1,0 +1,361 @@
+"""R-ONLINE and R-MEET in production: the rectangle, the squeeze, chat tokens, and one microbatch of either path."""
+
+import dataclasses
+from types import SimpleNamespace
+
+import pytest
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.multi_token_prediction import process_mtp_loss
+
+from equivalence.generators import tokenizers
+from production import batches, chat, rectangle, squeeze
+from production.errors import BatchRefused, PackproofError, RowRefused
+from production.microbatches import Microbatch, MicrobatchSettings, process_microbatch
+from production.multi_token_feed import MultiTokenParams
+
+CONVERSATIONS = [([1, 2, 3, 4, 5], [0, 0, 1, 1, 1]), ([6, 7, 8], [0, 1, 1]), ([9, 10], [1, 1])]
+FOUR = squeeze.Padding(sequence_multiple=4)
+JOB = {
+    "make_sequence_length_divisible_by": 8,
+    "context_parallel_size": 1,
+    "tensor_parallel_size": 1,
+    "sequence_parallel": False,
+    "pipeline_parallel_size": 1,
+    "precision": "unquantized",
+    "hybrid_expert_parallel": False,
+    "longest_bin": 20,
+}
+
+
+def sequences(multiple=4):
+    return rectangle.build_rectangle(
+        [
+            rectangle.Conversation(token_ids=torch.tensor(ids), token_mask=torch.tensor(mask, dtype=torch.float32))
+            for ids, mask in CONVERSATIONS
+        ],
+        make_sequence_length_divisible_by=multiple,
+    )
+
+
+def online(rank, size=2, **options):
+    given = MicrobatchSettings(context_parallel_rank=rank, context_parallel_size=size, padding=FOUR, **options)
+    return process_microbatch(sequences(), given)
+
+
+def rows(count=1, cp=2):
+    return batches.collate(
+        [
+            {
+                "input_ids": torch.arange(8) + 10 * number,
+                "target_ids": torch.arange(8) + 10 * number + 1,
+                "token_mask": torch.tensor([1.0, 1, 0, 1, 1, 1, 0, 1]),
+                "position_ids": torch.tensor([0, 1, 2, 3] * 2),
+                "cu_seqlens": torch.tensor([0, 4, 8], dtype=torch.int32),
+                "max_seqlen": 4,
+                "context_parallel_size": cp,
+            }
+            for number in range(count)
+        ]
+    )
+
+
+def direct(rank, size=2, count=1, **options):
+    return process_microbatch(
+        rows(count), MicrobatchSettings(context_parallel_rank=rank, context_parallel_size=size, **options)
+    )
+
+
+def test_r_online_4_the_published_example():
+    assert online(0).input_ids.tolist() == [[1, 2, 0, 0, 6, 0, 9, 0]]
+    assert online(1).input_ids.tolist() == [[3, 4, 5, 0, 7, 8, 10, 0]]
+    found = online(0)
+    assert found.packed_seq_params.cu_seqlens_q.tolist() == [0, 8, 12, 16]
+    assert found.row.cu_seqlens.tolist() == [0, 5, 8, 10]
+    assert found.row.target_ids.tolist() == [[2, 3, 4, 5, 0, 0, 0, 1, 7, 8, 0, 6, 10, 0, 0, 9]]
+    assert found.row.target_mask.tolist() == [[0, 1, 1, 1, 0, 0, 0, 0, 1, 1, 0, 0, 1, 0, 0, 0]]
+    assert found.target_mask.tolist() == [[0, 1, 0, 0, 1, 0, 1, 0]]
+
+
+def test_r_online_4_what_lies_behind_a_sequence_is_not_read():
+    poisoned = sequences()
+    behind = torch.arange(8) >= poisoned.input_lengths[:, None]
+    poisoned.input_ids[behind], poisoned.token_mask[behind] = 999, torch.nan
+    found, clean = squeeze.squeeze(poisoned, FOUR), squeeze.squeeze(sequences(), FOUR)
+    for field in dataclasses.fields(found):
+        if field.name != "max_seqlen":
+            assert torch.equal(getattr(found, field.name), getattr(clean, field.name)), field.name
+
+
+@pytest.mark.parametrize(
+    ("options", "factor"),
+    [
+        ({}, 1),
+        ({"precision": "fp8_blockwise"}, 128),
+        ({"precision": "fp8_mxfp8"}, 32),
+        ({"precision": "fp8_other"}, 16),
+        ({"precision": "fp8_mxfp8", "hybrid_expert_parallel": True}, 128),
+        ({"precision": "fp8_other", "context_parallel_size": 2, "tensor_parallel_size": 2}, 64),
+        (
+            {
+                "precision": "fp8_other",
+                "context_parallel_size": 2,
+                "tensor_parallel_size": 2,
+                "sequence_parallel": True,
+            },
+            128,
+        ),
+    ],
+)
+def test_r_online_5_what_the_whole_row_is_padded_to(options, factor):
+    found = squeeze.choose_padding(**JOB | options)
+    assert found == squeeze.Padding(sequence_multiple=8, row_multiple=factor, row_length=None)
+    staged = squeeze.choose_padding(**JOB | options | {"pipeline_parallel_size": 2})
+    assert staged.row_length == rectangle.round_up(20, factor)
+
+
+def test_r_online_5_the_last_sequence_takes_the_rows_padding():
+    for options, end in (({"row_length": 24}, 24), ({"row_multiple": 10}, 20), ({}, 16)):
+        row = squeeze.squeeze(sequences(), squeeze.Padding(sequence_multiple=4, **options))
+        assert row.cu_seqlens_padded.tolist() == [0, 8, 12, end]
+        assert row.input_ids.shape == (1, end)
+        assert row.max_seqlen == max(8, end - 12)
+
+
+def test_what_cannot_be_padded_is_refused():
+    for options in ({"sequence_multiple": 0}, {"row_length": 10, "row_multiple": 4}, {"row_length": 0}):
+        with pytest.raises(PackproofError, match="To mend it"):
+            squeeze.Padding(**options)
+    with pytest.raises(PackproofError, match="16 tokens with padding, and rows of 12"):
+        squeeze.squeeze(sequences(), squeeze.Padding(sequence_multiple=4, row_length=12))
+    with pytest.raises(PackproofError, match=r"6 is no multiple of 4 \(2·cp"):
+        squeeze.choose_padding(**JOB | {"make_sequence_length_divisible_by": 6, "context_parallel_size": 2})
+    with pytest.raises(PackproofError, match="unknown precision 'fp4'"):
+        squeeze.choose_padding(**JOB | {"precision": "fp4"})
+    with pytest.raises(BatchRefused) as refused:
+        process_microbatch(sequences(), MicrobatchSettings(context_parallel_size=2))
+    assert refused.value.kind == "indivisible_segment"
+
+
+def test_r_online_2_3_and_6_the_rectangle_its_bins_and_its_divisor():
+    whole = sequences()
+    assert whole.input_ids.shape == (3, 8)
+    assert not hasattr(whole, "packed_cu_seqlens")
+    given = {"algorithm": "concatenative", "make_sequence_length_divisible_by": 4}
+    bins = rectangle.fill_bins(whole, 8, data_parallel_size=1, **given)
+    assert bins == [[0], [1, 2]]
+    assert rectangle.longest_bin(whole, bins, make_sequence_length_divisible_by=4) == 8
+    assert rectangle.fill_bins(whole, 8, data_parallel_size=3, **given) == [[0], [1], [2]]
+    assert rectangle.take_sequences(whole, [2, 0]).input_lengths.tolist() == [2, 5]
+    assert float(whole.valid_tokens()) == 6
+    whole.sample_mask[0] = 0
+    assert float(whole.valid_tokens()) == 3
+    with pytest.raises(PackproofError, match="sequence 0"):
+        rectangle.fill_bins(whole, 7, data_parallel_size=1, **given)
+    for bad in ([], [rectangle.Conversation(token_ids=torch.empty(0), token_mask=torch.empty(0))]):
+        with pytest.raises(PackproofError, match="no token"):
+            rectangle.build_rectangle(bad, make_sequence_length_divisible_by=1)
+    for fault in (lambda: sequences(0), lambda: rectangle.take_sequences(whole, [])):
+        with pytest.raises(PackproofError, match="To mend it"):
+            fault()
+
+
+def test_r_meet_1_stored_boundaries_are_reused():
+    found = direct(1)
+    assert found.input_ids.tolist() == [[1, 2, 5, 6]]
+    assert found.labels.tolist() == found.target_ids.tolist() == [[2, 3, 6, 7]]
+    assert found.loss_mask.tolist() == found.target_mask.tolist() == [[1, 0, 1, 0]]
+    assert found.position_ids.tolist() == [[1, 2, 1, 2]]
+    params = found.packed_seq_params
+    assert (params.qkv_format, params.max_seqlen_q, params.max_seqlen_kv) == ("thd", 4, 4)
+    for name in ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded"):
+        assert getattr(params, name).tolist() == [0, 4, 8]
+    assert found.row is None
+
+
+def test_r_meet_1_several_rows_are_one_sequence_and_a_filling_row_counts_nowhere():
+    batch = batches.pad_validation(rows(3), size=2)
+    settings = MicrobatchSettings(context_parallel_size=2, depths=1)
+    found = process_microbatch(batch, settings)
+    assert found.input_ids.shape == (1, 16)
+    assert found.packed_seq_params.cu_seqlens_q.tolist() == [0, 4, 8, 12, 16, 20, 24, 28, 32]
+    assert found.target_mask[0, 12:].tolist() == [0] * 4
+    tables = found.packed_seq_params.feed.tables
+    assert tables.token_mask.shape == (2, 1, 16)
+    assert not tables.token_mask[:, 0, 12:].any()
+    assert float(tables.row_counts[0]) == 3 * 6
+    assert batch.token_mask[3].tolist() == rows().token_mask[0].tolist()  # the batch itself is left alone
+
+
+@pytest.mark.parametrize("weights", ["rank", "rows"])
+def test_r_meet_1_the_direct_path_feeds_multi_token_prediction_from_tables(weights):
+    found = direct(0, depths=2, weights=weights, verify=True)
+    params = found.packed_seq_params
+    assert isinstance(params, MultiTokenParams)
+    assert params.feed.tables.depths == 2
+    assert params.total_tokens == 4
+    assert torch.equal(found.target_mask, params.feed.tables.token_mask[0])
+    assert found.input_ids.data_ptr() == params.feed.tables.input_ids[0].data_ptr()
+    shown = [[1, 1, 1, 1]] if weights == "rank" else [[3, 0, 0, 0]]  # half of the row's six
+    assert found.loss_mask.tolist() == shown
+    assert found.target_mask.tolist() == [[1, 1, 1, 1]]
+    plain = direct(0, depths=2, mtp="upstream_roll")
+    assert type(plain.packed_seq_params) is PackedSeqParams
+    assert plain.loss_mask.tolist() == [[1, 1, 1, 1]]
+
+
+def test_r_online_7_the_model_gets_the_tokens_mask_only_for_multi_token_prediction():
+    assert (online(0).labels, online(0).loss_mask, online(0).position_ids) == (None, None, None)
+    deep = online(0, depths=1, mtp="upstream_roll")
+    assert deep.labels is None
+    assert deep.loss_mask.tolist() == [[0, 0, 0, 0, 0, 0, 1, 0]]
+    assert deep.position_ids.tolist() == [[0, 1, 0, 0, 0, 0, 0, 0]]
+    with pytest.raises(PackproofError, match="made from labels"):
+        online(0, depths=1)
+
+
+def test_r_online_7_megatron_core_derives_labels_and_masks_from_what_it_is_given():
+    """Its own `process_mtp_loss` without labels: at depth 1 the target is two tokens on, and its mask decides."""
+    found = online(0, size=1, depths=1, mtp="upstream_roll")
+    shown = []
+    hidden = torch.ones(2 * 16, 1, 1, requires_grad=True)
+
+    def token_losses(labels, states):
+        shown.append(labels)
+        return states[:, :, 0].transpose(0, 1)
+
+    main = process_mtp_loss(
+        hidden_states=hidden,
+        labels=found.labels,
+        loss_mask=found.loss_mask,
+        output_layer=lambda states, **_: (states, None),
+        output_weight=None,
+        runtime_gather_output=None,
+        is_training=False,
+        compute_language_model_loss=token_losses,
+        config=SimpleNamespace(
+            mtp_num_layers=1, mtp_loss_scaling_factor=0.5, mtp_detach_heads=False, calculate_per_token_loss=True
+        ),
+        packed_seq_params=found.packed_seq_params,
+        input_ids=found.input_ids,
+    )
+    main.sum().backward()
+    assert shown[0].tolist() == [[3, 4, 5, 0, 0, 0, 0, 0, 8, 0, 0, 0, 0, 0, 0, 0]]
+    # β/D · n₀/n₁ with n₀ 6, the divisor's count (R-ONLINE-6), and n₁ 4: targets 3 4 5 and 8.
+    expected = torch.zeros(16).index_fill_(0, torch.tensor([0, 1, 2, 8]), 0.5 * 6 / 4)
+    assert hidden.grad[16:, 0, 0].tolist() == expected.tolist()
+
+
+def test_r_meet_2_total_tokens_differ_and_what_megatron_core_makes_of_them_does_not():
+    found, made = direct(0), online(0)
+    assert (found.total_tokens, found.packed_seq_params.total_tokens) == (4, 4)
+    assert (made.total_tokens, made.packed_seq_params.total_tokens) == (16, 16)
+    assert found.packed_seq_params.seq_idx.tolist() == [[0] * 4 + [1] * 4]
+    assert made.packed_seq_params.seq_idx.tolist() == [[0] * 8 + [1] * 4 + [2] * 4]
+
+
+def test_everything_moves_to_the_device_once_and_nothing_is_read_there():
+    """On `meta` every read of a value is an error."""
+    made = [
+        process_microbatch(batch, MicrobatchSettings(context_parallel_size=2, padding=FOUR, **options), device="meta")
+        for batch, options in (
+            (rows(), {}),
+            (rows(), {"depths": 2, "weights": "rows"}),
+            (rows(), {"depths": 2, "mtp": "upstream_roll"}),
+            (sequences(), {}),
+            (sequences(), {"depths": 1, "mtp": "upstream_roll"}),
+        )
+    ]
+    for found in made:
+        assert all(tensor.device.type == "meta" for tensor in tensors_of(found))
+        assert len(list(tensors_of(found))) >= 8
+        assert found.row is None or found.row.cu_seqlens_padded.device.type == "cpu"  # what the loss gathers with
+
+
+def tensors_of(found: Microbatch):
+    params = found.packed_seq_params
+    row = [] if found.row is None else [found.row.input_ids, found.row.target_ids, found.row.target_mask]
+    tables = []
+    if isinstance(params, MultiTokenParams):
+        named = params.feed.tables
+        tables = [getattr(named, field.name) for field in dataclasses.fields(named)]
+    own = [getattr(found, field.name) for field in dataclasses.fields(found)]
+    given = [getattr(params, field.name) for field in dataclasses.fields(params)]
+    return (each for each in (*own, *given, *row, *tables) if isinstance(each, torch.Tensor))
+
+
+def test_faults_are_found_on_the_host_before_any_copy():
+    batch = rows()
+    for fault, kind in (
+        ({"packed_cu_seqlens": torch.tensor([[0, 3, 8]], dtype=torch.int32)}, "indivisible_segment"),
+        ({"packed_cu_seqlens": torch.tensor([[0, 4, 4]], dtype=torch.int32)}, "cu_end"),
+        ({"packed_cu_seqlens": torch.tensor([[4, 4, 8]], dtype=torch.int32)}, "cu_start"),
+        ({"packed_cu_seqlens": torch.tensor([[0, 9, 8]], dtype=torch.int32)}, "cu_order"),
+        ({"input_ids": batch.input_ids.to("meta")}, "field_shape"),
+    ):
+        with pytest.raises(BatchRefused) as refused:
+            process_microbatch(
+                dataclasses.replace(batch, **fault), MicrobatchSettings(context_parallel_size=2), device="meta"
+            )
+        assert refused.value.kind == kind
+    torn = dataclasses.replace(batch, packed_cu_seqlens=torch.tensor([[0, 4, 7]], dtype=torch.int32))
+    with pytest.raises(BatchRefused, match="ends at 7"):  # also where nothing is cut
+        process_microbatch(torn, MicrobatchSettings())
+    for options in ({"depths": -1}, {"depths": 1, "weights": "rows", "mtp": "upstream_roll"}, {"layout": "spiral"}):
+        with pytest.raises(PackproofError, match="To mend it"):
+            MicrobatchSettings(**options)
+
+
+def test_r_cp_4_contiguous_cuts_each_row():
+    found = process_microbatch(
+        rows(2), MicrobatchSettings(context_parallel_rank=1, context_parallel_size=2, layout="contiguous", depths=1)
+    )
+    assert found.input_ids.tolist() == [[4, 5, 6, 7, 14, 15, 16, 17]]
+
+
+MESSAGES = [
+    {"role": "system", "content": "w0 "},
+    {"role": "user", "content": "w1 "},
+    {"role": "assistant", "content": "w2 w3"},
+]
+
+
+def test_r_online_1_chat_tokens_and_the_mask_of_each_message():
+    tokenizer = tokenizers.load("word")
+
+    def tokenize(prompt_format, messages=MESSAGES, **options):
+        given = {"add_bos": False, "add_eos": False} | options
+        maker = chat.ChatTokenizer(tokenizer=tokenizer, prompt_format=prompt_format, **given)
+        (found,) = maker.tokenize([messages])
+        return found.token_ids.tolist(), found.token_mask.tolist()
+
+    assert tokenize("identity") == ([12, 13, 14, 15], [0, 0, 1, 1])
+    assert tokenize("identity", add_bos=True, add_eos=True) == ([1, 12, 13, 14, 15, 2], [0, 0, 0, 1, 1, 1])
+    assert tokenize("default") == tokenize("identity")
+    ids, mask = tokenize("nemotron-nano-v2")
+    # The assistant's header trains here; the direct path masks its three tokens.
+    assert [id_ for id_, trained in zip(ids, mask, strict=True) if trained] == [5, 11, 10, 14, 15, 10, 6, 10]
+    other = [MESSAGES[1], {"role": "Assistant", "content": "w2"}]
+    assert tokenize("identity", other) == ([13, 14], [0, 0])
+    assert tokenize("identity", []) == ([], [])
+
+
+def test_r_online_1_what_cannot_be_tokenized_is_refused():
+    maker = chat.ChatTokenizer(
+        tokenizer=tokenizers.load("word"), prompt_format="identity", add_bos=False, add_eos=False
+    )
+    with pytest.raises(RowRefused) as refused:
+        maker.tokenize([MESSAGES, [{"role": "user", "content": "w1"}, {"role": "assistant", "content": "\ud800"}]])
+    assert (refused.value.kind, refused.value.conversation, refused.value.turn) == ("bad_text", 1, 1)
+    with pytest.raises(RowRefused) as refused:
+        maker.tokenize([["no message"]])
+    assert refused.value.kind == "bad_message"
+    with pytest.raises(PackproofError, match="the nearest is 'identity'"):
+        chat.ChatTokenizer(tokenizer=None, prompt_format="identiy", add_bos=False, add_eos=False)
+    bare = tokenizers.load("word")
+    before, bare.bos_token = bare.bos_token, None
+    try:
+        with pytest.raises(PackproofError, match="add_bos"):
+            chat.ChatTokenizer(tokenizer=bare, prompt_format="identity", add_bos=True, add_eos=False)
+    finally:
+        bare.bos_token = before

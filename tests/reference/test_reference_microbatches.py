@@ -1,0 +1,166 @@
+"""The reference's online path, its chat tokens and where the paths meet, against values worked out by hand (SPEC sections 15, 17)."""
+
+import pytest
+import torch
+
+from reference import chat, microbatches
+from reference.batches import collate
+from reference.prompts import Prompt
+from reference.rows import Row
+
+CONVERSATIONS = [([1, 2, 3, 4, 5], [0, 0, 1, 1, 1]), ([6, 7, 8], [0, 1, 1]), ([9, 10], [1, 1])]
+FOUR = microbatches.Padding(sequence_multiple=4, row_multiple=1, row_length=None)
+
+
+def online(**options):
+    return microbatches.process_microbatch(microbatches.rectangle(CONVERSATIONS, 4), how=FOUR, **options)
+
+
+def test_r_online_2_the_rectangle_is_right_padded_to_a_multiple():
+    found = microbatches.rectangle(CONVERSATIONS, 4)
+    assert found.input_ids.tolist() == [[1, 2, 3, 4, 5, 0, 0, 0], [6, 7, 8, 0, 0, 0, 0, 0], [9, 10, 0, 0, 0, 0, 0, 0]]
+    assert found.token_mask[1].tolist() == [0, 1, 1, 0, 0, 0, 0, 0]
+    assert found.input_lengths == [5, 3, 2]
+    with pytest.raises(microbatches.PaddingError, match="no token"):
+        microbatches.rectangle([([], [])], 4)
+
+
+def test_r_online_3_bins_are_packed_over_rounded_lengths():
+    assert microbatches.bins([5, 3, 2], 4, 8, "concatenative", 1) == [[0], [1, 2]]
+    assert microbatches.bins([5, 3, 2], 1, 8, "concatenative", 1) == [[0, 1], [2]]
+    assert microbatches.bins([5, 3, 2], 4, 8, "concatenative", 3) == [[0], [1], [2]]
+
+
+def test_r_online_4_the_published_example():
+    row = online(rank=0, context_parallel_size=2).row
+    assert (row.cu_seqlens, row.cu_seqlens_padded) == ([0, 5, 8, 10], [0, 8, 12, 16])
+    assert row.input_ids.tolist() == [1, 2, 3, 4, 5, 0, 0, 0, 6, 7, 8, 0, 9, 10, 0, 0]
+    assert row.target_ids.tolist() == [2, 3, 4, 5, 0, 0, 0, 1, 7, 8, 0, 6, 10, 0, 0, 9]
+    assert row.target_mask.tolist() == [0, 1, 1, 1, 0, 0, 0, 0, 1, 1, 0, 0, 1, 0, 0, 0]
+    assert online(rank=0, context_parallel_size=2).input_ids.tolist() == [1, 2, 0, 0, 6, 0, 9, 0]
+    assert online(rank=1, context_parallel_size=2).input_ids.tolist() == [3, 4, 5, 0, 7, 8, 10, 0]
+
+
+def test_r_online_4_a_sequence_that_does_not_count_trains_nowhere():
+    whole = microbatches.rectangle(CONVERSATIONS, 4)
+    whole.sample_mask[0] = 0
+    assert microbatches.squeeze(whole, FOUR).target_mask.tolist() == [0] * 8 + [1, 1, 0, 0, 1, 0, 0, 0]
+    assert microbatches.valid_tokens(whole) == 3
+    whole.sample_mask[0] = 1
+    assert microbatches.valid_tokens(whole) == 6  # [:, 1:] leaves the last conversation one of its two
+
+
+@pytest.mark.parametrize(
+    ("options", "multiple"),
+    [
+        ({}, 1),
+        ({"precision": "fp8_blockwise"}, 128),
+        ({"precision": "fp8_mxfp8"}, 32),
+        ({"precision": "fp8_other"}, 16),
+        ({"hybrid_expert_parallel": True, "precision": "fp8_other"}, 128),
+        ({"precision": "fp8_other", "context_parallel_size": 2}, 64),
+        ({"precision": "fp8_other", "context_parallel_size": 2, "sequence_parallel": True}, 128),
+    ],
+)
+def test_r_online_5_what_the_whole_row_is_padded_to(options, multiple):
+    given = {
+        "context_parallel_size": 1,
+        "sequence_parallel": False,
+        "precision": "unquantized",
+        "hybrid_expert_parallel": False,
+    } | options
+    found = microbatches.padding(multiple=8, tensor_parallel_size=2, pipeline_parallel_size=1, longest_bin=20, **given)
+    assert (found.row_multiple, found.row_length) == (multiple, None)
+    staged = microbatches.padding(multiple=8, tensor_parallel_size=2, pipeline_parallel_size=2, longest_bin=20, **given)
+    assert staged.row_length == microbatches.rounded(20, multiple)
+
+
+def test_r_online_4_a_multiple_that_the_domain_factor_does_not_divide_is_an_error():
+    with pytest.raises(microbatches.PaddingError, match="which 4 does not divide"):
+        microbatches.padding(
+            multiple=6,
+            context_parallel_size=2,
+            tensor_parallel_size=1,
+            sequence_parallel=False,
+            pipeline_parallel_size=1,
+            precision="unquantized",
+            hybrid_expert_parallel=False,
+            longest_bin=6,
+        )
+
+
+def test_r_online_5_the_last_sequence_takes_the_rows_padding():
+    whole = microbatches.rectangle(CONVERSATIONS, 4)
+    how = microbatches.Padding(sequence_multiple=4, row_multiple=1, row_length=24)
+    assert microbatches.squeeze(whole, how).cu_seqlens_padded == [0, 8, 12, 24]
+    how = microbatches.Padding(sequence_multiple=4, row_multiple=10, row_length=None)
+    assert microbatches.squeeze(whole, how).cu_seqlens_padded == [0, 8, 12, 20]
+    how = microbatches.Padding(sequence_multiple=4, row_multiple=1, row_length=12)
+    with pytest.raises(microbatches.PaddingError, match="16 tokens in rows of 12"):
+        microbatches.squeeze(whole, how)
+
+
+def test_r_online_7_and_r_meet_2_labels_stay_outside_but_for_the_mask_of_multi_token_prediction():
+    found = online(rank=0, context_parallel_size=2)
+    assert (found.labels, found.loss_mask, found.position_ids, found.total_tokens) == (None, None, None, 16)
+    deep = online(rank=0, context_parallel_size=2, depths=1)
+    assert deep.labels is None
+    assert deep.loss_mask.tolist() == [0, 0, 0, 0, 0, 0, 1, 0]  # of the tokens 1 2 _ _ 6 _ 9 _
+    assert deep.position_ids.tolist() == [0, 1, 0, 0, 0, 0, 0, 0]
+
+
+def test_r_meet_1_stored_boundaries_are_reused_and_a_filling_row_counts_nowhere():
+    def row(first):
+        return Row(
+            input_ids=torch.arange(first, first + 4),
+            target_ids=torch.arange(first + 1, first + 5),
+            token_mask=torch.tensor([1.0, 1.0, 0.0, 1.0]),
+            position_ids=torch.tensor([0, 1, 0, 1]),
+            cu_seqlens=torch.tensor([0, 2, 4], dtype=torch.int32),
+            max_seqlen=2,
+            report={},
+            segments=[],
+            is_padding=[],
+        )
+
+    batch = collate([row(10), row(20)])
+    batch.sample_mask[1] = 0
+    found = microbatches.process_microbatch(batch, rank=0, context_parallel_size=1, depths=1)
+    assert found.input_ids.tolist() == [10, 11, 12, 13, 20, 21, 22, 23]
+    assert found.loss_mask.tolist() == [1, 1, 0, 1, 0, 0, 0, 0]
+    assert (found.cu_seqlens, found.max_seqlen, found.total_tokens) == ([0, 2, 4, 6, 8], 2, 8)
+    assert found.depths[0].token_mask.tolist() == [1, 0, 1, 0, 0, 0, 0, 0]
+    assert found.labels.tolist() == found.target_ids.tolist() == [11, 12, 13, 14, 21, 22, 23, 24]
+
+
+class Letters:
+    """A tokenizer whose tokens are characters."""
+
+    unk_id = pad_id = eos_id = None
+
+    def encode(self, text):
+        return [ord(character) for character in text]
+
+    def render(self, conversation):
+        """A template that closes what it has rendered so far, so that the next message takes the end away again."""
+        return "".join(f"<{message['content']}>" for message in conversation) + "!"
+
+    def token_to_id(self, _):
+        return None
+
+
+def test_r_online_1_each_message_is_encoded_from_where_the_rendered_text_differs():
+    conversation = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "bc"},
+        {"role": "Assistant", "content": "d"},
+    ]
+    identity = Prompt(format="identity")
+    tokens, mask = chat.tokenize_messages(conversation, identity, Letters(), bos_token=None, eos_token=None)
+    assert ("".join(map(chr, tokens)), mask) == ("abcd", [0, 1, 1, 0])
+    tokens, mask = chat.tokenize_messages(conversation, identity, Letters(), bos_token="^", eos_token="$")
+    assert ("".join(map(chr, tokens)), mask) == ("^abcd$", [0, 0, 1, 1, 0, 0])
+    own = Prompt(format="default")
+    tokens, mask = chat.tokenize_messages(conversation, own, Letters(), bos_token="<", eos_token="!")
+    # "<a>!" and then "<bc>!" where "!" stood: nothing takes it back.
+    assert ("".join(map(chr, tokens)), mask) == ("<a>!<bc>!<d>!", [0] * 4 + [1] * 5 + [0] * 4)
