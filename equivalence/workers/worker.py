@@ -1,0 +1,40 @@
+"""What a function that runs on a rank is given, and how it is found by name."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, cast
+
+from equivalence.errors import InputError
+
+type Target = Callable[[Any, Worker], Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Worker:
+    """The place of one rank; the second argument of every target and of `enter`."""
+
+    rank: int
+    """0-based, of the default process group, which stands."""
+    size: int
+    """Ranks of the world."""
+    entered: Any = None
+    """What the context manager of `enter` gave; None without one, and None for `enter` itself."""
+
+
+def check_name(name: str) -> None:
+    """Refuse a name that cannot be `module:function`, with InputError; imports nothing."""
+    module, colon, attribute = name.partition(":")
+    if not (colon and module and all(part.isidentifier() for part in (*module.split("."), *attribute.split(".")))):
+        raise InputError(f"{name!r} names no function that a worker could find: give module:function")
+
+
+@functools.cache
+def resolve(name: str) -> Target:
+    """The function called `module:function` (or `module:Class.method`); ImportError or AttributeError where there is none."""
+    module, _, attribute = name.partition(":")
+    return cast("Target", operator.attrgetter(attribute)(importlib.import_module(module)))
