@@ -187,6 +187,11 @@ class RowBuilder:
     def _characters_ahead(self, tokens: int) -> int:
         return int(tokens * self._characters_per_token * AHEAD) + 512
 
+    @property
+    def pad_token_id(self) -> int | None:
+        """The id that padding gets, and targets of padding (R-PAD-1); None where the tokenizer has none to give."""
+        return self._pad
+
     def _find_pad(self, tokenizer: Any) -> tuple[int | None, bool]:
         """The pad id, if any, and whether the vocabulary has the pad token itself (R-PAD-1)."""
         token = self._format.pad_token if self._settings.pad_token is None else self._settings.pad_token

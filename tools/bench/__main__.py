@@ -9,10 +9,13 @@ from typing import Any
 import tyro
 
 from production.errors import PackproofError
+from tools.bench.attention import attention
+from tools.bench.loader import loader
 from tools.bench.multi_token import multi_token
 from tools.bench.rows import rows
 from tools.bench.shards import shards
 from tools.bench.source import source
+from tools.bench.suite import suite
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -22,6 +25,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         "source": source,
         "shards": shards,
         "multi_token": multi_token,
+        "loader": loader,
+        "attention": attention,
+        "suite": suite,
     }
     try:
         tyro.extras.subcommand_cli_from_dict(commands, args=argv, prog="packproof-bench")

@@ -1,0 +1,106 @@
+"""What a run's rows depend on, as plain JSON beside a checkpoint, so that a resume with other data is refused (R-ORDER-8)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+import xxhash
+
+from production.errors import PackproofError
+from production.files.source import PackedSource
+from production.rows import RowSettings
+from production.training.order import OrderSettings
+
+MEND = {
+    "tokenizer": "give the tokenizer that the run began with, or begin a new run",
+    "files": "give the files that the run began with (names may differ, contents may not), or begin a new run",
+    "data_parallel_size": "start with as many data-parallel ranks as before, or begin a new run",
+}
+"""How a user mends a key that differs; the others are set back to the saved value."""
+
+
+class ResumeRefused(PackproofError):  # noqa: N818 - reads as the verdict it is
+    """A run cannot go on with this data; `differing` has (saved, now) of each key."""
+
+    differing: dict[str, tuple[Any, Any]]
+
+    def __init__(self, *, what: str, where: str, mend: str, differing: dict[str, tuple[Any, Any]]) -> None:
+        super().__init__(what=what, where=where, mend=mend)
+        self.differing = differing
+
+
+def fingerprint(
+    *, sources: Sequence[PackedSource], tokenizer: Any, rows: RowSettings, order: OrderSettings
+) -> dict[str, Any]:
+    """All that decides which row each rank gets at each step, as plain JSON. How long the run is (`max_epochs`) is not part of it."""
+    return {
+        "files": [{"fingerprint": source.fingerprint, "rows": len(source)} for source in sources],
+        "tokenizer": tokenizer_identity(tokenizer),
+        "semantics": msgspec.to_builtins(rows.semantics),
+        "prompt_format": rows.prompt_format,
+        "pad_token": rows.pad_token,
+        "assistant_prefix_len": rows.assistant_prefix_len,
+        "pack_length": rows.pack_length,
+        "context_parallel_size": rows.context_parallel_size,
+        "data_parallel_size": order.data_parallel_size,
+        "global_batch_size": order.global_batch_size,
+        "order": order.kind,
+        "last_batch": order.last_batch,
+        "seed": order.seed,
+        "weights": None if order.weights is None else list(order.weights),
+    }
+
+
+def check_resume(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Refuse to go on where the two fingerprints differ: ResumeRefused with both values of each key that does."""
+    missing = "(not there)"
+    # Through JSON, as the saved one went: a tuple and a list are the same.
+    before, after = (msgspec.json.decode(msgspec.json.encode(dict(one))) for one in (saved, now))
+    differing = {
+        key: (before.get(key, missing), after.get(key, missing))
+        for key in dict.fromkeys([*before, *after])
+        if before.get(key, missing) != after.get(key, missing)
+    }
+    if not differing:
+        return
+    told = "; ".join(f"{key}: saved {_short(old)}, now {_short(new)}" for key, (old, new) in differing.items())
+    mends = [
+        MEND.get(key, f"set {key} back to {_short(old)}, or begin a new run") for key, (old, _) in differing.items()
+    ]
+    raise ResumeRefused(
+        what=f"the run's data is not what it was: {told}",
+        where="resume",
+        mend="; ".join(dict.fromkeys(mends)),
+        differing=differing,
+    )
+
+
+def tokenizer_identity(tokenizer: Any) -> str:
+    """32 hex digits of what a tokenizer does: its whole definition, its special tokens and its chat template.
+
+    Of one without a fast backend, whose model cannot be asked, the class, the vocabulary and the rest. A newer release of the
+    library may write the same definition in other words; a resume is refused then, never let through wrongly.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        definition: Any = [type(tokenizer).__name__, sorted(tokenizer.get_vocab().items())]
+    else:
+        definition = json.loads(backend.to_str())
+        for passing in ("truncation", "padding"):  # as the last call left them
+            definition.pop(passing, None)
+    special = {
+        name: str(value)
+        for name in ("bos_token", "eos_token", "unk_token", "pad_token")
+        if (value := getattr(tokenizer, name, None)) is not None
+    }
+    splits = getattr(tokenizer, "split_special_tokens", False)
+    whole = [definition, special, getattr(tokenizer, "chat_template", None), splits]
+    return xxhash.xxh3_128_hexdigest(json.dumps(whole, sort_keys=True).encode())
+
+
+def _short(value: object) -> str:
+    text = json.dumps(value, sort_keys=True)
+    return text if len(text) <= 300 else f"{text[:297]}..."

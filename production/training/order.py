@@ -1,0 +1,327 @@
+"""Which row goes where (SPEC section 19): `consumed_samples` alone says what comes next, on every rank alike, with nothing sent.
+
+A shuffled epoch costs 8 bytes and 0.2 µs a row when it begins; a blend is replayed from its start at a resume, 0.4 µs a sample.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, get_args
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from production.errors import PackproofError
+
+Kind = Literal["sequential", "shuffle", "megatron-cyclic", "megatron-cyclic-sharded"]
+LastBatch = Literal["drop", "wrap", "stop"]
+
+_CYCLIC = ("megatron-cyclic", "megatron-cyclic-sharded")
+_WORD = (1 << 64) - 1
+
+
+class Sample(NamedTuple):
+    """One row of one epoch of one source."""
+
+    source: int
+    """0-based, in the order given."""
+    row: int
+    """0-based row of that source."""
+    epoch: int
+    """0-based: how often the source was gone through before."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GlobalBatch:
+    """The samples of one step, of all data-parallel ranks."""
+
+    step: int
+    """0-based."""
+    samples: tuple[Sample, ...]
+    """In order; a multiple of dp."""
+    weights: tuple[float, ...]
+    """The sample mask: 0.0 for a row that only fills a validation batch up (R-BATCH-4)."""
+    consumed_samples: int
+    """What is consumed with it, those before included."""
+
+    def of_rank(self, rank: int, size: int) -> tuple[tuple[Sample, ...], tuple[float, ...]]:
+        """Samples and weights of data-parallel rank `rank` of `size`, one microbatch each (R-BATCH-3)."""
+        if not 0 <= rank < size or len(self.samples) % size:
+            raise PackproofError(
+                what=f"rank {rank} of {size} for {len(self.samples)} samples",
+                where="data-parallel rank",
+                mend="give a rank from 0 to dp - 1 and a global batch that dp divides",
+            )
+        return self.samples[rank::size], self.weights[rank::size]
+
+
+@dataclass(frozen=True, kw_only=True)
+class OrderSettings:
+    """How a job goes through its rows. Nothing that changes a number has a default. Raises PackproofError."""
+
+    kind: Kind
+    """`sequential` as Megatron-LM's sampler (R-ORDER-1), `shuffle` seeded by epoch (R-ORDER-4), or what `--dataloader-type cyclic`
+    draws, without and with `--data-sharding` (R-ORDER-5); the draw of the last two is torch's own."""
+    last_batch: LastBatch
+    """What happens where an epoch ends inside a global batch: `drop` its last rows, `wrap` into the next epoch, or `stop` before them (R-ORDER-3)."""
+    global_batch_size: int
+    """Rows of a global batch."""
+    data_parallel_size: int
+    """dp: must divide it."""
+    seed: int | None = None
+    """Of `shuffle`, from 0 to 2**64 - 1; the other kinds take none."""
+    max_epochs: int | None = None
+    """Stop after so many epochs; None goes on as long as it is asked."""
+    weights: tuple[float, ...] | None = None
+    """One of each source of a blend (R-ORDER-6); None where there is one source."""
+
+    def __post_init__(self) -> None:
+        """Refuse what no order could satisfy, or would have to guess."""
+        for name, choices in (("kind", get_args(Kind)), ("last_batch", get_args(LastBatch))):
+            if (value := getattr(self, name)) not in choices:
+                raise _refused(f"{value!r} is no {name}", name, f"choose one of {', '.join(choices)}")
+        for name in ("global_batch_size", "data_parallel_size", "max_epochs"):
+            if (size := getattr(self, name)) is not None and size < 1:
+                raise _refused(f"{size} is no size", name, "give at least 1")
+        if self.global_batch_size % self.data_parallel_size:
+            what = f"{self.global_batch_size} rows over {self.data_parallel_size} data-parallel ranks"
+            raise _refused(what, "global_batch_size", "make it a multiple of data_parallel_size")
+        if (self.kind == "shuffle") != (self.seed is not None):
+            why = (
+                "needs a seed" if self.seed is None else "takes no seed: Megatron-LM's draw depends on the epoch alone"
+            )
+            raise _refused(f"{self.kind} {why}", "seed", "give one to shuffle only")
+        if self.seed is not None and not 0 <= self.seed <= _WORD:
+            raise _refused(f"{self.seed} is beyond 64 bits", "seed", "give one from 0 to 2**64 - 1")
+        if self.kind in _CYCLIC and self.last_batch != "wrap":
+            what = f"{self.kind} goes on from epoch to epoch inside a global batch, as Megatron-LM's sampler does"
+            raise _refused(what, "last_batch", "say wrap, or choose sequential or shuffle")
+        if self.weights is not None:
+            self._check_blend(self.weights)
+
+    def _check_blend(self, weights: tuple[float, ...]) -> None:
+        if not weights or not all(0 < weight < float("inf") for weight in weights):
+            raise _refused(f"the weights {weights}", "weights", "give each source a finite weight above 0")
+        if self.kind in _CYCLIC:
+            raise _refused(f"a blend in the order {self.kind}", "kind", "choose sequential or shuffle for a blend")
+        if self.last_batch != "wrap":
+            what = "a blend's sources end their epochs each for itself"
+            raise _refused(what, "last_batch", "say wrap for a blend")
+        if self.max_epochs is not None:
+            what = "a blend has no epoch of its own: its sources are gone through at their own pace"
+            raise _refused(what, "max_epochs", "leave it out and say how many steps to train")
+
+
+class Order:
+    """The samples of every step of a job. Not for several threads at once."""
+
+    def __init__(self, rows: Sequence[int], settings: OrderSettings) -> None:
+        """`rows` are those of each source. Raises PackproofError where they cannot be gone through as asked."""
+        self.settings = settings
+        self.rows = tuple(rows)
+        _check_rows(self.rows, settings)
+        self.samples_per_epoch = self._samples_per_epoch()
+        """Samples of an epoch; None for a blend."""
+        self.dropped_per_epoch = 0 if self.samples_per_epoch is None else self.rows[0] - self.samples_per_epoch
+        """Rows of an epoch that nobody sees."""
+        self.total_samples = self._total_samples()
+        """Samples until `max_epochs` are done, or `stop` stops; None without an end."""
+        self._permutations: dict[tuple[int, int], NDArray[np.int64]] = {}
+        self._blend = None if settings.weights is None else _Blend(settings.weights)
+        self._last: GlobalBatch | None = None  # a blend that is asked for it again would begin from its start
+
+    @property
+    def total_steps(self) -> int | None:
+        """Global batches until `max_epochs` are done; None without an end."""
+        return None if self.total_samples is None else self.total_samples // self.settings.global_batch_size
+
+    def batch_at(self, consumed_samples: int) -> GlobalBatch | None:
+        """The global batch that comes after so many samples; None at the end. Raises PackproofError inside a global batch (R-ORDER-2)."""
+        size = self.settings.global_batch_size
+        if consumed_samples < 0 or consumed_samples % size:
+            what = f"{consumed_samples} samples are no number of global batches of {size}"
+            raise _refused(what, "consumed_samples", "resume with the global batch size that the run had")
+        if self.total_samples is not None and consumed_samples >= self.total_samples:
+            return None
+        end = consumed_samples + size
+        if self._last is None or self._last.consumed_samples != end:
+            found = self._blended(consumed_samples) if self._blend else self._of_source(consumed_samples, end)
+            self._last = GlobalBatch(
+                step=consumed_samples // size, samples=tuple(found), weights=(1.0,) * size, consumed_samples=end
+            )
+        return self._last
+
+    def _samples_per_epoch(self) -> int | None:
+        if self.settings.weights is not None:
+            return None
+        rows, settings = self.rows[0], self.settings
+        if settings.kind in _CYCLIC:
+            return rows - rows % settings.data_parallel_size
+        return rows if settings.last_batch == "wrap" else rows - rows % settings.global_batch_size
+
+    def _total_samples(self) -> int | None:
+        if self.settings.last_batch == "stop" and self.dropped_per_epoch:
+            return self.samples_per_epoch
+        if self.settings.max_epochs is None or self.samples_per_epoch is None:
+            return None
+        samples, size = self.settings.max_epochs * self.samples_per_epoch, self.settings.global_batch_size
+        return samples + -samples % size
+
+    def _of_source(self, start: int, end: int) -> Iterator[Sample]:
+        assert self.samples_per_epoch is not None
+        for number in range(start, end):
+            epoch, place = divmod(number, self.samples_per_epoch)
+            yield Sample(0, self._row(0, epoch, place), epoch)
+
+    def _blended(self, start: int) -> Iterator[Sample]:
+        assert self._blend is not None
+        for source, number in self._blend.take(start, self.settings.global_batch_size):
+            epoch, place = divmod(number, self.rows[source])
+            yield Sample(source, self._row(source, epoch, place), epoch)
+
+    def _row(self, source: int, epoch: int, place: int) -> int:
+        if self.settings.kind == "sequential":
+            return place
+        if (permutation := self._permutations.get((source, epoch))) is None:
+            # A global batch may reach into the next epoch: the last one is kept beside it.
+            kept = [key for key in self._permutations if key[0] == source and key[1] != epoch - 1]
+            for key in kept:
+                del self._permutations[key]
+            permutation = self._permutations[source, epoch] = self._permute(source, epoch)
+        return int(permutation[place])
+
+    def _permute(self, source: int, epoch: int) -> NDArray[np.int64]:
+        rows, settings = self.rows[source], self.settings
+        if settings.seed is not None:
+            return shuffled(rows, seed=settings.seed, source=source, epoch=epoch)
+        if settings.kind == "megatron-cyclic":
+            return _torch_permutation(rows, epoch)
+        ranks = settings.data_parallel_size
+        bucket = rows // ranks
+        # Rank r draws from its own bucket; its t-th row is the epoch's sample t·dp + r.
+        drawn = _torch_permutation(bucket, epoch)
+        return (drawn[:, None] + np.arange(ranks) * bucket).reshape(-1)
+
+
+class ValidationOrder:
+    """The rows of a validation, the same each time: the first ones in order, the last batch filled up for dp (R-BATCH-4)."""
+
+    def __init__(self, *, rows: int, global_batch_size: int, data_parallel_size: int, limit: int | None = None) -> None:
+        """`limit` rows of the `rows` that there are, or all. Raises PackproofError where there are fewer."""
+        sizes = {"rows": rows, "global_batch_size": global_batch_size, "data_parallel_size": data_parallel_size}
+        for name, size in (sizes | ({} if limit is None else {"limit": limit})).items():
+            if size < 1:
+                raise _refused(f"{size} is no number of rows or ranks", f"validation {name}", "give at least 1")
+        if limit is not None and limit > rows:
+            what = f"{limit} rows of a source that has {rows}: none is taken twice"
+            raise _refused(what, "validation limit", "lower it, or leave it out for all rows")
+        if global_batch_size % data_parallel_size:
+            what = f"{global_batch_size} rows over {data_parallel_size} data-parallel ranks"
+            raise _refused(what, "validation global_batch_size", "make it a multiple of data_parallel_size")
+        self.total_samples = rows if limit is None else limit
+        self._size, self._ranks = global_batch_size, data_parallel_size
+
+    @property
+    def total_steps(self) -> int:
+        """Global batches of the validation."""
+        return -(-self.total_samples // self._size)
+
+    def batch_at(self, consumed_samples: int) -> GlobalBatch | None:
+        """The global batch that comes after so many samples; None at the end (R-ORDER-7)."""
+        if consumed_samples >= self.total_samples:
+            return None
+        end = min(consumed_samples + self._size, self.total_samples)
+        rows = list(range(consumed_samples, end))
+        missing = -len(rows) % self._ranks
+        return GlobalBatch(
+            step=consumed_samples // self._size,
+            samples=tuple(Sample(0, row, 0) for row in rows + rows[-1:] * missing),
+            weights=(1.0,) * len(rows) + (0.0,) * missing,
+            consumed_samples=end,
+        )
+
+
+def shuffled(rows: int, *, seed: int, source: int, epoch: int) -> NDArray[np.int64]:
+    """The rows of one epoch in the order `shuffle`, [rows] int64 (R-ORDER-4): no library's generator, so the same for ever."""
+    base = _mixed(_mixed(_mixed(seed) ^ source) ^ epoch)
+    keys = np.arange(rows, dtype=np.uint64) ^ np.uint64(base)
+    keys += np.uint64(0x9E3779B97F4A7C15)
+    keys = (keys ^ (keys >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    keys = (keys ^ (keys >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    keys ^= keys >> np.uint64(31)
+    return np.argsort(keys)  # mixing is one to one, so no two are equal
+
+
+class _Blend:
+    """Which source each sample of a blend comes from, and the how manieth of that source it is."""
+
+    def __init__(self, weights: tuple[float, ...]) -> None:
+        given = np.array(weights, dtype=np.float64)
+        self._weights: list[float] = (given / np.sum(given)).tolist()  # as megatron.core.datasets.utils.normalize
+        self._counts = [0] * len(weights)
+        self._next = 0
+
+    def take(self, start: int, count: int) -> list[tuple[int, int]]:
+        """Source and number within it of samples `start` to before `start + count`."""
+        if start < self._next:
+            self._counts, self._next = [0] * len(self._weights), 0
+        for _ in itertools.islice(self._draw(), start - self._next):
+            pass
+        return list(itertools.islice(self._draw(), count))
+
+    def _draw(self) -> Iterator[tuple[int, int]]:
+        weights, counts = self._weights, self._counts
+        others = range(1, len(weights))
+        while True:
+            number = max(self._next, 1)
+            chosen, most = 0, weights[0] * number - counts[0]
+            for source in others:
+                error = weights[source] * number - counts[source]
+                if error > most:
+                    chosen, most = source, error
+            taken = counts[chosen]
+            counts[chosen] += 1
+            self._next += 1
+            yield chosen, taken
+
+
+def _check_rows(rows: tuple[int, ...], settings: OrderSettings) -> None:
+    weights = settings.weights
+    if len(rows) != (1 if weights is None else len(weights)):
+        have = "no weights" if weights is None else f"{len(weights)} weights"
+        mend = "give one weight for each source, or open the files end to end as one source"
+        raise _refused(f"{len(rows)} sources with {have}", "weights", mend)
+    if min(rows) < 1:
+        raise _refused("a source without a row", f"source {rows.index(min(rows))}", "leave it out")
+    size, ranks = settings.global_batch_size, settings.data_parallel_size
+    if settings.last_batch != "wrap" and rows[0] < size:
+        what = f"{rows[0]} rows are no global batch of {size}, and what fills none is not trained on"
+        raise _refused(what, "last_batch", "say wrap, or make the global batch smaller")
+    if settings.kind in _CYCLIC and rows[0] < ranks:
+        what = f"{rows[0]} rows for {ranks} data-parallel ranks"
+        raise _refused(what, settings.kind, "give at least one row to each rank")
+    if settings.kind == "megatron-cyclic" and rows[0] % ranks:
+        what = f"{rows[0]} rows over {ranks} data-parallel ranks: Megatron-LM's sampler lets its ranks fall out of step there"
+        raise _refused(
+            what, settings.kind, "choose megatron-cyclic-sharded or shuffle, or a number of rows that dp divides"
+        )
+
+
+def _mixed(value: int) -> int:
+    """SplitMix64 of one word."""
+    value = (value + 0x9E3779B97F4A7C15) & _WORD
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _WORD
+    return value ^ (value >> 31)
+
+
+def _torch_permutation(count: int, epoch: int) -> NDArray[np.int64]:
+    permutation: NDArray[np.int64] = torch.randperm(count, generator=torch.Generator().manual_seed(epoch)).numpy()
+    return permutation
+
+
+def _refused(what: str, where: str, mend: str) -> PackproofError:
+    return PackproofError(what=what, where=where, mend=mend)

@@ -1,0 +1,89 @@
+"""Which row comes when: epochs, shuffling, blends and the last batch, as a person would write them (SPEC section 19)."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+
+Sample = tuple[int, int, int]
+"""Source, row of it and epoch of it, all from 0."""
+
+MOST_SOURCES = 7
+"""Up to so many weights are added from left to right, as numpy adds them; more are added in another order there."""
+
+
+class OrderError(ValueError):
+    """An order that cannot be had: says why, and how to mend it."""
+
+
+def epoch_rows(rows: int, *, kind: str, seed: int | None, source: int, epoch: int) -> list[int]:
+    """The rows of one epoch of one source, in order. R-ORDER-1, R-ORDER-4."""
+    if kind == "sequential":
+        return list(range(rows))
+    if kind == "shuffle" and seed is not None:
+        return sorted(range(rows), key=lambda row: mix(mix(mix(mix(seed) ^ source) ^ epoch) ^ row))
+    raise OrderError(f"the order {kind!r} with the seed {seed}; take sequential, or shuffle with a seed")
+
+
+def mix(value: int) -> int:
+    """SplitMix64: one to one on 64-bit words, so no two rows share a key. R-ORDER-4."""
+    word = 2**64
+    value = (value + 0x9E3779B97F4A7C15) % word
+    value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 % word
+    value = (value ^ (value >> 27)) * 0x94D049BB133111EB % word
+    return value ^ (value >> 31)
+
+
+def one_source(
+    rows: int,
+    *,
+    kind: str,
+    seed: int | None,
+    global_batch_size: int,
+    last_batch: str,
+    max_epochs: int | None = None,
+    source: int = 0,
+) -> Iterator[Sample]:
+    """Sample after sample, epoch after epoch. R-ORDER-1, R-ORDER-3, R-ORDER-4."""
+    if last_batch != "wrap" and rows < global_batch_size:
+        raise OrderError(f"{rows} rows are no global batch of {global_batch_size}; wrap, or make it smaller")
+    given = 0
+    for epoch in itertools.count():
+        is_over = max_epochs is not None and epoch >= max_epochs
+        for place, row in enumerate(epoch_rows(rows, kind=kind, seed=seed, source=source, epoch=epoch)):
+            if is_over and given % global_batch_size == 0:
+                return  # the last batch is full
+            if last_batch != "wrap" and place >= rows // global_batch_size * global_batch_size:
+                if last_batch == "stop":
+                    return
+                break
+            yield source, row, epoch
+            given += 1
+
+
+def blend(rows: Sequence[int], weights: Sequence[float], *, kind: str, seed: int | None) -> Iterator[Sample]:
+    """The sources in turn, each sample from the one that lags most behind its weight. R-ORDER-6."""
+    if len(weights) > MOST_SOURCES:
+        raise OrderError(f"{len(weights)} sources; this side adds up to {MOST_SOURCES} weights as numpy does")
+    total = 0.0
+    for weight in weights:  # not sum(), which rounds otherwise
+        total += weight
+    streams = [
+        one_source(count, kind=kind, seed=seed, global_batch_size=1, last_batch="wrap", source=source)
+        for source, count in enumerate(rows)
+    ]
+    taken = [0] * len(rows)
+    for number in itertools.count():
+        lags = [weight / total * max(number, 1) - count for weight, count in zip(weights, taken, strict=True)]
+        source = lags.index(max(lags))  # of equal ones the first
+        taken[source] += 1
+        yield next(streams[source])
+
+
+def global_batches(samples: Iterator[Sample], global_batch_size: int, consumed_samples: int) -> Iterator[list[Sample]]:
+    """The global batches that come after so many samples. R-ORDER-2."""
+    if consumed_samples % global_batch_size:
+        raise OrderError(f"{consumed_samples} samples are no number of global batches of {global_batch_size}")
+    rest = itertools.islice(samples, consumed_samples, None)
+    while batch := list(itertools.islice(rest, global_batch_size)):
+        yield batch
