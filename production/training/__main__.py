@@ -1,0 +1,105 @@
+"""`python -m production.training --config job.yaml [--dry-run] [--print-config] key=value …`: one process of a training job, started by torchrun."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from production.errors import PackproofError
+from production.training.config import Job, device_here, load, missing_files, notes, plan, print_config, refusals
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a job, or say what it would do. Exit status: 0 done, 2 the configuration was refused; a failing run raises."""
+    options = _parser().parse_intermixed_args(arguments)
+    dumped = [f"logger.dump_batch_steps={sorted(set(options.dump_batch))}"] if options.dump_batch else []
+    try:
+        job = load(options.config, [*options.overrides, *dumped])
+    except PackproofError as error:
+        return _refuse([error])
+    if options.print_config:
+        print(print_config(job), end="")
+    if options.dry_run:
+        return _dry_run(job, options.world_size)
+    return 0 if options.print_config else _run(job)
+
+
+def _dry_run(job: Job, world_size: int | None) -> int:
+    """Validate at any world size, with no machine and no process group, and print the plan."""
+    ranks = world_size if world_size is not None else _world_size(job)
+    found = refusals(job, ranks)
+    if found:
+        return _refuse(found, f" against this job on {ranks} ranks")
+    print(plan(job, ranks).text(), end="")
+    for note in (*notes(job, ranks), *(missing.what for missing in missing_files(job))):
+        print(f"note: {note}")
+    return 0
+
+
+def _run(job: Job) -> int:
+    """Refuse what must not run, on every rank alike, before anything is started; then run it."""
+    try:
+        found = [*refusals(job, int(os.environ.get("WORLD_SIZE", "1")), device=device_here(job)), *missing_files(job)]
+    except PackproofError as error:
+        return _refuse([error])
+    if found:
+        return _refuse(found, " against this job")
+    os.environ.update(job.megatron.env_vars)
+    # Imported here: reading a configuration needs neither torch.distributed nor a model.
+    from production.training.loop import run  # noqa: PLC0415
+
+    run(job)
+    return 0
+
+
+def _refuse(found: Sequence[PackproofError], against: str = "") -> int:
+    if os.environ.get("RANK", "0") == "0":
+        for refusal in found:
+            print(f"refused: {refusal}", file=sys.stderr)
+        if against:
+            print(f"{len(found)} reason{'s' if len(found) > 1 else ''}{against}", file=sys.stderr)
+    return 2
+
+
+def _world_size(job: Job) -> int:
+    """What torchrun started, else what the cluster section says, else one replica of the model."""
+    if "WORLD_SIZE" in os.environ:
+        return int(os.environ["WORLD_SIZE"])
+    if job.cluster.num_nodes is not None and job.cluster.gpus_per_node is not None:
+        return job.cluster.num_nodes * job.cluster.gpus_per_node
+    megatron = job.megatron
+    return megatron.tensor_model_parallel_size * megatron.context_parallel_size * megatron.pipeline_model_parallel_size
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m production.training", description="SFT on packed rows.")
+    parser.add_argument(
+        "--config", action="append", required=True, help="YAML file; several are laid over each other in order"
+    )
+    parser.add_argument(
+        "--print-config", action="store_true", help="print the resolved configuration with the source of each value"
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="validate and print the plan; no machine, no process group"
+    )
+    parser.add_argument(
+        "--world-size",
+        type=int,
+        help="ranks of a dry run; default: WORLD_SIZE, else the cluster section, else one replica",
+    )
+    parser.add_argument(
+        "--dump-batch",
+        type=int,
+        action="append",
+        default=[],
+        metavar="STEP",
+        help="dump what each rank feeds in this step",
+    )
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides, such as policy.precision=float32")
+    return parser
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

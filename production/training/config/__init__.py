@@ -1,0 +1,29 @@
+"""The configuration of a training job: YAML into strict frozen dataclasses, and every set-up refusal (SPEC section 18)."""
+
+from production.training.config.data import CHAT, PACKED, Data, DataFile, Dataset, DatasetDefaults
+from production.training.config.job import Job, Source
+from production.training.config.loading import load
+from production.training.config.model import Model
+from production.training.config.planning import Plan, plan
+from production.training.config.policy import MegatronCfg, Policy, Scheduler, SequencePacking, Tokenizer
+from production.training.config.printing import print_config
+from production.training.config.refusal import ConfigRefused, SetupRefused
+from production.training.config.sections import Checkpointing, Cluster, Logger, Loss, Sft
+from production.training.config.settings import (
+    ddp_options,
+    model_settings,
+    multi_token_depths,
+    optimizer_options,
+    order_settings,
+    row_settings,
+    sizes,
+    transformer_options,
+)
+from production.training.config.validation import device_here, missing_files, notes, refusals, validate
+
+__all__ = [
+    "CHAT", "PACKED", "Checkpointing", "Cluster", "ConfigRefused", "Data", "DataFile", "Dataset", "DatasetDefaults", "Job",
+    "Logger", "Loss", "MegatronCfg", "Model", "Plan", "Policy", "Scheduler", "SequencePacking", "SetupRefused", "Sft",
+    "Source", "Tokenizer", "ddp_options", "device_here", "load", "missing_files", "model_settings", "multi_token_depths", "notes", "optimizer_options",
+    "order_settings", "plan", "print_config", "refusals", "row_settings", "sizes", "transformer_options", "validate",
+]  # fmt: skip

@@ -1,0 +1,219 @@
+"""Plain values into the sections: every key known, every type the declared one, no value guessed (SPEC R-SETUP-1)."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import types
+import typing
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from production.training.config.data import DataFile, Dataset
+from production.training.config.job import Job, Source
+from production.training.config.options import check_option, option_fields
+from production.training.config.overlay import MISSING, Overlay, defaults
+from production.training.config.policy import MegatronCfg, Switch
+from production.training.config.reading import leaves
+from production.training.config.refusal import ConfigRefused, nearest
+
+_WANTED = {bool: "true or false", int: "a whole number", float: "a number", str: "a word"}
+_PASSED_ON = {"transformer", "optimizer", "distributed_data_parallel_config"}
+
+
+class Builder:
+    """Builds sections from an overlay's plain values; ConfigRefused names the dotted key and the line that set it."""
+
+    def __init__(self, overlay: Overlay) -> None:
+        self._overlay = overlay
+        self._where = overlay.where
+
+    def section[T](self, kind: type[T], values: Any, key: str) -> T:
+        """One section; `key` is its dotted key, empty for the whole job."""
+        hints = typing.get_type_hints(kind)
+        names = [each.name for each in dataclasses.fields(kind) if each.name != "sources"]  # type: ignore[arg-type]
+        found: dict[str, Any] = {}
+        for name in names:
+            full = f"{key}.{name}" if key else name
+            if isinstance(hints[name], type) and dataclasses.is_dataclass(hints[name]):
+                found[name] = self.section(hints[name], values[name], full)
+            else:
+                found[name] = self.value(hints[name], values[name], full)
+                if name in _PASSED_ON and kind is MegatronCfg:
+                    self._check_options(name, found[name], full)
+        return kind(**found)
+
+    def check_keys(self, kind: type, values: Any, key: str = "") -> None:
+        """Refuse keys that no section has, before anything is resolved: the nearest valid one is named (SPEC R-SETUP-1)."""
+        if not isinstance(values, Mapping):
+            what = f"{key} is {_shown(values)}, where a section stands"
+            raise self._refuse("wrong_type", key, what, "indent its keys below it, or take it out")
+        hints = typing.get_type_hints(kind)
+        names = [each.name for each in dataclasses.fields(kind) if each.name != "sources"]
+        for name, value in values.items():
+            full = f"{key}.{name}" if key else name
+            if name in names:
+                if isinstance(hints[name], type) and dataclasses.is_dataclass(hints[name]):
+                    self.check_keys(hints[name], value, full)
+            elif not (kind is Switch or (kind is MegatronCfg and name in option_fields("transformer"))):
+                raise self.unknown(full, key, names)
+
+    def unknown(self, full: str, key: str, names: list[str]) -> ConfigRefused:
+        """The refusal of a key that is none: the nearest in its section, else one of that name elsewhere."""
+        name = full[len(key) + 1 :] if key else full
+        like = nearest(name, names, cutoff=0.6)
+        elsewhere = [each for each in _all_keys() if each.rpartition(".")[2] == name]
+        close = (f"{key}.{like}" if key else like) if like else next(iter(elsewhere), None)
+        if close is None:
+            close = nearest(full, _all_keys()) or names[0]
+        what = f"{full} is no key of a job; the nearest is {close}"
+        return self._refuse("unknown_key", full, what, f"write {close}, or take it out")
+
+    def refuse_twice(self, key: str, again: str) -> None:
+        """Refuse an option that stands in `megatron_cfg` and again below `transformer`."""
+        what = f"{key} is set again as {again} at {self._where(again)}"
+        raise self._refuse("set_twice", key, what, "keep one of the two")
+
+    def value(self, hint: Any, value: Any, key: str) -> Any:
+        """`value` if it is what `hint` declares, else ConfigRefused."""
+        origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+        if origin in {types.UnionType, typing.Union}:
+            rest = [each for each in arguments if each is not type(None)]
+            return None if value is None else self.value(rest[0], value, key)
+        if origin is typing.Literal:
+            if value in arguments and isinstance(value, str):
+                return value
+            like = nearest(str(value), arguments)
+            what = f"{key} is {_shown(value)}; the nearest valid word is {like}"
+            raise self._refuse("no_choice", key, what, f"write one of {', '.join(arguments)}")
+        if origin is tuple:
+            by_entry = {Dataset: self._datasets, DataFile: self._files}
+            return (
+                by_entry[arguments[0]](value, key)
+                if arguments[0] in by_entry
+                else self._tuple(arguments[0], value, key)
+            )
+        if origin in {Mapping, typing.get_origin(Mapping[str, Any])}:
+            return self._mapping(arguments[1], value, key)
+        if dataclasses.is_dataclass(hint) and isinstance(hint, type):
+            self.check_keys(hint, value, key)
+            return self.section(hint, {**defaults(hint), **value}, key)
+        if hint is Any:
+            return value
+        return self._scalar(hint, value, key)
+
+    def _scalar(self, hint: Any, value: Any, key: str) -> Any:
+        if hint is float and isinstance(value, int | float) and not isinstance(value, bool):
+            if not math.isfinite(value):
+                raise self._refuse("wrong_type", key, f"{key} is {value}", "give a finite number")
+            return float(value)
+        if type(value) is hint:
+            return value
+        wanted = _WANTED[hint]
+        what = f"{key} is {_shown(value)}, where {wanted} is wanted"
+        quoted = hint is str and isinstance(value, bool | int | float)
+        mend = f'write "{value}" in quotes if the word is meant' if quoted else f"give {wanted}"
+        if value == "None":
+            mend = "write null if it should be absent"
+        raise self._refuse("wrong_type", key, what, mend)
+
+    def _tuple(self, hint: Any, value: Any, key: str) -> tuple[Any, ...]:
+        if not isinstance(value, list):
+            raise self._refuse("wrong_type", key, f"{key} is {_shown(value)}, where a list is wanted", "give a list")
+        return tuple(self.value(hint, each, f"{key}[{index}]") for index, each in enumerate(value))
+
+    def _datasets(self, value: Any, key: str) -> tuple[Dataset, ...]:
+        """One dataset or a list of them, each with `data.default` filled in."""
+        if isinstance(value, list):
+            return tuple(self._dataset(each, f"{key}[{index}]") for index, each in enumerate(value))
+        return () if value is None else (self._dataset(value, key),)
+
+    def _dataset(self, value: Any, key: str) -> Dataset:
+        self.check_keys(Dataset, value, key)
+        filled = dict(value)
+        for name, given in self._overlay.values["data"]["default"].items():
+            if name not in filled and given is not None:
+                filled[name] = given
+                source = self._overlay.sources.get(f"data.default.{name}")
+                if source is not None:
+                    self._overlay.sources[f"{key}.{name}"] = source
+        if filled.get("megatron_sft_context_parallel_size") is None:
+            place = "policy.megatron_cfg.context_parallel_size"
+            filled["megatron_sft_context_parallel_size"] = self._overlay.values["policy"]["megatron_cfg"][
+                "context_parallel_size"
+            ]
+            self._overlay.sources[f"{key}.megatron_sft_context_parallel_size"] = Source(kind="derived", place=place)
+        filled = {**defaults(Dataset), **filled}
+        missing_values(filled, self._where, prefix=f"{key}.")
+        return self.section(Dataset, filled, key)
+
+    def _files(self, value: Any, key: str) -> tuple[DataFile, ...]:
+        """A path, a list of paths, or a list of `{path, weight}`."""
+        if isinstance(value, str):
+            return (DataFile(path=value),)
+        if not isinstance(value, list) or not value:
+            what = f"{key} is {_shown(value)}, where a path or a list of paths is wanted"
+            raise self._refuse("wrong_type", key, what, "give a path, a list of paths, or a list of {path, weight}")
+        found: list[DataFile] = []
+        for index, each in enumerate(value):
+            full = f"{key}[{index}]"
+            if isinstance(each, str):
+                found.append(DataFile(path=each))
+            else:
+                self.check_keys(DataFile, each, full)
+                filled = {**defaults(DataFile), **each}
+                missing_values(filled, self._where, prefix=f"{full}.")
+                found.append(self.section(DataFile, filled, full))
+        return tuple(found)
+
+    def _mapping(self, hint: Any, value: Any, key: str) -> dict[str, Any]:
+        if not isinstance(value, Mapping):
+            what = f"{key} is {_shown(value)}, where a mapping is wanted"
+            raise self._refuse("wrong_type", key, what, "indent its keys below it, or take it out")
+        return {name: self.value(hint, each, f"{key}.{name}") for name, each in value.items()}
+
+    def _check_options(self, kind: Any, given: Mapping[str, Any], key: str) -> None:
+        for name, value in given.items():
+            full = f"{key}.{name}"
+            check_option(kind, name, value, key=full, where=self._where(full))
+
+    def _refuse(self, kind: str, key: str, what: str, mend: str) -> ConfigRefused:
+        return ConfigRefused(kind=kind, key=key, what=what, where=self._where(key), mend=mend)
+
+
+def missing_values(values: Any, where: Callable[[str], str], *, prefix: str = "") -> None:
+    """Refuse what must be set and is not, all of it at once (SPEC R-SETUP-3)."""
+    unset = [key for key, value in leaves(values) if value == MISSING]
+    if unset:
+        keys = [prefix + key for key in unset]
+        what = f"{', '.join(keys)} must be set" if len(keys) < 2 else f"{', '.join(keys)} must all be set"
+        mend = f"write it into the file, lay the file over a base (`defaults: base.yaml`), or add {keys[0]}=…"
+        raise ConfigRefused(kind="missing", key=keys[0], what=what, where=where(keys[0]), mend=mend)
+
+
+def _all_keys() -> list[str]:
+    return list(_keys_of(Job, ""))
+
+
+def _keys_of(kind: type, key: str) -> Iterator[str]:
+    hints = typing.get_type_hints(kind)
+    for each in dataclasses.fields(kind):
+        if each.name == "sources":
+            continue
+        full = f"{key}.{each.name}" if key else each.name
+        inner = [
+            hint for hint in (hints[each.name], *typing.get_args(hints[each.name])) if dataclasses.is_dataclass(hint)
+        ]
+        yield full
+        for hint in inner:
+            yield from _keys_of(typing.cast("type", hint), full)
+
+
+def _shown(value: Any) -> str:
+    return (
+        "null"
+        if value is None
+        else f"a {'mapping' if isinstance(value, dict) else 'list'}"
+        if isinstance(value, dict | list)
+        else repr(value)
+    )

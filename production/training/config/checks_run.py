@@ -1,0 +1,145 @@
+"""Set-up refusals on the course of a run: steps, schedule, checkpoints, where the weights come from (SPEC R-SETUP-15 to 18)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from production.training.config.checks_setup import Setup
+from production.training.config.refusal import SetupRefused
+from production.training.config.settings import uses_distributed_optimizer
+
+_MEGATRON = "policy.megatron_cfg"
+_OPTIMIZER = f"{_MEGATRON}.optimizer"
+_SCHEDULER = f"{_MEGATRON}.scheduler"
+_DURATION = re.compile(r"\d+:\d{1,2}:\d{1,2}:\d{1,2}")
+
+
+def check_steps(setup: Setup) -> Iterator[SetupRefused]:
+    """How long the job runs, and when it validates (R-SETUP-15)."""
+    job, sft = setup.job, setup.job.sft
+    if sft.max_num_steps is None and sft.max_num_epochs is None:
+        what = "nothing says when the job ends"
+        yield setup.refuse("endless", "sft.max_num_steps", what, "set sft.max_num_steps or sft.max_num_epochs")
+    sizes = {
+        "sft.max_num_steps": (sft.max_num_steps, 1), "sft.max_num_epochs": (sft.max_num_epochs, 1),
+        "sft.val_batches": (sft.val_batches, 1), "sft.val_period": (sft.val_period, 0), "sft.seed": (sft.seed, 0),
+        "logger.report_period": (job.logger.report_period, 1), "cluster.timeout_seconds": (job.cluster.timeout_seconds, 1),
+    }  # fmt: skip
+    for key, (size, least) in sizes.items():
+        if size is not None and size < least:
+            yield setup.refuse("size", key, f"{size} is too small", f"give {least} or more")
+    if (sft.val_period or sft.val_at_start or sft.val_at_end) and not job.data.validation:
+        key = "sft.val_period" if sft.val_period else "sft.val_at_start" if sft.val_at_start else "sft.val_at_end"
+        mend = "give data.validation a dataset, or set val_period 0, val_at_start and val_at_end false"
+        yield setup.refuse("no_validation", key, "validation without a validation dataset", mend)
+
+
+def check_schedule(setup: Setup) -> Iterator[SetupRefused]:
+    """Learning rate and its course, as megatron-core's scheduler can take them (R-SETUP-16)."""
+    job, schedule = setup.job, setup.job.megatron.scheduler
+    optimizer = job.megatron.optimizer
+    rate, least = float(optimizer["lr"] or 0.0), optimizer.get("min_lr")
+    if rate <= 0:
+        yield setup.refuse("schedule", f"{_OPTIMIZER}.lr", f"a learning rate of {optimizer['lr']}", "give one above 0")
+        return
+    if least is None and schedule.lr_decay_style != "constant":
+        what = f"{schedule.lr_decay_style} decay without a rate to end at"
+        yield setup.refuse("schedule", f"{_SCHEDULER}.lr_decay_style", what, f"set {_OPTIMIZER}.min_lr")
+    if least is not None and not 0 <= least <= rate:
+        what = f"it ends at {least} and begins at {rate}"
+        yield setup.refuse("schedule", f"{_OPTIMIZER}.min_lr", what, f"give at most {rate}, and 0 or more")
+    if not 0 <= schedule.lr_warmup_init <= rate:
+        what = f"warm-up from {schedule.lr_warmup_init} to {rate}"
+        yield setup.refuse("schedule", f"{_SCHEDULER}.lr_warmup_init", what, f"give at most {rate}")
+    decay = schedule.lr_decay_iters
+    if decay is None and schedule.lr_decay_style != "constant":
+        what = f"{schedule.lr_decay_style} decay of no known length, since sft.max_num_steps is not set"
+        yield setup.refuse("schedule", f"{_SCHEDULER}.lr_decay_iters", what, "set it, or sft.max_num_steps")
+    if schedule.lr_warmup_iters < 0 or (decay is not None and schedule.lr_warmup_iters >= max(1, decay)):
+        what = f"{schedule.lr_warmup_iters} steps of warm-up, where the rate has decayed after {decay}"
+        yield setup.refuse("schedule", f"{_SCHEDULER}.lr_warmup_iters", what, f"give fewer than {decay}, 0 or more")
+    if schedule.lr_decay_style == "WSD" and None in {schedule.lr_wsd_decay_style, schedule.lr_wsd_decay_iters}:
+        mend = f"set {_SCHEDULER}.lr_wsd_decay_style and lr_wsd_decay_iters"
+        yield setup.refuse("schedule", f"{_SCHEDULER}.lr_decay_style", "WSD without its final decay", mend)
+    first, last = schedule.start_weight_decay, schedule.end_weight_decay
+    if (
+        first is not None
+        and last is not None
+        and (first > last or (schedule.weight_decay_incr_style == "constant" and first != last))
+    ):
+        what = f"weight decay {schedule.weight_decay_incr_style} from {first} to {last}"
+        yield setup.refuse("schedule", f"{_SCHEDULER}.end_weight_decay", what, "make the two equal, or let it grow")
+
+
+def check_checkpoints(setup: Setup) -> Iterator[SetupRefused]:
+    """Checkpoints that can be written and read again (R-SETUP-17)."""
+    job, saved = setup.job, setup.job.checkpointing
+    if not saved.enabled:
+        return
+    if saved.save_period < 1:
+        yield setup.refuse(
+            "checkpoint", "checkpointing.save_period", f"every {saved.save_period} steps", "give 1 or more"
+        )
+    if saved.keep_top_k is not None and saved.keep_top_k < 1:
+        what, mend = f"{saved.keep_top_k} checkpoints kept", "give 1 or more, or null for all"
+        yield setup.refuse("checkpoint", "checkpointing.keep_top_k", what, mend)
+    metric = saved.metric_name
+    if metric is not None and not metric.startswith(("val:", "train:")):
+        what, mend = f"{metric!r} names no metric", "write val: or train: and the metric's name, such as val:val_loss"
+        yield setup.refuse("checkpoint", "checkpointing.metric_name", what, mend)
+    if metric is not None and metric.startswith("val:") and not job.sft.val_period:
+        what, mend = f"{metric} of a job that never validates on the way", "set sft.val_period, or metric_name to null"
+        yield setup.refuse("checkpoint", "checkpointing.metric_name", what, mend)
+    if saved.checkpoint_must_save_by is not None and not _DURATION.fullmatch(saved.checkpoint_must_save_by):
+        what, mend = (
+            f"{saved.checkpoint_must_save_by!r} is no duration",
+            'write "days:hours:minutes:seconds", in quotes',
+        )
+        yield setup.refuse("checkpoint", "checkpointing.checkpoint_must_save_by", what, mend)
+    if saved.save_optimizer and uses_distributed_optimizer(job) and setup.device == "cpu":
+        if saved.optimizer_format != "dp_reshardable":
+            what = f"{saved.optimizer_format} of the distributed optimizer, which fails over gloo"
+            yield setup.refuse("checkpoint", "checkpointing.optimizer_format", what, "set it to dp_reshardable")
+        elif job.megatron.pipeline_model_parallel_size > 1:
+            what = "the distributed optimizer's state over several pipeline stages, which fails over gloo"
+            mend = f"take the plain optimizer ({_OPTIMIZER}.use_distributed_optimizer=false), or one stage"
+            yield setup.refuse("checkpoint", f"{_OPTIMIZER}.use_distributed_optimizer", what, mend)
+
+
+def check_start(setup: Setup) -> Iterator[SetupRefused]:
+    """Where the weights come from, and the shape that must be known (R-SETUP-18)."""
+    model, policy = setup.job.model, setup.job.policy
+    if model.initial == "huggingface" and model.initial_path is None and policy.model_name is None:
+        what, mend = "weights from Hugging Face without a name", "set it, or policy.model_name"
+        yield setup.refuse("start", "model.initial_path", what, mend)
+    if model.initial == "megatron" and model.initial_path is None:
+        yield setup.refuse("start", "model.initial_path", "weights from a checkpoint without a folder", "set it")
+    if model.initial == "scratch" and model.initial_path is not None:
+        what, mend = "a path of weights that are drawn", "take it out, or set model.initial to megatron or huggingface"
+        yield setup.refuse("start", "model.initial_path", what, mend)
+    needed = ("hidden_size", "num_attention_heads") + (() if model.hybrid_layer_pattern else ("num_layers",))
+    unset = [f"model.{name}" for name in needed if not getattr(model, name)]
+    if unset:
+        what, mend = (
+            f"{', '.join(unset)} must be set: the model is built before weights are loaded",
+            "set what it names",
+        )
+        yield setup.refuse("shape", unset[0], what, mend)
+    if (model.architecture == "hybrid") != (model.hybrid_layer_pattern is not None):
+        what = (
+            f"architecture {model.architecture} {'without' if model.hybrid_layer_pattern is None else 'with'} a pattern"
+        )
+        yield setup.refuse("shape", "model.hybrid_layer_pattern", what, "give a pattern to hybrid, and to hybrid only")
+    if model.hybrid_layer_pattern is not None:
+        layers = len(model.hybrid_layer_pattern.split("/")[0].replace("|", ""))
+        if model.num_layers is not None and model.num_layers != layers:
+            what = f"{model.num_layers} layers, where model.hybrid_layer_pattern has {layers}"
+            yield setup.refuse("shape", "model.num_layers", what, "take it out: the pattern says it")
+        depths, said = model.hybrid_layer_pattern.count("/"), setup.job.megatron.mtp_num_layers
+        if said is not None and said != depths:
+            what = f"{said} multi-token depths, where model.hybrid_layer_pattern has {depths}"
+            yield setup.refuse("shape", f"{_MEGATRON}.mtp_num_layers", what, "take it out: the pattern says it")
+    for name in ("hidden_dropout", "attention_dropout"):
+        if not 0 <= getattr(model, name) < 1:
+            yield setup.refuse("shape", f"model.{name}", f"{getattr(model, name)} is no share", "give one in [0, 1)")

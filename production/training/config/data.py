@@ -1,0 +1,102 @@
+"""What is trained on: files, how their rows are made, and in which order they come."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+PACKED = "megatron_sft_packed"
+"""`dataset_name` of rows that were packed ahead of time: the direct path."""
+CHAT = "openai_format"
+"""`dataset_name` of ordinary chat JSONL, one conversation a line: the online path."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataFile:
+    """One file of a dataset."""
+
+    path: str
+    """Path of the JSON-lines file, plain, `.gz` or `.zst`; relative to where the job is started."""
+    weight: float | None = None
+    """Share of this file's rows in a blend, > 0; no file with one: the files are read end to end."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DatasetDefaults:
+    """Section `data.default`: what a dataset takes where it does not say itself. The fields are those of `Dataset`."""
+
+    dataset_name: Literal["megatron_sft_packed", "openai_format"] | None = None
+    """Kind of dataset; None: each dataset must say."""
+    chat_key: str = "messages"
+    """Key of a line that holds the list of messages."""
+    on_bad_row: Literal["error", "skip"] = "error"
+    """What an unreadable line does: stop the job, or be left out, counted and listed (SPEC R-FILE-8)."""
+    semantics: str = "megatron-lm-0.19"
+    """Preset of SPEC section 7, optionally with overrides: `strict,lost_conversations=refuse`."""
+    megatron_sft_prompt_format: Literal["nemotron-nano-v2", "nemotron-h-aligned", "identity", "default"] | None = None
+    """Prompt format of SPEC section 3; required for packed rows."""
+    megatron_sft_pad_token: str | None = None
+    """Pad token; None: the format's."""
+    megatron_sft_assistant_prefix_len: int | None = None
+    """Tokens of an assistant turn that are not trained; None: the format's."""
+    megatron_sft_context_parallel_size: int | None = None
+    """Context parallel size that rows are laid out for; None: derived, `policy.megatron_cfg.context_parallel_size`. Must equal it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dataset:
+    """One entry of `data.train` or `data.validation`, with `data.default` already filled in."""
+
+    dataset_name: Literal["megatron_sft_packed", "openai_format"]
+    """`megatron_sft_packed`: rows packed ahead of time, direct path. `openai_format`: one conversation a line, online path."""
+    data_path: tuple[DataFile, ...]
+    """In YAML a path, a list of paths, or a list of `{path, weight}`."""
+    chat_key: str = "messages"
+    """Key of a line that holds the list of messages."""
+    on_bad_row: Literal["error", "skip"] = "error"
+    """What an unreadable line does (SPEC R-FILE-8)."""
+    semantics: str = "megatron-lm-0.19"
+    """Preset of SPEC section 7, optionally with overrides."""
+    megatron_sft_prompt_format: Literal["nemotron-nano-v2", "nemotron-h-aligned", "identity", "default"] | None = None
+    """Prompt format of SPEC section 3; None only where the dataset is not packed (then the tokenizer's chat template)."""
+    megatron_sft_pad_token: str | None = None
+    """Pad token; None: the format's."""
+    megatron_sft_assistant_prefix_len: int | None = None
+    """Tokens of an assistant turn that are not trained; None: the format's."""
+    megatron_sft_context_parallel_size: int = 1
+    """Context parallel size that rows are laid out for; derived from `policy.megatron_cfg` where nothing else is said."""
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether the rows were packed ahead of time."""
+        return self.dataset_name == PACKED
+
+
+@dataclass(frozen=True, kw_only=True)
+class Data:
+    """Section `data`. A split is one dataset or a list of them."""
+
+    train: tuple[Dataset, ...]
+    """Datasets trained on, one after the other within an epoch; a packed one stands alone."""
+    validation: tuple[Dataset, ...] = ()
+    """Datasets validated on; none: no validation."""
+    default: DatasetDefaults = DatasetDefaults()
+    """What both take where they do not say themselves."""
+    shuffle: bool = False
+    """False: file order, as Megatron-LM's sampler (`indices[i % n]`). True: a new seeded order each epoch, the same on every rank."""
+    seed: int | None = None
+    """Seed of the shuffle, 0 or more; None: derived, `sft.seed`."""
+    order: Literal["sequential", "shuffle", "megatron-cyclic", "megatron-cyclic-sharded"] | None = None
+    """Order of SPEC section 19; None: derived from `shuffle`."""
+    last_batch: Literal["drop", "wrap"] = "drop"
+    """Where an epoch ends inside a global batch: its last rows are left out (Megatron-LM), or the next epoch fills it up (SPEC R-ORDER-3)."""
+    num_workers: int = 1
+    """Processes of this rank that prepare rows ahead; 0: in the training process. Losses do not depend on it."""
+    prefetch: int = 8
+    """Microbatches prepared ahead per rank."""
+    cache_folder: str | None = None
+    """Where indices of files are kept; None: beside the file, else the user's cache (SPEC R-FILE-3)."""
+    verify_files: bool = False
+    """Whether an index is compared with all bytes of its file, not only size, time and samples (SPEC R-FILE-4)."""
+    max_input_seq_length: int | None = None
+    """Tokens that a conversation of the online path may have; None: derived, `policy.max_total_sequence_length`. Longer ones are refused."""

@@ -1,0 +1,140 @@
+"""megatron-core's own options by name: each key is held against the fields of the installed class, each value against its annotation."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import enum
+import functools
+import types
+import typing
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal
+
+import torch
+
+from production.training.config.refusal import ConfigRefused, nearest
+
+Kind = Literal["transformer", "optimizer", "distributed_data_parallel_config"]
+
+_DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_UNSUITED = object()
+
+
+@functools.cache
+def option_fields(kind: Kind) -> dict[str, Any]:
+    """Name to annotation of every field of megatron-core's class for `kind` (private ones left out)."""
+    chosen = option_class(kind)
+    hints = typing.get_type_hints(chosen)
+    return {each.name: hints[each.name] for each in dataclasses.fields(chosen) if not each.name.startswith("_")}
+
+
+def option_class(kind: Kind) -> Any:
+    """megatron-core's class for `kind`."""
+    # Imported here: megatron-core takes seconds, and its absence of kernels is no news to who reads a configuration.
+    with quiet():
+        from megatron.core.distributed import DistributedDataParallelConfig  # noqa: PLC0415
+        from megatron.core.optimizer import OptimizerConfig  # noqa: PLC0415
+        from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: PLC0415
+
+    return {
+        "transformer": TransformerConfig,
+        "optimizer": OptimizerConfig,
+        "distributed_data_parallel_config": DistributedDataParallelConfig,
+    }[kind]
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """megatron-core warns of absent kernels when it is imported and whenever a configuration is made; here nothing is run."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def check_option(kind: Kind, name: str, value: Any, *, key: str, where: str) -> None:
+    """Refuse a name that the installed class lacks, or a value that its annotation does not take (SPEC R-SETUP-4)."""
+    fields = option_fields(kind)
+    if name not in fields:
+        like = nearest(name, fields) or ""
+        what = f"{key} is no option of the installed megatron-core; the nearest is {key[: -len(name)]}{like}"
+        raise ConfigRefused(kind="unknown_key", key=key, what=what, where=where, mend=f"write {like}, or take it out")
+    if _converted(fields[name], value) is _UNSUITED:
+        written = _readable(fields[name])
+        if written == "a function":
+            what, mend = (
+                f"{key} is a function, which a file cannot hold",
+                "take it out; model.activation names a function",
+            )
+        else:
+            what, mend = f"{key} is {value!r}, where megatron-core wants {written}", f"give {written}"
+        raise ConfigRefused(kind="wrong_type", key=key, what=what, where=where, mend=mend)
+
+
+def converted(kind: Kind, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The options as megatron-core takes them: dtypes, enumerations and tuples in place of words and lists."""
+    fields = option_fields(kind)
+    return {name: _converted(fields[name], value) for name, value in given.items()}
+
+
+def dtype(name: str) -> torch.dtype:
+    """The torch dtype called `name`."""
+    return _DTYPES[name]
+
+
+def _converted(hint: Any, value: Any) -> Any:
+    """`value` as `hint` wants it, or `_UNSUITED`."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if hint is type(None):
+        return None if value is None else _UNSUITED
+    if origin in {typing.Union, types.UnionType}:
+        return next((got for each in arguments if (got := _converted(each, value)) is not _UNSUITED), _UNSUITED)
+    if origin is typing.Literal:
+        return next((each for each in arguments if each == value and type(each) is type(value)), _UNSUITED)
+    if hint is torch.dtype:
+        return _DTYPES.get(str(value).removeprefix("torch."), _UNSUITED)
+    if origin in {list, tuple} or hint in {list, tuple}:
+        return _sequence(origin or hint, arguments, value)
+    if isinstance(hint, type) and issubclass(hint, enum.Enum):
+        return next((each for each in hint if isinstance(value, str) and each.name == value), _UNSUITED)
+    if hint is float:
+        return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else _UNSUITED
+    if hint in {int, str, bool}:
+        return value if type(value) is hint else _UNSUITED
+    return _UNSUITED
+
+
+def _sequence(kind: type, arguments: tuple[Any, ...], value: Any) -> Any:
+    if not isinstance(value, list | tuple):
+        return _UNSUITED
+    if not arguments:
+        return kind(value)
+    endless = kind is list or arguments[-1] is Ellipsis
+    hints = [arguments[0]] * len(value) if endless else list(arguments)
+    if len(hints) != len(value):
+        return _UNSUITED
+    found = [_converted(hint, each) for hint, each in zip(hints, value, strict=True)]
+    return _UNSUITED if any(each is _UNSUITED for each in found) else kind(found)
+
+
+def _readable(hint: Any) -> str:
+    """What an annotation takes, in words."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin in {typing.Union, types.UnionType}:
+        words = [_readable(each) for each in arguments]
+        return " or ".join(dict.fromkeys(word for word in words if word != "a function" or len(set(words)) <= 2))
+    if origin is typing.Literal:
+        return "one of " + ", ".join(str(each) for each in arguments)
+    if isinstance(hint, type) and issubclass(hint, enum.Enum):
+        return "one of " + ", ".join(each.name for each in hint)
+    if hint is torch.dtype:
+        return "one of " + ", ".join(_DTYPES)
+    if origin in {list, tuple} or hint in {list, tuple}:
+        return "a list" + (f" of {_readable(arguments[0])}" if arguments else "")
+    plain: dict[Any, str] = {
+        type(None): "null", int: "a whole number", float: "a number", str: "a word", bool: "true or false",
+    }  # fmt: skip
+    if hint in plain:
+        return plain[hint]
+    return "a function" if origin in {Callable, typing.get_origin(typing.Callable)} else "an object"

@@ -1,0 +1,162 @@
+"""YAML text into plain values with the line of each: stricter than YAML 1.1, so that no word silently becomes another value (SPEC R-SETUP-2)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from production.training.config.refusal import ConfigRefused
+
+Plain = dict[str, Any] | list[Any] | str | int | float | bool | None
+
+_BARE_WORDS = {"yes", "no", "on", "off"}
+_WORDS: dict[str, bool | None] = {"true": True, "false": False, "null": None, "~": None, "": None}
+_INTEGER = re.compile(r"[-+]?(0|[1-9][0-9]*(_[0-9]+)*)")
+_FLOAT = re.compile(r"[-+]?([0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*|[0-9][0-9_]*(?=[eE]))([eE][-+]?[0-9]+)?")
+_NOT_FINITE = {".inf": "inf", "-.inf": "-inf", "+.inf": "inf", ".nan": "nan"}
+_KEY = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*|\[\d+\])*")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layer:
+    """What one file or override says."""
+
+    values: dict[str, Any]
+    """Nested mappings, lists and plain values; interpolations still as text."""
+    places: dict[str, str]
+    """Dotted key of every node to `file:line`, or to the override."""
+
+
+def read_file(path: str | Path, *, inherited: tuple[Path, ...] = ()) -> list[Layer]:
+    """The layers of a YAML file: first those that its `defaults` name (a path or a list of them, relative to it), then itself."""
+    path = Path(path)
+    if path.resolve() in inherited:
+        chain = " -> ".join(str(each) for each in (*inherited, path))
+        raise _refuse("defaults", "a file cannot stand under itself", chain, "take one `defaults` out", key="defaults")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise _refuse("no_file", f"cannot be read: {error.strerror}", str(path), "name a file that is there") from None
+    except UnicodeDecodeError as error:
+        raise _refuse("no_yaml", f"is no UTF-8: byte {error.start}", str(path), "save it as UTF-8") from None
+    layer = read_text(text, name=str(path))
+    parents = layer.values.pop("defaults", [])
+    place = layer.places.pop("defaults", str(path))
+    parents = [parents] if isinstance(parents, str) else parents
+    if not isinstance(parents, list) or not all(isinstance(parent, str) for parent in parents):
+        raise _refuse("wrong_type", "defaults names no file", place, "write a path or a list of paths", key="defaults")
+    layers: list[Layer] = []
+    for parent in parents:
+        layers += read_file(path.parent / parent, inherited=(*inherited, path.resolve()))
+    places = {key: at for key, at in layer.places.items() if not key.startswith("defaults[")}
+    return [*layers, Layer(values=layer.values, places=places)]
+
+
+def read_text(text: str, *, name: str) -> Layer:
+    """One document. ConfigRefused names the line of a duplicate key, a bare word, or what is no YAML."""
+    try:
+        node = yaml.compose(text, Loader=yaml.SafeLoader)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = name if mark is None else f"{name}:{mark.line + 1}"
+        problem = getattr(error, "problem", None) or str(error)
+        raise _refuse(
+            "no_yaml", f"is no YAML: {problem}", where, "mend the line, or the indentation above it"
+        ) from None
+    reader = _Reader(name)
+    values = {} if node is None else reader.value(node, "")
+    if not isinstance(values, dict):
+        raise _refuse("no_yaml", "is no mapping of sections", name, "begin with `sft:`, `policy:`, `data:` and so on")
+    return Layer(values=values, places=reader.places)
+
+
+def read_override(text: str) -> tuple[str, Plain, dict[str, str]]:
+    """The key, the value and the places of `key=value`; the value is YAML, so `a=[1, 2]` and `a=null` mean what they mean there."""
+    key, equals, written = text.partition("=")
+    place = f"override {text!r}"
+    if not equals or not _KEY.fullmatch(key):
+        mend = "write section.key=value, such as policy.precision=float32, with no plus or tilde before it"
+        raise _refuse("override", "is no key=value", place, mend, key=key)
+    try:
+        node = yaml.compose(written, Loader=yaml.SafeLoader)
+    except yaml.YAMLError:
+        raise _refuse("override", f"{written!r} is no YAML", place, "put the value in quotes", key=key) from None
+    reader = _Reader(place, lines=False)
+    return key, None if node is None else reader.value(node, key), reader.places or {key: place}
+
+
+def leaves(values: Plain, key: str = "") -> Iterator[tuple[str, Plain]]:
+    """Dotted key and value of everything that is neither a mapping nor a list, and of those that are empty."""
+    if isinstance(values, dict) and (values or not key):
+        for name, value in values.items():
+            yield from leaves(value, f"{key}.{name}" if key else name)
+    elif isinstance(values, list) and values:
+        for index, value in enumerate(values):
+            yield from leaves(value, f"{key}[{index}]")
+    else:
+        yield key, values
+
+
+class _Reader:
+    """Walks YAML nodes: PyYAML's own constructor would take the last of two equal keys and turn `no` into False."""
+
+    def __init__(self, name: str, *, lines: bool = True) -> None:
+        self.places: dict[str, str] = {}
+        self._name = name
+        self._lines = lines
+
+    def value(self, node: yaml.Node, key: str) -> Any:
+        if key:
+            self.places[key] = self._place(node)
+        if isinstance(node, yaml.MappingNode):
+            return self._mapping(node, key)
+        if isinstance(node, yaml.SequenceNode):
+            return [self.value(each, f"{key}[{index}]") for index, each in enumerate(node.value)]
+        assert isinstance(node, yaml.ScalarNode)
+        return self._scalar(node, key)
+
+    def _mapping(self, node: yaml.MappingNode, key: str) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        first: dict[str, str] = {}
+        for name_node, value_node in node.value:
+            place = self._place(name_node)
+            name = name_node.value if isinstance(name_node, yaml.ScalarNode) else ""
+            full = f"{key}.{name}" if key else str(name)
+            if not name or name == "<<":
+                what = "merge keys (<<) are not read" if name == "<<" else "a key is no word"
+                raise _refuse("no_yaml", what, place, "write the keys out, or use ${...} or `defaults:`", key=full)
+            if name in found:
+                what = f"{full} is set twice, first at {first[name]}"
+                raise _refuse("duplicate_key", what, place, "keep one of the two", key=full)
+            first[name] = place
+            found[name] = self.value(value_node, full)
+            self.places[full] = place
+        return found
+
+    def _scalar(self, node: yaml.ScalarNode, key: str) -> Plain:
+        text: str = node.value
+        if node.style is not None or node.tag == "!":
+            return text
+        if text.lower() in _BARE_WORDS:
+            what = f"{key}: a bare `{text}` is a word to one reader and {text.lower() in {'yes', 'on'}} to another"
+            mend = f'write true or false, or "{text}" in quotes where the word is meant'
+            raise _refuse("bare_word", what, self._place(node), mend, key=key)
+        if text.lower() in _WORDS:
+            return _WORDS[text.lower()]
+        if _INTEGER.fullmatch(text):
+            return int(text)
+        if _FLOAT.fullmatch(text) or text.lower() in _NOT_FINITE:
+            return float(_NOT_FINITE.get(text.lower(), text))
+        return text
+
+    def _place(self, node: yaml.Node) -> str:
+        return f"{self._name}:{node.start_mark.line + 1}" if self._lines else self._name
+
+
+def _refuse(kind: str, what: str, where: str, mend: str, *, key: str = "") -> ConfigRefused:
+    return ConfigRefused(kind=kind, key=key, what=what, where=where, mend=mend)

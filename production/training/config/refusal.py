@@ -1,0 +1,31 @@
+"""How the configuration says no: what is wrong, which dotted key and which line set it, and how to mend it."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+from production.errors import PackproofError
+
+
+class ConfigRefused(PackproofError):  # noqa: N818 - reads as the verdict it is
+    """A configuration that cannot be read: an unknown key, a wrong type, a missing value (SPEC R-SETUP-1 to 4)."""
+
+    kind: str
+    key: str
+
+    def __init__(self, *, kind: str, key: str, what: str, where: str, mend: str) -> None:
+        super().__init__(what=what, where=where, mend=mend)
+        self.kind = kind
+        """One word for the fault, such as `unknown_key`."""
+        self.key = key
+        """The dotted key at fault; empty where a whole file is."""
+
+
+class SetupRefused(ConfigRefused):
+    """A configuration that can be read but must not run (SPEC section 18): found before any model is built."""
+
+
+def nearest(name: str, names: Iterable[str], cutoff: float = 0.0) -> str | None:
+    """The valid name that is most like `name`; None where none is like it enough."""
+    return next(iter(difflib.get_close_matches(name, list(names), n=1, cutoff=cutoff)), None)

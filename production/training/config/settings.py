@@ -1,0 +1,151 @@
+"""From a job to what each part of the training job takes: the model's settings, the layout, rows, their order, megatron-core's options."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from production.parallel import Sizes
+from production.rows import RowSettings
+from production.semantics import parse
+from production.training.config.data import Dataset
+from production.training.config.job import Job
+from production.training.config.options import converted, dtype
+from production.training.order import OrderSettings
+
+_ACTIVATIONS = {"gelu": torch.nn.functional.gelu, "silu": torch.nn.functional.silu}
+_SHAPE = (
+    "num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "ffn_hidden_size", "kv_channels",
+    "normalization", "gated_linear_unit", "add_bias_linear", "hidden_dropout", "attention_dropout",
+    "num_moe_experts", "moe_ffn_hidden_size",
+)  # fmt: skip
+"""Fields of section `model` that megatron-core's TransformerConfig has under the same name."""
+FROM_LAYOUT = {
+    "tensor_model_parallel_size": "policy.megatron_cfg.tensor_model_parallel_size",
+    "context_parallel_size": "policy.megatron_cfg.context_parallel_size",
+    "pipeline_model_parallel_size": "policy.megatron_cfg.pipeline_model_parallel_size",
+    "expert_model_parallel_size": "policy.megatron_cfg.expert_model_parallel_size",
+    "expert_tensor_parallel_size": "policy.megatron_cfg.expert_tensor_parallel_size",
+    "sequence_parallel": "policy.megatron_cfg.sequence_parallel",
+    "pipeline_dtype": "policy.megatron_cfg.pipeline_dtype",
+}
+"""Fields of TransformerConfig that follow from the layout, to the job's key for them: they never reach `transformer_options`."""
+
+
+def sizes(job: Job) -> Sizes:
+    """The layout."""
+    return Sizes(
+        tensor=job.megatron.tensor_model_parallel_size,
+        context=job.megatron.context_parallel_size,
+        pipeline=job.megatron.pipeline_model_parallel_size,
+        expert=job.megatron.expert_model_parallel_size,
+        expert_tensor=job.megatron.expert_tensor_parallel_size,
+    )
+
+
+def row_settings(job: Job, dataset: Dataset) -> RowSettings:
+    """How the rows (online: conversations) of a dataset are made. PackproofError as RowSettings and `semantics.parse`."""
+    return RowSettings(
+        pack_length=job.policy.max_total_sequence_length,
+        prompt_format=dataset.megatron_sft_prompt_format or "default",
+        context_parallel_size=dataset.megatron_sft_context_parallel_size,
+        semantics=parse(dataset.semantics),
+        pad_token=dataset.megatron_sft_pad_token,
+        assistant_prefix_len=dataset.megatron_sft_assistant_prefix_len,
+    )
+
+
+def order_settings(job: Job, data_parallel_size: int) -> OrderSettings:
+    """In which order the training rows come. PackproofError as OrderSettings.
+
+    Each file with a weight is a source of its own; without weights all files are one source, end to end.
+    """
+    files = [file for dataset in job.data.train for file in dataset.data_path]
+    weights = tuple(file.weight for file in files if file.weight is not None)
+    return OrderSettings(
+        kind=job.data.order or "sequential",
+        last_batch=job.data.last_batch,
+        global_batch_size=job.policy.train_global_batch_size,
+        data_parallel_size=data_parallel_size,
+        seed=job.data.seed if job.data.order == "shuffle" else None,
+        max_epochs=job.sft.max_num_epochs,
+        weights=weights or None,
+    )
+
+
+def transformer_options(job: Job) -> dict[str, Any]:
+    """Fields of megatron-core's TransformerConfig that the job sets, as megatron-core takes them; without those that follow
+    from the layout (`production.model.DERIVED`). What the file passes on by name comes last, but `validate` refuses it
+    where it contradicts a key of the job (SPEC R-SETUP-6).
+    """
+    model, megatron = job.model, job.megatron
+    found: dict[str, Any] = {name: value for name in _SHAPE if (value := getattr(model, name)) is not None}
+    found["activation_func"] = _activation(model.activation)
+    found["params_dtype"] = dtype(job.policy.precision)
+    found["bf16"] = job.policy.precision == "bfloat16"
+    found["calculate_per_token_loss"] = job.loss.normalization != "mean_of_means"
+    if model.num_moe_experts is not None:
+        found["moe_router_topk"] = model.moe_router_topk
+        found["moe_token_dispatcher_type"] = "alltoall"  # megatron-core's default is no choice under expert parallelism
+    if multi_token_depths(job):
+        if megatron.mtp_num_layers:  # else the hybrid pattern says it
+            found["mtp_num_layers"] = megatron.mtp_num_layers
+        found["mtp_loss_scaling_factor"] = megatron.mtp_loss_scaling_factor
+        found["mtp_use_repeated_layer"] = megatron.mtp_use_repeated_layer
+    if megatron.activation_checkpointing:
+        found |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    if megatron.fp8_cfg.enabled:
+        found |= {name: getattr(megatron.fp8_cfg, name) for name in ("fp8", "fp8_recipe", "fp8_param")}
+    passed_on = converted("transformer", megatron.transformer)
+    return found | {name: value for name, value in passed_on.items() if name not in FROM_LAYOUT}
+
+
+def model_settings(job: Job, vocab_size: int) -> Any:
+    """`production.model.ModelSettings` of the job, for `vocab_size` rows of the embedding. PackproofError as there."""
+    from production.model import ModelSettings  # noqa: PLC0415 - imports megatron-core's models
+
+    return ModelSettings(
+        vocab_size=vocab_size,
+        max_sequence_length=job.policy.max_total_sequence_length,
+        architecture=job.model.architecture,
+        hybrid_layer_pattern=job.model.hybrid_layer_pattern,
+        tie_embeddings=job.model.tie_embeddings,
+        rotary_percent=job.model.rotary_percent,
+        rotary_base=job.model.rotary_base,
+        transformer=transformer_options(job),
+    )
+
+
+def optimizer_options(job: Job) -> dict[str, Any]:
+    """Fields of megatron-core's OptimizerConfig that the job sets: precision, and what the file passes on by name."""
+    given = converted("optimizer", job.megatron.optimizer)
+    derived: dict[str, Any] = {"bf16": job.policy.precision == "bfloat16", "params_dtype": dtype(job.policy.precision)}
+    if "min_lr" not in given and job.megatron.scheduler.lr_decay_style == "constant":
+        derived["min_lr"] = 0.0
+    return {**derived, **given}
+
+
+def ddp_options(job: Job) -> dict[str, Any]:
+    """Fields of megatron-core's DistributedDataParallelConfig that the job sets; the optimizer says whether it is distributed."""
+    given = converted("distributed_data_parallel_config", job.megatron.distributed_data_parallel_config)
+    return {"use_distributed_optimizer": uses_distributed_optimizer(job), **given}
+
+
+def uses_distributed_optimizer(job: Job) -> bool:
+    """Whether the optimizer's state is shared over the data-parallel ranks; megatron-core's default is that it is not."""
+    return bool(job.megatron.optimizer.get("use_distributed_optimizer", False))
+
+
+def multi_token_depths(job: Job) -> int:
+    """D: depths of multi-token prediction."""
+    pattern = job.model.hybrid_layer_pattern
+    return pattern.count("/") if pattern is not None else job.megatron.mtp_num_layers or 0
+
+
+def _activation(name: str) -> Any:
+    if name == "squared_relu":
+        from megatron.core.activations import squared_relu  # noqa: PLC0415
+
+        return squared_relu
+    return _ACTIVATIONS[name]

@@ -1,0 +1,97 @@
+"""Everything that must not run, said before any model is built: `refusals` finds all of it, `validate` raises the first (SPEC section 18)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+
+from production.training.config.checks_batches import check_batches, check_data, check_length
+from production.training.config.checks_megatron import (
+    check_contradictions,
+    check_megatron,
+    check_overlap,
+    check_precision,
+)
+from production.training.config.checks_run import check_checkpoints, check_schedule, check_start, check_steps
+from production.training.config.checks_setup import Setup, check_layout, check_switches
+from production.training.config.job import Job
+from production.training.config.refusal import SetupRefused
+
+_CHECKS: tuple[Callable[[Setup], Iterator[SetupRefused]], ...] = (
+    check_switches,
+    check_layout,
+    check_batches,
+    check_data,
+    check_length,
+    check_contradictions,
+    check_overlap,
+    check_precision,
+    check_steps,
+    check_schedule,
+    check_checkpoints,
+    check_start,
+)
+
+
+def validate(job: Job, world_size: int, *, device: str | None = None) -> None:
+    """Refuse a job that must not run on `world_size` ranks: the first SetupRefused of `refusals`. Needs no process group.
+
+    `device` is `cpu` or `cuda` where it is known; None: what `cluster.device` says, and where that is `auto` nothing is
+    asked that depends on it.
+    """
+    for refusal in refusals(job, world_size, device=device):
+        raise refusal
+
+
+def refusals(job: Job, world_size: int, *, device: str | None = None) -> list[SetupRefused]:
+    """All reasons why a job must not run on `world_size` ranks, in the order of SPEC section 18; none: it may.
+
+    What only misses a kernel package is no reason on a machine without CUDA that the job does not run on: see `notes`.
+    """
+    found, is_elsewhere = _look(job, world_size, device)
+    return [each for each in found if not (is_elsewhere and each.kind == "not_installed")]
+
+
+def notes(job: Job, world_size: int, *, device: str | None = None) -> list[str]:
+    """What could not be checked here, for want of a kernel package that the job's own machine must have."""
+    found, is_elsewhere = _look(job, world_size, device)
+    return [f"not checked here: {each}" for each in found if is_elsewhere and each.kind == "not_installed"]
+
+
+def missing_files(job: Job) -> list[SetupRefused]:
+    """Data and weights that are not on this machine: notes of a dry run, refusals of a run (R-SETUP-19)."""
+    setup = Setup(job=job, world_size=1, device=None)
+    wanted = {
+        file.path: f"{job.dataset_key(split, index)}.data_path"
+        for split, datasets in (("train", job.data.train), ("validation", job.data.validation))
+        for index, dataset in enumerate(datasets)
+        for file in dataset.data_path
+    }
+    if job.model.initial == "megatron" and job.model.initial_path is not None:
+        wanted[job.model.initial_path] = "model.initial_path"
+    mend = "name one that is there; paths are relative to where the job is started"
+    return [
+        setup.refuse("no_file", key, f"{path} is not on this machine", mend)
+        for path, key in wanted.items()
+        if not Path(path).exists()
+    ]
+
+
+def device_here(job: Job) -> str:
+    """`cpu` or `cuda`: what `cluster.device` says, or what is here. SetupRefused where CUDA is asked for and absent (R-SETUP-13)."""
+    is_here = torch.cuda.is_available()
+    if job.cluster.device == "cuda" and not is_here:
+        mend = "set it to cpu, or start the job where a GPU is"
+        raise Setup(job=job, world_size=1, device=None).refuse("device", "cluster.device", "no CUDA device here", mend)
+    return job.cluster.device if job.cluster.device != "auto" else "cuda" if is_here else "cpu"
+
+
+def _look(job: Job, world_size: int, device: str | None) -> tuple[list[SetupRefused], bool]:
+    chosen = device if device is not None or job.cluster.device == "auto" else job.cluster.device
+    setup = Setup(job=job, world_size=world_size, device=chosen)
+    found = [refusal for check in _CHECKS for refusal in check(setup)]
+    # megatron-core's own word comes last, and only where its reasons are not already among ours in other words.
+    found = found or list(check_megatron(setup))
+    return found, chosen != "cpu" and not torch.cuda.is_available()

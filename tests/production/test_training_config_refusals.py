@@ -1,0 +1,298 @@
+"""What must not run is refused before any model is built (SPEC R-SETUP-6 to R-SETUP-18): each with what, where and how to mend it."""
+
+import dataclasses
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from production.training.config import Data, SetupRefused, load, notes, refusals, validate
+from production.training.config import validation as validation_module
+
+BASE = Path(__file__).parent / "jobs" / "base.yaml"
+MEGATRON = "policy.megatron_cfg"
+OPTIMIZER = f"{MEGATRON}.optimizer"
+DDP = f"{MEGATRON}.distributed_data_parallel_config"
+TRANSFORMER = f"{MEGATRON}.transformer"
+ONLINE = ["data.train.dataset_name=openai_format", "policy.sequence_packing.enabled=true"]
+EXPERTS = ["model.num_moe_experts=4", "model.moe_ffn_hidden_size=64"]
+PLAIN = f"{OPTIMIZER}.use_distributed_optimizer=false"
+PACKED = "{dataset_name: megatron_sft_packed, data_path: x}"
+CHAT = "{dataset_name: openai_format, data_path: x}"
+
+
+def found(overrides, world_size=1, device=None):
+    return [(each.kind, each.key) for each in refusals(load(BASE, overrides), world_size, device=device)]
+
+
+def test_the_base_that_all_refusals_are_shown_on_is_itself_not_refused():
+    job = load(BASE)
+    assert refusals(job, 1) == []
+    validate(job, 2)
+
+
+SWITCHED_ON = [
+    "policy.dtensor_cfg.enabled", "policy.dynamic_batching.enabled", "policy.draft.enabled", "policy.router_replay.enabled",
+    "policy.delegate_pack_to_model", "policy.split_training", "policy.offload_optimizer_for_logprob",
+    f"{MEGATRON}.peft.enabled", f"{MEGATRON}.use_fused_linear_logprobs", f"{MEGATRON}.defer_fp32_logits",
+    f"{MEGATRON}.freeze_moe_router", "sft.only_unmask_final", "logger.swanlab_enabled", "logger.monitor_gpus",
+    f"{TRANSFORMER}.moe_enable_routing_replay", f"{TRANSFORMER}.hybrid_context_parallel", f"{TRANSFORMER}.mtp_standalone",
+    f"{TRANSFORMER}.heterogeneous_block_specs", f"{TRANSFORMER}.moe_token_dropping", f"{DDP}.use_megatron_fsdp",
+    f"{DDP}.use_custom_fsdp",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("key", SWITCHED_ON)
+def test_a_part_that_this_job_does_not_have_must_be_switched_off(key):
+    assert found([f"{key}=true"]) == [("switched_on", key)]
+
+
+def test_a_level_of_a_part_that_this_job_does_not_have_must_be_zero():
+    key = f"{MEGATRON}.empty_unused_memory_level"
+    (refusal,) = refusals(load(BASE, [f"{key}=1"]), 1)
+    assert (refusal.key, refusal.mend) == (key, f"set {key} to 0")
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("virtual_pipeline_model_parallel_size", "2"), ("hierarchical_context_parallel_sizes", "[2, 2]"),
+        ("max_seqlen_per_dp_cp_rank", "8"), ("mtp_hybrid_override_pattern", "M"),
+    ],
+)  # fmt: skip
+def test_an_option_of_megatron_core_for_what_is_not_here_is_refused(option, value):
+    assert found([f"{TRANSFORMER}.{option}={value}"]) == [("switched_on", f"{TRANSFORMER}.{option}")]
+
+
+REFUSED = [
+    # R-SETUP-6
+    ([f"{TRANSFORMER}.context_parallel_size=2"], 1, "contradiction", f"{TRANSFORMER}.context_parallel_size"),
+    ([f"{MEGATRON}.num_layers=3"], 1, "contradiction", f"{TRANSFORMER}.num_layers"),
+    ([f"{TRANSFORMER}.params_dtype=bfloat16"], 1, "contradiction", f"{TRANSFORMER}.params_dtype"),
+    ([f"{TRANSFORMER}.bf16=true"], 1, "contradiction", f"{TRANSFORMER}.bf16"),
+    ([f"{TRANSFORMER}.fp16=true"], 1, "contradiction", f"{TRANSFORMER}.fp16"),
+    ([f"{TRANSFORMER}.pipeline_dtype=bfloat16"], 1, "contradiction", f"{TRANSFORMER}.pipeline_dtype"),
+    ([f"{TRANSFORMER}.calculate_per_token_loss=false"], 1, "contradiction", f"{TRANSFORMER}.calculate_per_token_loss"),
+    (["loss.normalization=mean_of_means", f"{TRANSFORMER}.calculate_per_token_loss=true"], 1, "contradiction",
+     f"{TRANSFORMER}.calculate_per_token_loss"),
+    ([f"{MEGATRON}.activation_checkpointing=true", f"{TRANSFORMER}.recompute_granularity=selective"], 1, "contradiction",
+     f"{TRANSFORMER}.recompute_granularity"),
+    ([f"{DDP}.use_distributed_optimizer=false"], 1, "contradiction", f"{DDP}.use_distributed_optimizer"),
+    ([f"{OPTIMIZER}.overlap_param_gather=true"], 1, "contradiction", f"{OPTIMIZER}.overlap_param_gather"),
+    ([f"{OPTIMIZER}.bf16=true"], 1, "contradiction", f"{OPTIMIZER}.bf16"),
+    ([f"{OPTIMIZER}.fp16=true"], 1, "contradiction", f"{OPTIMIZER}.fp16"),
+    ([f"{OPTIMIZER}.clip_grad=1.0", "policy.max_grad_norm=0.5"], 1, "contradiction", f"{OPTIMIZER}.clip_grad"),
+    ([f"{OPTIMIZER}.fp8_recipe=delayed"], 1, "contradiction", f"{OPTIMIZER}.fp8_recipe"),
+    ([f"{MEGATRON}.pipeline_dtype=bfloat16"], 1, "contradiction", f"{MEGATRON}.pipeline_dtype"),
+    # R-SETUP-7
+    ([f"{MEGATRON}.enabled=false"], 1, "backend", f"{MEGATRON}.enabled"),
+    # R-SETUP-8
+    ([f"{MEGATRON}.tensor_model_parallel_size=0"], 1, "layout", f"{MEGATRON}.tensor_model_parallel_size"),
+    ([f"{MEGATRON}.context_parallel_size=2"], 3, "world_size", f"{MEGATRON}.tensor_model_parallel_size"),
+    ([], 0, "world_size", f"{MEGATRON}.tensor_model_parallel_size"),
+    (["cluster.num_nodes=2", "cluster.gpus_per_node=4"], 4, "world_size", "cluster.num_nodes"),
+    ([*EXPERTS, f"{MEGATRON}.expert_model_parallel_size=4"], 2, "expert_parallel_size", f"{MEGATRON}.expert_model_parallel_size"),
+    ([*EXPERTS, f"{MEGATRON}.expert_tensor_parallel_size=4"], 2, "expert_parallel_size", f"{MEGATRON}.expert_model_parallel_size"),
+    ([f"{MEGATRON}.expert_model_parallel_size=2"], 2, "expert_parallel_size", f"{MEGATRON}.expert_model_parallel_size"),
+    ([f"{MEGATRON}.expert_tensor_parallel_size=2"], 2, "expert_parallel_size", f"{MEGATRON}.expert_tensor_parallel_size"),
+    (["model.num_moe_experts=3", f"{MEGATRON}.expert_model_parallel_size=2"], 2, "expert_parallel_size",
+     f"{MEGATRON}.expert_model_parallel_size"),
+    (["model.num_query_groups=1", f"{MEGATRON}.tensor_model_parallel_size=2"], 2, "heads", "model.num_query_groups"),
+    (["model.vocab_size=4097", f"{MEGATRON}.tensor_model_parallel_size=2"], 2, "vocab_size", "model.vocab_size"),
+    ([f"{MEGATRON}.sequence_parallel=true"], 1, "sequence_parallel", f"{MEGATRON}.sequence_parallel"),
+    ([f"{MEGATRON}.tensor_model_parallel_size=2", f"{MEGATRON}.sequence_parallel=false"], 2, "sequence_parallel",
+     f"{MEGATRON}.sequence_parallel"),
+    # R-SETUP-9
+    (["policy.train_micro_batch_size=2"], 1, "micro_batch_size", "policy.train_micro_batch_size"),
+    (["sft.val_micro_batch_size=2"], 1, "micro_batch_size", "sft.val_micro_batch_size"),
+    (["policy.train_global_batch_size=6", "sft.val_global_batch_size=8"], 4, "global_batch_size", "policy.train_global_batch_size"),
+    (["policy.train_global_batch_size=0", "sft.val_global_batch_size=8"], 1, "global_batch_size", "policy.train_global_batch_size"),
+    (["sft.val_global_batch_size=6"], 4, "global_batch_size", "sft.val_global_batch_size"),
+    (["policy.sequence_packing.enabled=true"], 1, "sequence_packing", "policy.sequence_packing.enabled"),
+    (["data.train.dataset_name=openai_format"], 1, "sequence_packing", "policy.sequence_packing.enabled"),
+    ([*ONLINE, "policy.sequence_packing.sequence_length_round=64"], 1, "sequence_length_round",
+     "policy.sequence_packing.sequence_length_round"),
+    # R-SETUP-10
+    ([f"data.validation={CHAT}"], 1, "mixed_datasets", "data.validation.dataset_name"),
+    ([f"data.train=[{PACKED}, {CHAT}]"], 1, "mixed_datasets", "data.train[1].dataset_name"),
+    ([f"data.train=[{PACKED}, {PACKED}]"], 1, "two_packed_datasets", "data.train[1].dataset_name"),
+    ([f"data.validation=[{PACKED}, {PACKED}]"], 1, "two_packed_datasets", "data.validation[1].dataset_name"),
+    (["data.train=[]"], 1, "no_data", "data.train"),
+    (["data.train.megatron_sft_context_parallel_size=2"], 1, "context_parallel_size", "data.train.megatron_sft_context_parallel_size"),
+    (["data.default.megatron_sft_context_parallel_size=2"], 1, "context_parallel_size",
+     "data.train.megatron_sft_context_parallel_size"),
+    (["data.default.megatron_sft_prompt_format=null"], 1, "prompt_format", "data.train.megatron_sft_prompt_format"),
+    (["data.train.megatron_sft_prompt_format=default", "data.train.semantics=nemo-rl-direct"], 1, "prompt_format",
+     "data.train.megatron_sft_prompt_format"),
+    (["data.train.megatron_sft_assistant_prefix_len=-1"], 1, "prefix", "data.train.megatron_sft_assistant_prefix_len"),
+    (["data.train.megatron_sft_prompt_format=identity", "data.train.megatron_sft_assistant_prefix_len=3"], 1, "prefix",
+     "data.train.megatron_sft_assistant_prefix_len"),
+    (["data.train.semantics=megatron-lm-0.18"], 1, "semantics", "data.train.semantics"),
+    (["data.train.data_path=[{path: x, weight: 1}, y]"], 1, "weights", "data.train.data_path"),
+    (["data.train.data_path=[{path: x, weight: 0.0}]", "sft.max_num_epochs=null", "data.last_batch=wrap"], 1, "order",
+     "data.train.data_path"),
+    (["data.train.data_path=[{path: x, weight: 1}]", "sft.max_num_epochs=null"], 1, "order", "data.last_batch"),
+    (["data.train.data_path=[{path: x, weight: 1}]", "data.last_batch=wrap"], 1, "order", "sft.max_num_epochs"),
+    (["data.order=megatron-cyclic"], 1, "order", "data.last_batch"),
+    (["data.shuffle=true", "data.order=sequential"], 1, "order", "data.order"),
+    (["data.num_workers=-1"], 1, "order", "data.num_workers"),
+    (["data.prefetch=0"], 1, "order", "data.prefetch"),
+    # R-SETUP-11
+    (["policy.max_total_sequence_length=2046", f"{MEGATRON}.context_parallel_size=2"], 2, "pack_length",
+     "policy.max_total_sequence_length"),
+    (["policy.max_total_sequence_length=2052", f"{MEGATRON}.context_parallel_size=2", f"{MEGATRON}.tensor_model_parallel_size=2"], 4,
+     "pack_length", "policy.max_total_sequence_length"),
+    (["policy.max_total_sequence_length=0"], 1, "pack_length", "policy.max_total_sequence_length"),
+    (["policy.max_total_sequence_length=2056", "cluster.device=cuda", "policy.precision=bfloat16", f"{TRANSFORMER}.fp8=e4m3"], 1,
+     "pack_length", "policy.max_total_sequence_length"),
+    ([*ONLINE, "policy.make_sequence_length_divisible_by=2", f"{MEGATRON}.context_parallel_size=2"], 2, "divisible_by",
+     "policy.make_sequence_length_divisible_by"),
+    ([*ONLINE, "policy.sequence_packing.train_mb_tokens=4096"], 1, "bin", "policy.sequence_packing.train_mb_tokens"),
+    ([*ONLINE, "data.max_input_seq_length=4096"], 1, "bin", "data.max_input_seq_length"),
+    ([*ONLINE, f"{MEGATRON}.mtp_num_layers=1"], 1, "online_mtp", f"{MEGATRON}.mtp_num_layers"),
+    # R-SETUP-12
+    ([*EXPERTS, f"{TRANSFORMER}.overlap_moe_expert_parallel_comm=true", f"{MEGATRON}.mtp_num_layers=1"], 1, "overlap",
+     f"{TRANSFORMER}.overlap_moe_expert_parallel_comm"),
+    ([f"{TRANSFORMER}.delay_wgrad_compute=true"], 1, "overlap", f"{TRANSFORMER}.delay_wgrad_compute"),
+    ([f"{DDP}.overlap_param_gather=true"], 1, "overlap", f"{DDP}.overlap_param_gather"),
+    ([f"{DDP}.overlap_param_gather=true", f"{DDP}.overlap_grad_reduce=true", PLAIN], 1, "overlap", f"{DDP}.overlap_param_gather"),
+    ([f"{DDP}.average_in_collective=true"], 1, "overlap", f"{DDP}.average_in_collective"),
+    # R-SETUP-13
+    (["policy.precision=float64", f"{OPTIMIZER}.clip_grad=0.0"], 1, "float64", f"{OPTIMIZER}.use_distributed_optimizer"),
+    (["policy.precision=float64", PLAIN], 1, "float64", f"{OPTIMIZER}.clip_grad"),
+    (["policy.precision=bfloat16"], 1, "device", "policy.precision"),
+    (["cluster.device=cuda", f"{MEGATRON}.fp8_cfg.enabled=true"], 1, "fp8", f"{MEGATRON}.fp8_cfg.enabled"),
+    (["model.normalization=LayerNorm"], 1, "device", "model.normalization"),
+    # R-SETUP-14
+    ([f"{TRANSFORMER}.recompute_granularity=full"], 1, "megatron", f"{TRANSFORMER}"),
+    ([f"{DDP}.reuse_grad_buf_for_mxfp8_param_ag=true"], 1, "megatron", DDP),
+    ([f"{DDP}.num_buckets=2", f"{DDP}.bucket_size=8"], 1, "megatron", DDP),
+    ([f"{TRANSFORMER}.use_cpu_initialization=false"], 1, "megatron", TRANSFORMER),
+    # R-SETUP-15
+    (["sft.max_num_steps=null", "sft.max_num_epochs=null"], 1, "endless", "sft.max_num_steps"),
+    (["sft.max_num_steps=0"], 1, "size", "sft.max_num_steps"),
+    (["sft.seed=-1", "data.seed=0"], 1, "size", "sft.seed"),
+    (["logger.report_period=0"], 1, "size", "logger.report_period"),
+    (["sft.val_period=5"], 1, "no_validation", "sft.val_period"),
+    (["sft.val_at_start=true"], 1, "no_validation", "sft.val_at_start"),
+    (["sft.val_at_end=true"], 1, "no_validation", "sft.val_at_end"),
+    # R-SETUP-16
+    ([f"{OPTIMIZER}.lr=0.0"], 1, "schedule", f"{OPTIMIZER}.lr"),
+    ([f"{OPTIMIZER}.min_lr=0.1"], 1, "schedule", f"{OPTIMIZER}.min_lr"),
+    ([f"{MEGATRON}.scheduler.lr_decay_style=cosine"], 1, "schedule", f"{MEGATRON}.scheduler.lr_decay_style"),
+    ([f"{MEGATRON}.scheduler.lr_decay_style=WSD", f"{OPTIMIZER}.min_lr=0.0"], 1, "schedule", f"{MEGATRON}.scheduler.lr_decay_style"),
+    ([f"{MEGATRON}.scheduler.lr_decay_style=cosine", f"{OPTIMIZER}.min_lr=0.0", "sft.max_num_steps=null"], 1, "schedule",
+     f"{MEGATRON}.scheduler.lr_decay_iters"),
+    ([f"{MEGATRON}.scheduler.lr_warmup_init=0.1"], 1, "schedule", f"{MEGATRON}.scheduler.lr_warmup_init"),
+    ([f"{MEGATRON}.scheduler.lr_warmup_iters=20"], 1, "schedule", f"{MEGATRON}.scheduler.lr_warmup_iters"),
+    ([f"{MEGATRON}.scheduler.start_weight_decay=0.1", f"{MEGATRON}.scheduler.end_weight_decay=0.2"], 1, "schedule",
+     f"{MEGATRON}.scheduler.end_weight_decay"),
+    # R-SETUP-17
+    (["checkpointing.save_period=0"], 1, "checkpoint", "checkpointing.save_period"),
+    (["checkpointing.keep_top_k=0"], 1, "checkpoint", "checkpointing.keep_top_k"),
+    (["checkpointing.metric_name=loss"], 1, "checkpoint", "checkpointing.metric_name"),
+    (["checkpointing.metric_name=val:loss"], 1, "checkpoint", "checkpointing.metric_name"),
+    (["checkpointing.checkpoint_must_save_by=4h"], 1, "checkpoint", "checkpointing.checkpoint_must_save_by"),
+    (["checkpointing.optimizer_format=fully_reshardable"], 1, "checkpoint", "checkpointing.optimizer_format"),
+    ([f"{MEGATRON}.pipeline_model_parallel_size=2"], 2, "checkpoint", f"{OPTIMIZER}.use_distributed_optimizer"),
+    # R-SETUP-18
+    (["model.hidden_size=null", "model.initial=huggingface", "policy.model_name=some/model"], 1, "shape", "model.hidden_size"),
+    (["model.num_layers=null"], 1, "shape", "model.num_layers"),
+    (["model.architecture=hybrid"], 1, "shape", "model.hybrid_layer_pattern"),
+    (['model.hybrid_layer_pattern="*-"'], 1, "shape", "model.hybrid_layer_pattern"),
+    (["model.architecture=hybrid", 'model.hybrid_layer_pattern="*-/*-"', f"{MEGATRON}.mtp_num_layers=2"], 1, "shape",
+     f"{MEGATRON}.mtp_num_layers"),
+    (["model.architecture=hybrid", 'model.hybrid_layer_pattern="*-*"'], 1, "shape", "model.num_layers"),
+    (["model.hidden_dropout=1.0"], 1, "shape", "model.hidden_dropout"),
+    (["model.initial=megatron"], 1, "start", "model.initial_path"),
+    (["model.initial=huggingface"], 1, "start", "model.initial_path"),
+    (["model.initial_path=weights"], 1, "start", "model.initial_path"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("overrides", "world_size", "kind", "key"), REFUSED, ids=lambda value: str(value)[:60])
+def test_what_must_not_run_is_refused_at_its_key(overrides, world_size, kind, key):
+    job = load(BASE, overrides)
+    found_here = refusals(job, world_size)
+    assert [(each.kind, each.key) for each in found_here] == [(kind, key)]
+    with pytest.raises(SetupRefused) as caught:
+        validate(job, world_size)
+    error = caught.value
+    assert error.what
+    assert error.mend
+    assert error.where == job.where(key)
+
+
+def test_the_table_above_reaches_every_check_that_there_is():
+    assert len(validation_module._CHECKS) == 12
+    kinds = {kind for _, _, kind, _ in REFUSED}
+    assert len(kinds) >= 30
+
+
+def test_the_place_of_a_refusal_is_the_line_that_set_the_value(tmp_path):
+    path = tmp_path / "job.yaml"
+    path.write_text("policy:\n  megatron_cfg:\n    transformer:\n      context_parallel_size: 2\n", encoding="utf-8")
+    (refusal,) = refusals(load([BASE, path]), 1)
+    assert refusal.where == f"{TRANSFORMER}.context_parallel_size ({path}:4)"
+
+
+def test_what_follows_from_several_faults_is_said_all_at_once():
+    both = found(["policy.train_micro_batch_size=2", f"{MEGATRON}.enabled=false", "model.hidden_size=null"])
+    assert both == [
+        ("backend", f"{MEGATRON}.enabled"),
+        ("micro_batch_size", "policy.train_micro_batch_size"),
+        ("shape", "model.hidden_size"),
+    ]
+
+
+ACCEPTED = [
+    ([f"{TRANSFORMER}.context_parallel_size=1", f"{TRANSFORMER}.num_layers=2", f"{TRANSFORMER}.params_dtype=float32"], 1),
+    ([*ONLINE, "policy.make_sequence_length_divisible_by=16"], 2),
+    (["policy.precision=float64", PLAIN, f"{OPTIMIZER}.clip_grad=0.0"], 1),
+    ([f"{MEGATRON}.pipeline_model_parallel_size=2", PLAIN], 2),
+    ([f"{MEGATRON}.pipeline_model_parallel_size=2", "checkpointing.enabled=false"], 2),
+    ([*EXPERTS, f"{MEGATRON}.expert_model_parallel_size=2", f"{MEGATRON}.tensor_model_parallel_size=2"], 4),
+    ([f"{MEGATRON}.activation_checkpointing=true", f"{MEGATRON}.mtp_num_layers=2"], 1),
+    (["model.architecture=hybrid", 'model.hybrid_layer_pattern="*-*-/*-/*-"', "model.num_layers=null"], 1),
+    (["data.train.data_path=[{path: x, weight: 0.5}, {path: y, weight: 0.5}]", "sft.max_num_epochs=null", "data.last_batch=wrap"], 1),
+    (["loss.normalization=mean_of_means", f"{DDP}.average_in_collective=true"], 1),
+    (["cluster.device=cuda", "policy.precision=bfloat16", f"{MEGATRON}.fp8_cfg.enabled=true"], 1),
+    (["model.initial=huggingface", "policy.model_name=some/model"], 1),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("overrides", "world_size"), ACCEPTED, ids=lambda value: str(value)[:60])
+def test_what_may_run_is_not_refused(overrides, world_size):
+    assert found(overrides, world_size) == []
+
+
+def test_what_only_misses_a_kernel_here_is_a_note_where_the_job_runs_elsewhere():
+    if importlib.util.find_spec("transformer_engine") is not None:
+        pytest.fail("this test is written for a machine without Transformer Engine: give it another missing kernel")
+    overrides = [f"{OPTIMIZER}.use_precision_aware_optimizer=true"]
+    elsewhere = load(BASE, [*overrides, "cluster.device=cuda"])
+    assert refusals(elsewhere, 1) == []
+    assert len(notes(elsewhere, 1)) == 1
+    here = load(BASE, overrides)
+    assert [each.kind for each in refusals(here, 1)] == ["not_installed"]
+    assert notes(here, 1) == []
+
+
+def test_fp8_needs_a_gpu_as_bfloat16_does():
+    assert found(["policy.precision=bfloat16", f"{MEGATRON}.fp8_cfg.enabled=true"]) == [
+        ("device", "policy.precision"),
+        ("device", f"{MEGATRON}.fp8_cfg.enabled"),
+    ]
+
+
+def test_the_device_that_is_there_decides_where_the_configuration_leaves_it_open():
+    job = load(BASE, ["cluster.device=auto", "policy.precision=bfloat16"])
+    assert refusals(job, 1) == []
+    assert [each.key for each in refusals(job, 1, device="cpu")] == ["policy.precision"]
+
+
+def test_a_job_that_was_not_read_from_a_file_is_validated_all_the_same():
+    job = load(BASE)
+    two = Data(train=job.data.train * 2)
+    (refusal,) = refusals(dataclasses.replace(job, data=dataclasses.replace(two, order="sequential"), sources={}), 1)
+    assert refusal.kind == "two_packed_datasets"
