@@ -1,0 +1,173 @@
+"""Line pictures as SVG text, without a plotting library: a run's losses, or two runs' over each other."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from html import escape
+
+WIDTH = 860
+HEIGHT = 300
+LEFT, RIGHT, TOP, BOTTOM = 74, 16, 34, 40
+COLUMNS = 700
+"""Of more points than these, each column keeps its lowest and highest: spikes stay."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """One series."""
+
+    name: str
+    points: Sequence[tuple[float, float]]
+    """(x, y), x rising; a y that is no finite number breaks the line and is marked at the top."""
+    colour: str = "#316dca"
+    width: float = 1.6
+    dashes: str = ""
+    """As SVG's stroke-dasharray, such as `5 4`."""
+    dots: bool = False
+    """Whether each point is marked, for few of them."""
+
+
+def draw(lines: Sequence[Line], *, title: str, x_title: str, y_title: str, from_zero: bool = False) -> str:
+    """The picture as one `<svg>` element that can also stand alone as a file; light and dark as the viewer asks."""
+    xs = [x for line in lines for x, _ in line.points]
+    ys = [y for line in lines for _, y in line.points if math.isfinite(y)]
+    x_low, x_high = (min(xs), max(xs)) if xs else (0.0, 1.0)
+    y_ticks = ticks(min([*ys, 0.0] if from_zero else ys, default=0.0), max(ys, default=1.0))
+    x_ticks = [x for x in ticks(x_low, x_high, whole=True) if x_low <= x <= x_high]
+    frame = _Frame(x_low=x_low, x_high=x_high, y_low=y_ticks[0], y_high=y_ticks[-1])
+    size = f'viewBox="0 0 {WIDTH} {HEIGHT}"'
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" aria-label="{escape(title)}" class="packproof-lines">',
+            _STYLE,
+            f'<rect class="back" width="{WIDTH}" height="{HEIGHT}"/>',
+            f'<text class="title" x="{LEFT}" y="20">{escape(title)}</text>',
+            *_axes(frame, x_ticks, y_ticks),
+            f'<text x="{(LEFT + WIDTH - RIGHT) / 2:g}" y="{HEIGHT - 8}" text-anchor="middle">{escape(x_title)}</text>',
+            f'<text transform="translate(14 {(TOP + HEIGHT - BOTTOM) / 2:g}) rotate(-90)" text-anchor="middle">{escape(y_title)}</text>',
+            *itertools.chain.from_iterable(_strokes(line, frame) for line in lines),
+            *_legend(lines),
+            "</svg>\n",
+        ]
+    )
+
+
+def ticks(low: float, high: float, *, whole: bool = False) -> list[float]:
+    """Round numbers from at most `low` to at least `high`, four to eleven of them."""
+    if not high > low:
+        spread = abs(low) * 0.05 or 1.0
+        low, high = low - spread, high + spread
+    rough = (high - low) / 6
+    power: float = 10.0 ** math.floor(math.log10(rough))
+    step = power * next(factor for factor in (1, 2, 5, 10) if factor * power >= rough)
+    if whole:
+        step = max(1, round(step))
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    return [number * step for number in range(first, last + 1)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Frame:
+    x_low: float
+    x_high: float
+    y_low: float
+    y_high: float
+
+    def x(self, value: float) -> float:
+        share = (value - self.x_low) / (self.x_high - self.x_low) if self.x_high > self.x_low else 0.5
+        return LEFT + share * (WIDTH - LEFT - RIGHT)
+
+    def y(self, value: float) -> float:
+        share = (value - self.y_low) / (self.y_high - self.y_low)
+        return HEIGHT - BOTTOM - share * (HEIGHT - TOP - BOTTOM)
+
+
+def _axes(frame: _Frame, x_ticks: Sequence[float], y_ticks: Sequence[float]) -> Iterator[str]:
+    for value in y_ticks:
+        y = frame.y(value)
+        yield f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
+        yield f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{_number(value, y_ticks)}</text>'
+    for value in x_ticks:
+        x = frame.x(value)
+        yield f'<line class="tick" x1="{x:.1f}" x2="{x:.1f}" y1="{HEIGHT - BOTTOM}" y2="{HEIGHT - BOTTOM + 4}"/>'
+        yield f'<text x="{x:.1f}" y="{HEIGHT - BOTTOM + 17}" text-anchor="middle">{value:g}</text>'
+
+
+def _number(value: float, among: Sequence[float]) -> str:
+    """With as many digits as tell it from its neighbours."""
+    step = among[1] - among[0]
+    largest = max(abs(among[0]), abs(among[-1]))
+    if value == 0:
+        return "0"
+    if largest < 1e-3 or largest >= 1e6:
+        digits = max(0, math.floor(math.log10(abs(value)) + 1e-9) - math.floor(math.log10(step) + 1e-9))
+        return f"{value:.{digits}e}"
+    return f"{value:.{max(0, -math.floor(math.log10(step) + 1e-9))}f}"
+
+
+def _strokes(line: Line, frame: _Frame) -> Iterator[str]:
+    style = f'fill="none" stroke="{line.colour}" stroke-width="{line.width:g}" stroke-linejoin="round"'
+    if line.dashes:
+        style += f' stroke-dasharray="{line.dashes}"'
+    for run in _runs(_thinned(line.points)):
+        path = "L".join(f"{frame.x(x):.1f} {frame.y(y):.1f}" for x, y in run)
+        if len(run) > 1:
+            yield f'<path d="M{path}" {style}/>'
+        if line.dots or len(run) == 1:
+            for x, y in run:
+                yield f'<circle cx="{frame.x(x):.1f}" cy="{frame.y(y):.1f}" r="2.6" fill="{line.colour}"/>'
+    for x, y in line.points:
+        if not math.isfinite(y):
+            yield (
+                f'<text class="bad" x="{frame.x(x):.1f}" y="{TOP + 8}" text-anchor="middle">×'
+                f"<title>{escape(line.name)}: {y} at {x:g}</title></text>"
+            )
+
+
+def _runs(points: Sequence[tuple[float, float]]) -> Iterator[list[tuple[float, float]]]:
+    for finite, run in itertools.groupby(points, lambda point: math.isfinite(point[1])):
+        if finite:
+            yield list(run)
+
+
+def _thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    if len(points) <= 2 * COLUMNS:
+        return list(points)
+    kept: list[tuple[float, float]] = []
+    for column in itertools.batched(points, math.ceil(len(points) / COLUMNS)):
+        finite = [point for point in column if math.isfinite(point[1])]
+        ends = {min(finite, key=lambda point: point[1]), max(finite, key=lambda point: point[1])} if finite else set()
+        kept += sorted({*ends, *(point for point in column if not math.isfinite(point[1]))})
+    return kept
+
+
+def _legend(lines: Sequence[Line]) -> Iterator[str]:
+    left = float(WIDTH - RIGHT) - sum(_room(line) for line in lines)
+    for line in lines:
+        dashes = f' stroke-dasharray="{line.dashes}"' if line.dashes else ""
+        yield (
+            f'<line x1="{left:.1f}" x2="{left + 24:.1f}" y1="16" y2="16" stroke="{line.colour}" '
+            f'stroke-width="{line.width:g}"{dashes}/>'
+        )
+        yield f'<text x="{left + 30:.1f}" y="20">{escape(line.name)}</text>'
+        left += _room(line)
+
+
+def _room(line: Line) -> float:
+    """What a legend's entry takes: without the font, a guess by the letter."""
+    return 50 + 6.3 * len(line.name)
+
+
+_STYLE = """<style>
+.packproof-lines text { font: 11.5px system-ui, "DejaVu Sans", sans-serif; fill: #57606a; }
+.packproof-lines .title { font-weight: 600; font-size: 13px; fill: #1d1f23; }
+.packproof-lines .back { fill: #fff; } .packproof-lines .grid { stroke: #e6e6e2; } .packproof-lines .tick { stroke: #9aa0a8; }
+.packproof-lines .bad { fill: #b3261e; font-weight: 700; font-size: 14px; }
+@media (prefers-color-scheme: dark) {
+.packproof-lines text { fill: #a7aeb9; } .packproof-lines .title { fill: #e4e6ea; }
+.packproof-lines .back { fill: #1d2026; } .packproof-lines .grid { stroke: #31353d; } .packproof-lines .bad { fill: #ff8a80; }
+}
+</style>"""

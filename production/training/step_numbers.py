@@ -1,0 +1,74 @@
+"""What loggers, progress and summary are told of a step, on the host."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepNumbers:
+    """One step's numbers, equal on every rank except `memory_mebibytes` of other model parts. None: not measured."""
+
+    step: int
+    """1 for the first step."""
+    loss: float
+    """Σ loss·mask ÷ Σ mask over all microbatches and dp × cp ranks (R-LOSS-7); 0 where the whole global batch is masked."""
+    all_masked: bool
+    """Whether nothing in the global batch was trained on."""
+    mtp_losses: tuple[float, ...]
+    """[D]: the same of each depth of multi-token prediction."""
+    gradient_norm: float | None
+    """Before clipping; None where the optimizer computes none."""
+    learning_rate: float
+    consumed_samples: int
+    """Rows of all steps so far, this one included."""
+    step_seconds: float
+    data_wait_seconds: float
+    """Of the rank that waited longest."""
+    tokens_per_second: float
+    """Positions of the global batch, padding included, a second, of all ranks together."""
+    trained_tokens: int
+    tokens: int
+    padding_share: float
+    """Of the positions, 0 to 1."""
+    rows_truncated: int
+    conversations_dropped: int
+    slowest_rank: int
+    """The rank in the world, of this rank's dp × cp ranks (of the last pipeline stage), with the longest `Timing.own_seconds`."""
+    slowest_rank_behind_seconds: float
+    """How much longer it took than the mean of them."""
+    memory_mebibytes: float
+    """The most that one of them uses: resident on CPU, the largest allocation so far on CUDA."""
+    tflops_per_second: float | None = None
+    """Model TFLOP/s of one device (`flops`), recomputation not counted."""
+    mfu: float | None = None
+    """Of the device's dense bf16 peak; None where the peak is not known."""
+
+    def values(self) -> dict[str, float | int | bool]:
+        """By the names that every logger uses; what was not measured is left out, depths are `mtp_1_loss` and on."""
+        found: dict[str, float | int | bool] = {}
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.name == "mtp_losses":
+                found |= {f"mtp_{depth}_loss": loss for depth, loss in enumerate(value, 1)}
+            elif field.name != "step" and value is not None:
+                found[field.name] = value
+        return found
+
+    @property
+    def finite(self) -> bool:
+        """Whether the losses and the gradient norm are numbers."""
+        return all(map(math.isfinite, (self.loss, *self.mtp_losses, self.gradient_norm or 0.0)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Losses:
+    """Losses of a global batch or of a whole validation."""
+
+    loss: float
+    """Σ loss·mask ÷ Σ mask; 0 where nothing is trained."""
+    all_masked: bool
+    mtp_losses: tuple[float, ...]
+    """[D]."""

@@ -1,0 +1,178 @@
+"""How a run went (R-RECORD-2), from its file of JSON lines: one table for the terminal, one picture of its losses."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from production.training.loggers import FILE, Record, Value, read_records
+from production.training.picture import Line, draw
+from production.training.progress import compact, duration
+
+COLOURS = ("#316dca", "#8250df", "#0b8a6f", "#b3591e")
+VALIDATION_COLOUR = "#c2410c"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """A run's numbers. Steps that were run twice, around a resumption, count as they were run last."""
+
+    steps: int
+    """The last step."""
+    losses: Sequence[tuple[int, float]]
+    """(step, loss), the steps rising."""
+    mtp_losses: Sequence[Sequence[tuple[int, float]]]
+    """The same of each depth."""
+    validation_losses: Sequence[tuple[int, float]]
+    not_finite: Sequence[int]
+    """Steps whose loss is no number."""
+    median_step_seconds: float
+    """Without the first step after each start, which builds what the others use."""
+    seconds: float
+    """Of all steps together."""
+    tokens_per_second: float
+    """Positions over those seconds."""
+    trained_tokens: int
+    padding_share: float
+    data_wait_share: float
+    """Of the steps' time."""
+    rows_truncated: int
+    conversations_dropped: int
+    tflops_per_second: float | None
+    """Median over steps; None where not measured, as the next."""
+    mfu: float | None
+    memory_mebibytes: float
+    consumed_samples: int
+    starts: int
+    """How often the run was begun or resumed."""
+
+
+def summarize(records: Iterable[Record]) -> Summary | None:
+    """What a run's records say; None where no step was finished."""
+    steps: dict[int, dict[str, Value]] = {}
+    validations: dict[int, float] = {}
+    firsts: list[int] = []
+    for record in records:
+        if record.kind == "run":
+            firsts.append(record.step + 1)
+            # What was measured beyond the checkpoint that the run went on from is run again.
+            steps = {step: values for step, values in steps.items() if step <= record.step}
+            validations = {step: loss for step, loss in validations.items() if step <= record.step}
+        elif record.kind == "step":
+            steps[record.step] = dict(record.values)
+        elif record.kind == "validation" and "validation_loss" in record.values:
+            validations[record.step] = float(record.values["validation_loss"])
+    return _summary(steps, validations, firsts) if steps else None
+
+
+def show(summary: Summary, console: Console, *, folder: Path) -> None:
+    """The closing table."""
+    table = Table(title="how the run went", title_justify="left", show_header=False)
+    table.add_column("what", style="bold", no_wrap=True)
+    table.add_column("value")
+    for name, value in _lines(summary):
+        table.add_row(name, value)
+    console.print(table)
+    if summary.not_finite:
+        console.print(f"[bold red]no finite loss at steps {_some(summary.not_finite)}[/]", highlight=False)
+    console.print(f"numbers: {folder / FILE}", style="dim", highlight=False, soft_wrap=True)
+
+
+def write_picture(summary: Summary, path: Path) -> None:
+    """The losses as a self-contained SVG file."""
+    lines = [Line(name="loss", points=summary.losses, colour=COLOURS[0], dots=len(summary.losses) <= 40)]
+    for depth, losses in enumerate(summary.mtp_losses, 1):
+        lines.append(
+            Line(name=f"mtp {depth} loss", points=losses, colour=COLOURS[depth % len(COLOURS)], width=1.2, dashes="5 3")
+        )
+    if summary.validation_losses:
+        lines.append(
+            Line(name="validation loss", points=summary.validation_losses, colour=VALIDATION_COLOUR, dots=True)
+        )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(draw(lines, title="loss", x_title="step", y_title="loss"), encoding="utf-8")
+
+
+def close_run(folder: Path, console: Console) -> Summary | None:
+    """Read the folder's `metrics.jsonl`, print the table and write `loss.svg` beside it."""
+    summary = summarize(read_records(folder / FILE))
+    if summary is None:
+        console.print("no step was finished")
+        return None
+    show(summary, console, folder=folder)
+    write_picture(summary, folder / "loss.svg")
+    console.print(f"picture: {folder / 'loss.svg'}", style="dim", highlight=False, soft_wrap=True)
+    return summary
+
+
+def _summary(steps: dict[int, dict[str, Value]], validations: dict[int, float], firsts: Sequence[int]) -> Summary:
+    order = sorted(steps)
+
+    def of(name: str) -> list[float]:
+        return [float(steps[step][name]) for step in order if name in steps[step]]
+
+    steady = [float(steps[step]["step_seconds"]) for step in order if step not in firsts]
+    seconds, tokens = sum(of("step_seconds")), sum(of("tokens"))
+    padding = sum(share * count for share, count in zip(of("padding_share"), of("tokens"), strict=True))
+    losses = [(step, float(steps[step]["loss"])) for step in order]
+    depths = sum(name.startswith("mtp_") and name.endswith("_loss") for name in steps[order[-1]])
+    return Summary(
+        steps=order[-1],
+        losses=losses,
+        mtp_losses=[
+            [(step, float(steps[step][name])) for step in order if (name := f"mtp_{depth}_loss") in steps[step]]
+            for depth in range(1, depths + 1)
+        ],
+        validation_losses=sorted(validations.items()),
+        not_finite=[step for step, loss in losses if not math.isfinite(loss)],
+        median_step_seconds=statistics.median(steady or of("step_seconds")),
+        seconds=seconds,
+        tokens_per_second=tokens / seconds if seconds else 0.0,
+        trained_tokens=int(sum(of("trained_tokens"))),
+        padding_share=padding / tokens if tokens else 0.0,
+        data_wait_share=sum(of("data_wait_seconds")) / seconds if seconds else 0.0,
+        rows_truncated=int(sum(of("rows_truncated"))),
+        conversations_dropped=int(sum(of("conversations_dropped"))),
+        tflops_per_second=statistics.median(found) if (found := of("tflops_per_second")) else None,
+        mfu=statistics.median(found) if (found := of("mfu")) else None,
+        memory_mebibytes=max(of("memory_mebibytes"), default=0.0),
+        consumed_samples=int(max(of("consumed_samples"), default=0)),
+        starts=max(1, len(firsts)),
+    )
+
+
+def _lines(summary: Summary) -> list[tuple[str, str]]:
+    first, last = summary.losses[0], summary.losses[-1]
+    lines = [
+        ("steps", f"{summary.steps:,}" + (f", started {summary.starts} times" if summary.starts > 1 else "")),
+        ("loss", f"{first[1]:.4f} at step {first[0]}, {last[1]:.4f} at step {last[0]}"),
+    ]
+    for depth, losses in enumerate(summary.mtp_losses, 1):
+        lines.append((f"mtp {depth} loss", f"{losses[0][1]:.4f}, {losses[-1][1]:.4f}"))
+    if summary.validation_losses:
+        best = min(summary.validation_losses, key=lambda pair: (not math.isfinite(pair[1]), pair[1]))
+        at, loss = summary.validation_losses[-1]
+        lines.append(("validation loss", f"{loss:.4f} at step {at}, best {best[1]:.4f} at step {best[0]}"))
+    lines += [
+        ("time", f"{duration(summary.seconds)}, {duration(summary.median_step_seconds)} a step (median)"),
+        ("waiting for rows", f"{summary.data_wait_share:.2%} of it"),
+        ("tokens", f"{compact(summary.tokens_per_second)} a second, {summary.trained_tokens:,} trained on"),
+        ("padding", f"{summary.padding_share:.2%} of the positions"),
+        ("rows", f"{summary.consumed_samples:,}, {summary.rows_truncated:,} cut within a conversation"),
+        ("conversations dropped", f"{summary.conversations_dropped:,}"),
+        ("memory", f"{summary.memory_mebibytes:,.0f} MiB a rank at most"),
+    ]
+    if summary.tflops_per_second is not None:
+        of_peak = "the device's peak is not known: no MFU" if summary.mfu is None else f"MFU {summary.mfu:.1%}"
+        lines.append(("TFLOP/s a device", f"{summary.tflops_per_second:.3g}, {of_peak}"))
+    return lines
+
+
+def _some(steps: Sequence[int]) -> str:
+    return ", ".join(map(str, steps[:8])) + (f" and {len(steps) - 8} more" if len(steps) > 8 else "")

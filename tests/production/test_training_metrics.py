@@ -1,0 +1,286 @@
+"""What a step measures: its numbers, and what they cost in synchronisations and messages."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from production.errors import PackproofError
+from production.training.counts import RowCounts
+from production.training.metrics import Group, StepMetrics, Timing
+
+sys.path.insert(0, str(Path(__file__).parent))
+from training_metrics_world import COUNTS
+
+TIMING = Timing(step_seconds=2.0, own_seconds=1.5, data_wait_seconds=0.25)
+
+
+def end(metrics, **changes):
+    given = {"step": 3, "learning_rate": 1e-4, "gradient_norm": None, "consumed_samples": 6, "timing": TIMING}
+    metrics.end_step(**given | changes)
+
+
+def report(metrics, *, flops_of=None, peak_tflops=None, **changes):
+    end(metrics, **changes)
+    (found,) = metrics.report(flops_of=flops_of, peak_tflops=peak_tflops)
+    return found
+
+
+def one_step(**changes):
+    metrics = StepMetrics(group=Group())
+    metrics.add_loss(torch.tensor(6.0), torch.tensor(4.0))
+    metrics.add_rows(COUNTS)
+    return report(metrics, **changes)
+
+
+def test_the_loss_weighs_tokens_not_microbatches():
+    metrics = StepMetrics(group=Group())
+    metrics.add_loss(torch.tensor(6.0), torch.tensor(4.0))
+    metrics.add_loss(torch.tensor(30.0), torch.tensor(8.0))
+    assert report(metrics).loss == 3.0
+
+
+def test_each_depth_has_its_own_loss_and_name():
+    metrics = StepMetrics(group=Group(), depths=2)
+    for _ in range(2):
+        metrics.add_loss(torch.tensor(4.0), torch.tensor(4.0))
+        metrics.add_multi_token(torch.tensor([6.0, 9.0]), torch.tensor([3.0, 2.0]))
+    found = report(metrics)
+    assert found.mtp_losses == (2.0, 4.5)
+    assert found.values()["mtp_1_loss"] == 2.0
+    assert found.values()["mtp_2_loss"] == 4.5
+    assert "mtp_losses" not in found.values()
+
+
+def test_a_global_batch_that_trains_nothing_is_zero_and_says_so():
+    metrics = StepMetrics(group=Group(), depths=1)
+    metrics.add_loss(torch.tensor(0.0), torch.tensor(0.0))
+    metrics.add_multi_token(torch.tensor([0.0]), torch.tensor([0.0]))
+    found = report(metrics)
+    assert (found.loss, found.mtp_losses, found.all_masked, found.finite) == (0.0, (0.0,), True, True)
+    assert not one_step().all_masked
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_loss_that_is_no_number_is_reported_as_it_is(bad):
+    metrics = StepMetrics(group=Group())
+    metrics.add_loss(torch.tensor(bad), torch.tensor(4.0))
+    found = report(metrics)
+    assert not math.isfinite(found.loss)
+    assert not found.finite
+
+
+def test_a_gradient_norm_on_the_device_is_read_with_the_rest():
+    assert one_step(gradient_norm=torch.tensor(0.5)).gradient_norm == 0.5
+    assert one_step(gradient_norm=0.25).gradient_norm == 0.25
+    assert not one_step(gradient_norm=torch.tensor(math.inf)).finite
+    assert "gradient_norm" not in one_step().values()
+
+
+def test_counts_of_rows_become_shares_and_rates():
+    found = one_step(flops_of=lambda tokens, squares: tokens * 1e12 + squares, peak_tflops=96.0)
+    assert found.tokens_per_second == 64.0
+    assert found.padding_share == 0.25
+    assert (found.trained_tokens, found.rows_truncated, found.conversations_dropped) == (50, 1, 3)
+    assert found.tflops_per_second == (96e12 + (1 << 45) + 7) / 2 / 1e12
+    assert found.mfu == found.tflops_per_second / 96
+    assert found.memory_mebibytes > 10
+    assert (found.slowest_rank, found.slowest_rank_behind_seconds, found.data_wait_seconds) == (0, 0.0, 0.25)
+
+
+def test_what_is_not_known_is_left_out_and_not_zero():
+    assert not {"mfu", "tflops_per_second"} & set(one_step().values())
+    assert "mfu" not in one_step(flops_of=lambda *_: 1e12).values()
+
+
+def test_steps_wait_for_the_report_and_each_keeps_its_numbers():
+    metrics = StepMetrics(group=Group(), depths=2)
+    assert metrics.report() == []
+    for step, norm in ((1, 0.5), (2, torch.tensor(0.25)), (3, None), (4, torch.tensor(0.125))):
+        metrics.add_loss(torch.tensor(6.0 * step), torch.tensor(4.0))
+        metrics.add_multi_token(torch.tensor([1.0, 2.0]) * step, torch.tensor([1.0, 4.0]))
+        if step != 2:
+            metrics.add_rows(COUNTS)
+        end(
+            metrics, step=step, gradient_norm=norm, timing=Timing(step_seconds=step, own_seconds=1, data_wait_seconds=0)
+        )
+    found = metrics.report()
+    assert [each.step for each in found] == [1, 2, 3, 4]
+    assert [each.loss for each in found] == [1.5, 3.0, 4.5, 6.0]
+    assert [each.mtp_losses for each in found] == [(1.0, 0.5), (2.0, 1.0), (3.0, 1.5), (4.0, 2.0)]
+    assert [each.gradient_norm for each in found] == [0.5, 0.25, None, 0.125]
+    assert [each.tokens for each in found] == [128, 0, 128, 128]
+    assert [each.step_seconds for each in found] == [1, 2, 3, 4]
+    assert metrics.report() == []
+
+
+def test_validation_reads_losses_alone_and_spoils_no_step():
+    metrics = StepMetrics(group=Group(), depths=1)
+    metrics.add_loss(torch.tensor(6.0), torch.tensor(4.0))
+    metrics.add_multi_token(torch.tensor([6.0]), torch.tensor([4.0]))
+    end(metrics)
+    metrics.add_loss(torch.tensor(8.0), torch.tensor(4.0))
+    metrics.add_multi_token(torch.tensor([4.0]), torch.tensor([4.0]))
+    found = metrics.report_losses()
+    assert (found.loss, found.mtp_losses, found.all_masked) == (2.0, (1.0,), False)
+    (step,) = metrics.report()
+    assert (step.loss, step.mtp_losses) == (1.5, (1.5,))
+
+
+def test_whole_numbers_survive_a_sum_over_4096_ranks_in_float32():
+    most = RowCounts(rows=(1 << 40) - 1, tokens=12345678901, square_sum=(1 << 47) - 3)
+    summed = torch.zeros(len(most.limbs()), dtype=torch.float32)
+    for _ in range(4096):
+        summed += torch.tensor(most.limbs(), dtype=torch.float32)
+    found = RowCounts.of_limbs(summed.tolist())
+    assert (found.rows, found.tokens, found.square_sum) == (
+        4096 * most.rows,
+        4096 * most.tokens,
+        4096 * most.square_sum,
+    )
+
+
+def test_a_missing_loss_and_one_too_many_depths_are_refused():
+    with pytest.raises(PackproofError, match="no microbatch's loss"):
+        report(StepMetrics(group=Group()))
+    stage = StepMetrics(group=Group(has_loss=False))
+    stage.add_loss(torch.tensor(1.0), torch.tensor(1.0))
+    with pytest.raises(PackproofError, match="a stage that computes none"):
+        report(stage)
+    with pytest.raises(PackproofError, match="1 depths"):
+        StepMetrics(group=Group(), depths=1).add_multi_token(torch.ones(2), torch.ones(2))
+
+
+class Waits(TorchDispatchMode):
+    """Counts operations whose result the host must wait for."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.name() in ("aten::_local_scalar_dense", "aten::nonzero", "aten::equal", "aten::is_nonzero"):
+            self.seen.append(function.name())
+        return function(*args, **kwargs or {})
+
+
+def test_a_microbatch_never_waits_for_the_device_and_a_report_does_once():
+    reads = []
+    tolist = torch.Tensor.tolist
+
+    def counted(tensor):
+        reads.append(tensor.shape)
+        return tolist(tensor)
+
+    def forbidden(*_, **__):
+        raise AssertionError("the host waits for the device")
+
+    metrics = StepMetrics(group=Group(), depths=2)
+    waiting = ("item", "cpu", "numpy", "__bool__", "__float__", "__int__", "__index__", "__array__")
+    with Waits() as waits, mock.patch.multiple(torch.Tensor, tolist=counted, **dict.fromkeys(waiting, forbidden)):
+        for microbatch in range(16):
+            metrics.add_loss(torch.tensor(6.0), torch.tensor(microbatch))
+            metrics.add_multi_token(torch.ones(2), torch.ones(2))
+            metrics.add_rows(COUNTS)
+            if microbatch % 4 == 3:
+                end(metrics, gradient_norm=torch.tensor(1.0))
+        assert (reads, waits.seen) == ([], [])
+        assert len(metrics.report()) == 4
+    assert len(reads) == 1
+    assert waits.seen == []
+
+
+def test_the_count_of_waits_sees_a_wait():
+    with Waits() as waits:
+        torch.tensor(1.0).item()
+    assert waits.seen == ["aten::_local_scalar_dense"]
+
+
+def test_microbatches_are_added_without_any_value_being_there():
+    metrics = StepMetrics(group=Group(), depths=1, device="meta")  # a read of a meta tensor raises
+    metrics.add_loss(torch.empty((), device="meta"), torch.empty((), device="meta", dtype=torch.int64))
+    metrics.add_multi_token(torch.empty(1, device="meta"), torch.empty(1, device="meta"))
+    with pytest.raises((NotImplementedError, RuntimeError)):
+        report(metrics)
+
+
+@pytest.mark.gpu
+def test_on_cuda_neither_a_microbatch_nor_the_end_of_a_step_synchronizes():
+    metrics = StepMetrics(group=Group(), depths=1, device="cuda")
+    loss, mask = torch.tensor(6.0, device="cuda"), torch.tensor(4, device="cuda")
+    metrics.add_loss(loss, mask)  # whatever is set up once
+    metrics.add_multi_token(loss.view(1), mask.view(1))
+    end(metrics, gradient_norm=loss)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        metrics.add_loss(loss, mask)
+        metrics.add_multi_token(loss.view(1), mask.view(1))
+        metrics.add_rows(COUNTS)
+        end(metrics, gradient_norm=loss)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert [each.loss for each in metrics.report()] == [1.5, 1.5]
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    """What four ranks reported, by rank."""
+    folder = tmp_path_factory.mktemp("world")
+    script = Path(__file__).with_name("training_metrics_world.py")
+    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, str(script), str(folder)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+        env=environment,
+    )
+    assert done.returncode == 0, done.stderr
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(4)]
+
+
+@pytest.mark.xdist_group("gloo")
+def test_ranks_report_the_same_loss_and_it_is_megatrons_to_the_bit(world):
+    found = [each["one_stage"] for each in world]
+    assert len({each["values"]["loss"] for each in found}) == 1
+    for each in found:
+        assert each["values"]["loss"] == each["megatron"]
+        assert each["values"]["mtp_1_loss"] == pytest.approx(each["megatron"], rel=1e-6)
+
+
+@pytest.mark.xdist_group("gloo")
+def test_one_stage_needs_one_all_reduce_and_nothing_else(world):
+    assert [each["one_stage"]["calls"] for each in world] == [["all_reduce"]] * 4
+
+
+@pytest.mark.xdist_group("gloo")
+def test_rows_that_context_parallel_ranks_share_count_once(world):
+    values = world[3]["one_stage"]["values"]
+    assert values["trained_tokens"] == 2 * 5 * COUNTS.trained_tokens
+    assert values["tokens_per_second"] == 2 * 5 * COUNTS.tokens / 4.0
+
+
+@pytest.mark.xdist_group("gloo")
+def test_the_slowest_rank_is_named_with_how_much(world):
+    for each in world:
+        values = each["one_stage"]["values"]
+        assert (values["slowest_rank"], values["slowest_rank_behind_seconds"]) == (1, 0.75)
+        assert values["data_wait_seconds"] == 3 / 8
+
+
+@pytest.mark.xdist_group("gloo")
+def test_the_last_stage_hands_its_numbers_to_the_others_in_one_small_message(world):
+    for each in world:
+        found = each["two_stages"]
+        assert found["values"]["loss"] == 6.0
+        assert found["calls"] == ["all_reduce", "broadcast"]
+        assert found["values"]["slowest_rank"] == 3
+        assert found["values"]["trained_tokens"] == 2 * COUNTS.trained_tokens

@@ -1,0 +1,128 @@
+"""Four gloo ranks that each report a step: run as `training_metrics_world.py FOLDER`, leaves RANK.json there.
+
+A process of its own, because ranks are forked: in pytest's, autograd and OpenMP have long been at work.
+"""
+
+import json
+import multiprocessing
+import sys
+from pathlib import Path
+from unittest import mock
+
+import torch
+from torch import distributed
+
+from production.training.counts import RowCounts
+from production.training.metrics import Group, StepMetrics, Timing
+
+COUNTS = RowCounts(
+    rows=2,
+    tokens=128,
+    padding_tokens=32,
+    trained_tokens=50,
+    truncated_rows=1,
+    dropped_conversations=3,
+    square_sum=(1 << 45) + 7,
+)
+COLLECTIVES = (
+    "all_reduce",
+    "broadcast",
+    "all_gather",
+    "all_gather_object",
+    "gather_object",
+    "broadcast_object_list",
+    "send_object_list",
+    "scatter_object_list",
+    "barrier",
+)
+
+
+def report(metrics, timing):
+    metrics.end_step(step=3, learning_rate=1e-4, gradient_norm=None, consumed_samples=6, timing=timing)
+    (found,) = metrics.report()
+    return found
+
+
+def rank_body(rank, folder):
+    torch.set_num_threads(1)
+    store = distributed.FileStore(f"{folder}/store", 4)
+    distributed.init_process_group("gloo", store=store, rank=rank, world_size=4)
+    everyone = distributed.new_group([0, 1, 2, 3])
+    stages = [distributed.new_group([0, 1]), distributed.new_group([2, 3])]
+    pipes = [distributed.new_group([0, 2]), distributed.new_group([1, 3])]
+    found = {
+        "one_stage": one_stage(rank, everyone),
+        "two_stages": two_stages(rank, stages[rank // 2], pipes[rank % 2]),
+    }
+    (folder / f"{rank}.json").write_text(json.dumps(found))
+    distributed.barrier()
+    distributed.destroy_process_group()
+
+
+def counting_calls():
+    calls = []
+
+    def counted(name, original):
+        def call(*args, **kwargs):
+            calls.append(name)
+            return original(*args, **kwargs)
+
+        return call
+
+    patches = {name: counted(name, getattr(distributed, name)) for name in COLLECTIVES}
+    return calls, mock.patch.multiple(distributed, **patches)
+
+
+def sums_of(rank):
+    generator = torch.Generator().manual_seed(rank)
+    return torch.rand(5, 1, generator=generator) * 1000, torch.randint(1, 300, (5, 1), generator=generator)
+
+
+def one_stage(rank, group):
+    """dp 2 × cp 2: ranks 0 and 1 share rows, and so do 2 and 3."""
+    metrics = StepMetrics(group=Group(data=group, counts_rows=rank % 2 == 0), depths=1)
+    losses, masks = sums_of(rank)
+    for loss, mask in zip(losses, masks, strict=True):
+        metrics.add_loss(loss[0], mask[0])
+        metrics.add_multi_token(loss, mask)
+        metrics.add_rows(COUNTS)
+    timing = Timing(step_seconds=4.0, own_seconds=float(rank == 1) + 1, data_wait_seconds=rank / 8)
+    calls, patched = counting_calls()
+    with patched:
+        found = report(metrics, timing)
+    # As train_step of megatron.training reduces its "lm loss".
+    value = torch.vstack([torch.stack([a[0], b[0].float()]) for a, b in zip(losses, masks, strict=True)]).sum(dim=0)
+    distributed.all_reduce(value, group=group)
+    return {"values": found.values(), "calls": calls, "megatron": (value[0] / value[1]).item()}
+
+
+def two_stages(rank, data, pipeline):
+    """pp 2 × dp 2: ranks 2 and 3 hold the last stage."""
+    metrics = StepMetrics(group=Group(data=data, pipeline=pipeline, has_loss=rank >= 2))
+    if rank >= 2:
+        metrics.add_loss(torch.tensor(6.0 * rank), torch.tensor(rank))
+    metrics.add_rows(COUNTS)
+    timing = Timing(step_seconds=4.0, own_seconds=float(rank), data_wait_seconds=0.0)
+    calls, patched = counting_calls()
+    with patched:
+        found = report(metrics, timing)
+    return {"values": found.values(), "calls": calls}
+
+
+def main(folder):
+    context = multiprocessing.get_context("fork")
+    ranks = [context.Process(target=rank_body, args=(rank, folder)) for rank in range(4)]
+    for each in ranks:
+        each.start()
+    for each in ranks:
+        each.join(90)
+    codes = [each.exitcode for each in ranks]
+    for each in ranks:
+        if each.is_alive():
+            each.kill()
+    if codes != [0] * 4:
+        raise SystemExit(f"exit codes {codes}")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,233 @@
+"""What two runs have to do with each other over a window of steps: the numbers of the published comparison."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from equivalence.errors import InputError
+from tools.compare_runs.paired import PairedRatio, paired_ratio
+from tools.compare_runs.run import Run, mean
+
+
+@dataclass(frozen=True, kw_only=True)
+class Window:
+    """Steps that are compared, both ends included."""
+
+    first: int
+    last: int
+
+    @classmethod
+    def parse(cls, text: str) -> Window:
+        """Of `3-20`, or `7` for one. Raises InputError for another form."""
+        first, dash, last = text.partition("-")
+        try:
+            found = cls(first=int(first), last=int(last) if dash else int(first))
+        except ValueError:
+            raise InputError(f"--steps {text}: say FIRST-LAST, such as 3-20") from None
+        if found.last < found.first:
+            raise InputError(f"--steps {text}: the last step is before the first")
+        return found
+
+    def among(self, steps: set[int]) -> list[int]:
+        """Those of the steps that lie in the window, rising."""
+        return sorted(step for step in steps if self.first <= step <= self.last)
+
+    def __str__(self) -> str:
+        """As `parse` takes it."""
+        return f"{self.first}-{self.last}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Times:
+    """Step times over the window's steps that both runs have, in seconds."""
+
+    mean: tuple[float, float]
+    steps: int
+    paired: PairedRatio | None
+    """Of the second run's time to the first one's; None for fewer than two steps."""
+
+    @property
+    def relative_throughput(self) -> float:
+        """Of the second run, against the first one's."""
+        return self.mean[0] / self.mean[1]
+
+    @property
+    def gap(self) -> float:
+        """How many seconds longer the second run's step is."""
+        return self.mean[1] - self.mean[0]
+
+    @property
+    def gap_share(self) -> float:
+        """The same, of the first run's step."""
+        return self.gap / self.mean[0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """One series against the other. What is no number in either run is left out of means, and counted."""
+
+    name: str
+    steps: int
+    """Steps that both runs have."""
+    mean: float
+    """Mean absolute difference."""
+    largest: float
+    """Largest absolute difference."""
+    largest_at: int | None
+    largest_relative: float
+    """Largest absolute difference over the first run's value."""
+    first_at: int | None
+    """The first step at which the two are not equal; None where they are equal to the last recorded digit."""
+    not_finite: tuple[tuple[int, ...], tuple[int, ...]]
+    """Steps of each run at which the value is no number."""
+
+    @property
+    def all_finite(self) -> bool:
+        """Whether every value of both is a number."""
+        return not any(self.not_finite)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """Two runs side by side; the first is what the second is held against."""
+
+    runs: tuple[Run, Run]
+    window: Window
+    times: Times | None
+    """None where a run has no step times."""
+    differences: Sequence[Difference]
+    """Over the window: loss, then depths and gradient norm where both runs have them."""
+    whole: Difference
+    """The loss over all steps that both runs have."""
+    validation: Difference | None
+    """Over all validations that both runs have; None where there is none."""
+    remarks: Sequence[str]
+
+    @property
+    def loss(self) -> Difference:
+        """Of the loss, over the window."""
+        return self.differences[0]
+
+    def document(self) -> dict[str, Any]:
+        """For JSON: what `json.dumps(allow_nan=False)` takes, numbers that are none as strings."""
+        times: dict[str, Any] | None = None
+        if self.times is not None:
+            times = dataclasses.asdict(self.times)
+            times |= {
+                "relative_throughput": self.times.relative_throughput,
+                "gap_seconds": self.times.gap,
+                "gap_percent": 100 * self.times.gap_share,
+            }
+        document = {
+            "runs": [
+                {"name": run.name, "source": run.source, "place": run.place, "remarks": list(run.remarks)}
+                for run in self.runs
+            ],
+            "window": [self.window.first, self.window.last],
+            "step_seconds": times,
+            "differences": {each.name: _difference(each) for each in self.differences},
+            "all_steps": _difference(self.whole),
+            "validation": None if self.validation is None else _difference(self.validation),
+            "remarks": list(self.remarks),
+        }
+        found = _plain(document)
+        assert isinstance(found, dict)
+        return found
+
+
+def compare(first: Run, second: Run, window: Window) -> Comparison:
+    """The comparison. Raises InputError where no step of the window has a loss in both runs."""
+    both = first.steps("loss") & second.steps("loss")
+    steps = window.among(both)
+    if not steps:
+        spans = " and ".join(f"{run.name} has {_span(run.steps('loss'))}" for run in (first, second))
+        raise InputError(
+            f"no step of {window} has a loss in both runs: {spans}; choose --steps, or shift with --offset-b"
+        )
+    names = ["loss", *(f"mtp_{depth}_loss" for depth in range(1, min(first.depths, second.depths) + 1))]
+    if first.steps("gradient_norm") & second.steps("gradient_norm"):
+        names.append("gradient_norm")
+    validated = first.steps("validation_loss") & second.steps("validation_loss")
+    return Comparison(
+        runs=(first, second),
+        window=window,
+        times=_times(first, second, window),
+        differences=[
+            _compared(first, second, name, window.among(first.steps(name) & second.steps(name))) for name in names
+        ],
+        whole=_compared(first, second, "loss", sorted(both)),
+        validation=_compared(first, second, "validation_loss", sorted(validated)) if validated else None,
+        remarks=_remarks(first, second, window, steps),
+    )
+
+
+def _times(first: Run, second: Run, window: Window) -> Times | None:
+    steps = window.among(first.steps("step_seconds") & second.steps("step_seconds"))
+    pairs = [(first.series["step_seconds"][step], second.series["step_seconds"][step]) for step in steps]
+    pairs = [pair for pair in pairs if all(math.isfinite(each) and each > 0 for each in pair)]
+    if not pairs:
+        return None
+    before, after = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+    return Times(mean=(mean(before), mean(after)), steps=len(pairs), paired=paired_ratio(before, after))
+
+
+def _compared(first: Run, second: Run, name: str, steps: Sequence[int]) -> Difference:
+    ours, theirs = first.series[name], second.series[name]
+    finite = [step for step in steps if math.isfinite(ours[step]) and math.isfinite(theirs[step])]
+    gaps = {step: abs(theirs[step] - ours[step]) for step in finite}
+    at = max(gaps, key=gaps.__getitem__) if gaps else None
+    return Difference(
+        name=name,
+        steps=len(steps),
+        mean=mean(list(gaps.values())),
+        largest=math.nan if at is None else gaps[at],
+        largest_at=at,
+        largest_relative=max((gap / abs(ours[step]) for step, gap in gaps.items() if ours[step]), default=math.nan),
+        first_at=next((step for step in steps if ours[step] != theirs[step]), None),
+        not_finite=(
+            tuple(step for step in steps if not math.isfinite(ours[step])),
+            tuple(step for step in steps if not math.isfinite(theirs[step])),
+        ),
+    )
+
+
+def _remarks(first: Run, second: Run, window: Window, steps: Sequence[int]) -> list[str]:
+    remarks = [f"{run.name}: {remark}" for run in (first, second) for remark in run.remarks]
+    if missing := window.last - window.first + 1 - len(steps):
+        remarks.append(f"{missing} of the {window.last - window.first + 1} steps of the window are not in both runs")
+    for name, what in (("consumed_samples", "rows so far"), ("learning_rate", "learning rates")):
+        unlike = [
+            step
+            for step in window.among(first.steps(name) & second.steps(name))
+            if not math.isclose(first.series[name][step], second.series[name][step], rel_tol=1e-5)
+        ]
+        if unlike:
+            remarks.append(f"the runs differ in {what} from step {unlike[0]} on: they did not do the same work")
+    for run in (first, second):
+        if not run.steps("step_seconds"):
+            remarks.append(f"{run.name} has no step times: they are not compared")
+        if not run.steps("gradient_norm"):
+            remarks.append(f"{run.name} has no gradient norms: they are not compared")
+    if first.depths != second.depths:
+        remarks.append(f"losses of {first.depths} and {second.depths} depths: those of the first are compared")
+    return remarks
+
+
+def _difference(found: Difference) -> dict[str, Any]:
+    return dataclasses.asdict(found) | {"all_finite": found.all_finite, "equal": found.first_at is None}
+
+
+def _span(steps: set[int]) -> str:
+    return f"steps {min(steps)} to {max(steps)}" if steps else "no step"
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _plain(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,50 @@
+"""Recorded runs: packproof's JSON lines, TensorBoard event files, exports of W&B, logs of Megatron-LM."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from equivalence.errors import InputError
+from tools.compare_runs.readers.event_files import PATTERN, read_events
+from tools.compare_runs.readers.lines import read_lines
+from tools.compare_runs.readers.megatron_log import read_log
+from tools.compare_runs.readers.names import Names
+from tools.compare_runs.readers.tables import read_csv, read_json
+from tools.compare_runs.run import Run
+
+__all__ = ["Names", "read_run"]
+
+
+def read_run(path: Path, names: Names) -> Run:
+    """The run of this file or folder, whatever wrote it.
+
+    A folder is a run's of packproof (`metrics.jsonl`) or one of event files. Raises InputError for what is neither, and
+    for a run without a loss; OSError where it cannot be read.
+    """
+    if path.is_dir():
+        if (path / "metrics.jsonl").exists():
+            return read_lines(path / "metrics.jsonl", names)
+        if next(path.glob(PATTERN), None) is not None:
+            return read_events(path, names)
+        raise InputError(f"{path}: neither metrics.jsonl nor event files of TensorBoard lie in it")
+    if path.name.startswith(PATTERN.removesuffix("*")):
+        return read_events(path, names)
+    if path.suffix == ".wandb":
+        raise InputError(f"{path}: W&B's own file; sync it and export the run's history as CSV or JSON")
+    if path.suffix == ".csv":
+        return read_csv(path, names)
+    if path.suffix == ".json":
+        return read_json(path, names)
+    if path.suffix == ".jsonl":
+        return read_lines(path, names) if _is_ours(path) else read_json(path, names)
+    return read_log(path, names)
+
+
+def _is_ours(path: Path) -> bool:
+    with path.open(encoding="utf-8", errors="replace") as file:
+        try:
+            first = json.loads(file.readline())
+        except ValueError:
+            return True  # whose reader says which line it is
+    return isinstance(first, dict) and "kind" in first

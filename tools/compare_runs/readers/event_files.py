@@ -1,0 +1,44 @@
+"""TensorBoard event files, of packproof, Megatron-LM or anyone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from tools.compare_runs.readers.names import Names, no_loss
+from tools.compare_runs.run import Run
+
+PATTERN = "events.out.tfevents.*"
+
+
+def read_events(path: Path, names: Names) -> Run:
+    """The run of an event file, or of all in one folder. Raises InputError where no loss is there."""
+    # It pulls in gRPC and protobuf: a second that the other readers need not wait.
+    from tensorboard.backend.event_processing import event_accumulator  # noqa: PLC0415
+
+    events: Any = event_accumulator.EventAccumulator(
+        str(path), size_guidance={event_accumulator.SCALARS: 0, event_accumulator.TENSORS: 0}
+    )
+    events.Reload()
+    tags = events.Tags()
+    recorded = {*tags["scalars"], *tags["tensors"]}
+    found = names.find(recorded)
+    if not any(series == "loss" for series, _ in found.values()):
+        raise no_loss(path, recorded)
+    return Run(
+        name=path.name if path.is_dir() else path.parent.name or path.name,
+        source="TensorBoard event files",
+        place=str(path),
+        series={series: _values(events, tag, factor) for tag, (series, factor) in found.items()},
+        remarks=["TensorBoard keeps float32: seven digits"],
+    )
+
+
+def _values(events: Any, tag: str, factor: float) -> dict[int, float]:
+    """A step that was written twice counts as it was written last."""
+    if tag in events.Tags()["scalars"]:
+        return {event.step: float(event.value) * factor for event in events.Scalars(tag)}
+    from tensorboard.util.tensor_util import make_ndarray  # noqa: PLC0415
+
+    arrays = ((event.step, make_ndarray(event.tensor_proto)) for event in events.Tensors(tag))
+    return {step: float(array) * factor for step, array in arrays if array.size == 1 and array.dtype.kind == "f"}

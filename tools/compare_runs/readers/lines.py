@@ -1,0 +1,32 @@
+"""packproof's own JSON lines."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from production.training.loggers import read_records
+from tools.compare_runs.readers.names import Names, no_loss
+from tools.compare_runs.run import Gathered, Run, to_number
+
+SOURCE = "packproof JSON lines"
+
+
+def read_lines(path: Path, names: Names) -> Run:
+    """The run of a `metrics.jsonl`. Raises BadInput for a line that is no record, InputError where no loss is there."""
+    records = list(read_records(path))
+    recorded = {name for record in records if record.kind in ("step", "validation") for name in record.values}
+    found = names.find(recorded)
+    if not any(series == "loss" for series, _ in found.values()):
+        raise no_loss(path, recorded)
+    gathered = Gathered()
+    for record in records:
+        if record.kind == "run":
+            gathered.restart(record.step + 1)
+            continue
+        for name, value in record.values.items():
+            number = to_number(value)
+            if name in found and number is not None:
+                series, factor = found[name]
+                gathered.put(series, record.step, number * factor)
+    name = path.parent.name if path.name == "metrics.jsonl" and path.parent.name else path.stem
+    return Run(name=name, source=SOURCE, place=str(path), series=gathered.series, remarks=gathered.remarks())

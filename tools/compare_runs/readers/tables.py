@@ -1,0 +1,103 @@
+"""Exports of W&B: CSV of a chart or of a run's history, JSON of its history as a list, columns, or one object a line."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from equivalence.errors import InputError
+from tools.compare_runs.readers.names import Names, no_loss
+from tools.compare_runs.run import Gathered, Run, to_number
+
+STEPS = ("_step", "Step", "step", "trainer/global_step", "train/global_step")
+"""What the column of steps is called; the first that is there counts."""
+_CHART_ENDS = ("__MIN", "__MAX")
+
+
+def read_csv(path: Path, names: Names) -> Run:
+    """The run of a CSV export. Raises InputError for a chart of several runs, and as `read_json`."""
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        try:
+            rows = list(csv.DictReader(file, strict=True))
+        except csv.Error as error:
+            raise InputError(f"{path}: no CSV: {error}") from error
+    return _run(path, names, [_charted(path, row) for row in rows], "W&B export (CSV)")
+
+
+def read_json(path: Path, names: Names) -> Run:
+    """The run of a JSON export. Raises InputError where there is no column of steps, or no loss."""
+    text = path.read_text(encoding="utf-8")
+    try:
+        content = json.loads(text)
+    except ValueError:
+        try:
+            content = [json.loads(line) for line in text.splitlines() if line.strip()]
+        except ValueError as error:
+            raise InputError(f"{path}: neither JSON nor one JSON object a line: {error}") from error
+    rows = list(_columns(path, content)) if isinstance(content, dict) and not _is_row(content) else content
+    if isinstance(rows, dict):
+        rows = [rows]
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise InputError(f"{path}: no history of a run: give a list of objects, columns, or one object a line")
+    return _run(path, names, rows, "W&B export (JSON)")
+
+
+def _is_row(content: Mapping[str, Any]) -> bool:
+    return not any(isinstance(value, list | dict) for name, value in content.items() if name in STEPS)
+
+
+def _columns(path: Path, content: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Rows of columns that are lists, or objects by index, as pandas writes them."""
+    columns = {name: list(values.values()) if isinstance(values, dict) else values for name, values in content.items()}
+    if not all(isinstance(values, list) for values in columns.values()):
+        raise InputError(f"{path}: some columns are lists and some are not")
+    if len({len(values) for values in columns.values()}) > 1:
+        raise InputError(f"{path}: the columns are not of one length")
+    for values in zip(*columns.values(), strict=True):
+        yield dict(zip(columns, values, strict=True))
+
+
+def _charted(path: Path, row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row without what a chart's export adds: `RUN - NAME`, and two columns of extremes."""
+    found: dict[str, Any] = {}
+    owners: dict[str, str] = {}
+    for column, value in row.items():
+        if column is None or column.endswith(_CHART_ENDS):
+            continue
+        owner, dash, name = column.rpartition(" - ")
+        if not dash:
+            found[column] = value
+            continue
+        if owners.setdefault(name, owner) != owner:
+            raise InputError(f"{path}: {name} of several runs, {owners[name]} and {owner}: export one run at a time")
+        found[name] = value
+    return found
+
+
+def _run(path: Path, names: Names, rows: Sequence[Mapping[str, Any]], source: str) -> Run:
+    recorded = {name for row in rows for name in row}
+    column = next((name for name in STEPS if name in recorded), None)
+    if column is None:
+        raise InputError(f"{path}: no column of steps ({', '.join(STEPS)}) among {', '.join(sorted(recorded)[:20])}")
+    found = names.find(recorded)
+    if not any(series == "loss" for series, _ in found.values()):
+        raise no_loss(path, recorded)
+    gathered = Gathered()
+    for row in rows:
+        step = to_number(row.get(column))
+        if step is None:
+            continue
+        for name, (series, factor) in found.items():
+            value = to_number(row.get(name))
+            if value is not None:
+                gathered.put(series, int(step), value * factor)
+    return Run(
+        name=path.stem,
+        source=source,
+        place=str(path),
+        series=gathered.series,
+        remarks=["an export of W&B may leave steps out: those that both runs have are compared"],
+    )

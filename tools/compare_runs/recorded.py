@@ -1,0 +1,120 @@
+"""`compare_runs recorded`: two runs as they were recorded, by packproof, Megatron-LM or anyone who logs a loss."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+from rich.console import Console
+
+from equivalence.errors import SuiteError
+from equivalence.exits import CANNOT_RUN
+from production.errors import PackproofError
+from tools.compare_runs.comparison import Comparison, Window, compare
+from tools.compare_runs.page import write_page
+from tools.compare_runs.readers import Names, read_run
+from tools.compare_runs.run import Run, shifted
+from tools.compare_runs.terminal import show
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arguments:
+    """What the command line says."""
+
+    a: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="A")]
+    """What the other is held against: a Megatron-LM log, a run's folder or metrics.jsonl, TensorBoard event files or
+    their folder, an export of W&B (.csv, .json, .jsonl)."""
+    b: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="B")]
+    """The other run, of any of these kinds."""
+    steps: str = "3-20"
+    """Window of steps, both ends included; the first steps of a run build what the others use."""
+    name_a: str | None = None
+    """What the first run is called; if not given, after its file."""
+    name_b: str | None = None
+    """What the second run is called."""
+    offset_a: int = 0
+    """Added to each step of the first run, for a system that counts from 0."""
+    offset_b: int = 0
+    """Added to each step of the second run."""
+    names: tuple[str, ...] = ()
+    """Series that are recorded under names of your own: loss=NAME, step_seconds=NAME, gradient_norm=NAME and so on."""
+    html: Path | None = None
+    """Write a self-contained page with pictures of both runs there."""
+    json_file: Annotated[Path | None, tyro.conf.arg(name="json")] = None
+    """Write all numbers there."""
+    most_loss_difference: float | None = None
+    """Exit with 1 where the largest absolute difference of losses in the window exceeds this."""
+    most_time_ratio: float | None = None
+    """Exit with 1 where B's step time over A's may exceed this: its paired 95 % bound does."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Compare, print, write; exit status 0: as asked, 1: a loss is no number or a limit does not hold, 2: bad input."""
+    options = tyro.cli(Arguments, args=arguments, prog="packproof-compare-runs recorded", description=__doc__)
+    try:
+        window = Window.parse(options.steps)
+        names = Names(options.names)
+        first = _read(options.a, names, options.name_a, options.offset_a)
+        second = _read(options.b, names, options.name_b, options.offset_b)
+        comparison = compare(*_told_apart(first, second), window)
+        broken = broken_limits(
+            comparison, most_loss_difference=options.most_loss_difference, most_time_ratio=options.most_time_ratio
+        )
+        deliver(comparison, broken=broken, html=options.html, json_file=options.json_file)
+    except (SuiteError, PackproofError, OSError, UnicodeDecodeError) as error:
+        print(f"packproof-compare-runs: {error}", file=sys.stderr)
+        return CANNOT_RUN
+    return 1 if broken or not comparison.loss.all_finite else 0
+
+
+def broken_limits(
+    comparison: Comparison, *, most_loss_difference: float | None, most_time_ratio: float | None
+) -> list[str]:
+    """The limits that do not hold, or cannot be judged, each in words."""
+    broken = []
+    if most_loss_difference is not None and not comparison.loss.largest <= most_loss_difference:
+        broken.append(f"losses differ by {comparison.loss.largest:.3g}, more than {most_loss_difference:g}")
+    if most_time_ratio is not None:
+        paired = None if comparison.times is None else comparison.times.paired
+        if paired is None:
+            broken.append("the ratio of step times cannot be bounded: too few step times")
+        elif not paired.upper <= most_time_ratio:
+            broken.append(f"the ratio of step times may be {paired.upper:.4f}, more than {most_time_ratio:g}")
+    return broken
+
+
+def deliver(comparison: Comparison, *, broken: Sequence[str], html: Path | None, json_file: Path | None) -> None:
+    """Print the comparison, and write what was asked for."""
+    console = Console() if sys.stdout.isatty() else Console(width=120)
+    show(comparison, console, broken=broken)
+    if json_file is not None:
+        json_file.parent.mkdir(parents=True, exist_ok=True)
+        document = comparison.document() | {"broken_limits": list(broken)}
+        json_file.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    if html is not None:
+        write_page(comparison, html, broken=broken)
+    if written := [str(path) for path in (json_file, html) if path is not None]:
+        console.print("written: " + ", ".join(written), style="dim", highlight=False, soft_wrap=True)
+
+
+def _read(path: Path, names: Names, called: str | None, offset: int) -> Run:
+    run = shifted(read_run(path, names), offset)
+    if called is None:
+        return run
+    return Run(name=called, source=run.source, place=run.place, series=run.series, remarks=run.remarks)
+
+
+def _told_apart(first: Run, second: Run) -> tuple[Run, Run]:
+    """Two runs of one name get a letter each."""
+    if first.name != second.name:
+        return first, second
+    pair = [
+        Run(name=f"{run.name} ({letter})", source=run.source, place=run.place, series=run.series, remarks=run.remarks)
+        for letter, run in zip("AB", (first, second), strict=True)
+    ]
+    return pair[0], pair[1]

@@ -1,0 +1,47 @@
+"""A comparison on a terminal or in a log."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from tools.compare_runs import words
+from tools.compare_runs.comparison import Comparison
+
+
+def show(comparison: Comparison, console: Console, *, broken: Sequence[str] = ()) -> None:
+    """Both tables, remarks, and the verdict; `broken` are the limits that do not hold."""
+    for letter, run in zip("AB", comparison.runs, strict=True):
+        line = Text(f"{letter}  ", "dim").append(run.name, "bold").append(f"  {run.source}, {run.place}", "dim")
+        console.print(line, soft_wrap=True)
+    if rows := words.time_rows(comparison):
+        table = Table(title="step time", title_justify="left")
+        for heading in ("system", "mean step time", "window", "relative throughput"):
+            table.add_column(heading, justify="left" if heading == "system" else "right")
+        for row in rows:
+            table.add_row(*row)
+        console.print(table)
+    console.print(words.bound(comparison), highlight=False)
+    console.print(_differences(comparison))
+    for remark in comparison.remarks:
+        console.print(Text(f"· {remark}", "dim"))
+    console.print(
+        Text(words.verdict(comparison), "bold green" if comparison.loss.first_at is None else "bold"), soft_wrap=True
+    )
+    for limit in broken:
+        console.print(Text(f"does not hold: {limit}", "bold red"), soft_wrap=True)
+
+
+def _differences(comparison: Comparison) -> Table:
+    table = Table(title=f"B against A, steps {comparison.window}", title_justify="left")
+    table.add_column("series", no_wrap=True)
+    for heading in ("mean difference", "largest", "at step", "of A's value", "steps"):
+        table.add_column(heading, justify="right")
+    table.add_column("finite")
+    for row in words.difference_rows(comparison):
+        finite = Text(row.finite, "green" if row.fine else "bold red")
+        table.add_row(row.what, row.mean, row.largest, row.largest_at, row.relative, row.steps, finite)
+    return table
