@@ -111,7 +111,7 @@ def transformer_config(settings: ModelSettings, sizes: Sizes) -> TransformerConf
 
 
 def build_model(settings: ModelSettings, sizes: Sizes) -> torch.nn.Module:
-    """This rank's part of the model, on its device, in `params_dtype`; needs the parallel state (`production.parallel`).
+    """The part of the model that this rank holds, on its device, in `params_dtype`; needs the parallel state (`production.parallel`).
 
     Weights are drawn from torch's generator, or on CUDA from megatron-core's tracked ones
     (`model_parallel_cuda_manual_seed`); `production.weights` fills them otherwise.
@@ -138,4 +138,5 @@ def build_model(settings: ModelSettings, sizes: Sizes) -> torch.nn.Module:
     model = model.to(config.params_dtype)
     if torch.cuda.is_available():
         model = model.cuda()
-    return Float16Module(config, model) if config.fp16 or config.bf16 else model
+    wrapped: torch.nn.Module = Float16Module(config, model) if config.fp16 or config.bf16 else model
+    return wrapped

@@ -114,7 +114,7 @@ def parallel(sizes: Sizes) -> Iterator[Place]:
 
 
 def place() -> Place:
-    """This rank's place in megatron-core's parallel state."""
+    """Where this rank stands in megatron-core's parallel state."""
     from megatron.core import parallel_state  # noqa: PLC0415
 
     return Place(

@@ -84,7 +84,9 @@ def drawn(seed: int, *, scale: float = 0.02) -> Callable[[str, tuple[int, ...]],
     return draw
 
 
-def put_together(parts: Mapping[str, list[tuple[tuple[int, ...], tuple[slice, ...], torch.Tensor]]]) -> dict[str, torch.Tensor]:
+def put_together(
+    parts: Mapping[str, list[tuple[tuple[int, ...], tuple[slice, ...], torch.Tensor]]],
+) -> dict[str, torch.Tensor]:
     """Whole tensors from the parts of all ranks: shape, part and values by name. Raises PackproofError where some is missing."""
     whole = {}
     for name, pieces in parts.items():

@@ -149,7 +149,7 @@ def forward_backward(
         data_iterator=_microbatches(batches, settings, place, device),
         model=[model],
         num_microbatches=len(batches),
-        seq_length=_sequence_length(batches, config),
+        seq_length=_sequence_length(batches, settings, config),
         micro_batch_size=1,
         forward_only=forward_only,
     )
@@ -182,12 +182,14 @@ def _microbatches(
         yield number, process_microbatch(batch, made_for, device=device)
 
 
-def _sequence_length(batches: Sequence[Batch | Rectangle], config: Any) -> int:
-    """Tokens of a row, from which the schedule takes the shape that stages send; online it is sent along."""
+def _sequence_length(batches: Sequence[Batch | Rectangle], settings: StepSettings, config: Any) -> int:
+    """Tokens of a row, from which the schedule takes the shape that stages send; online that of R-ONLINE-5, or it is sent along."""
     if all(isinstance(batch, Batch) for batch in batches):
         lengths = {batch.input_ids.numel() for batch in batches}
         if len(lengths) == 1:
             return lengths.pop()
+    elif settings.padding is not None and settings.padding.row_length is not None:
+        return int(settings.padding.row_length)
     if not config.variable_seq_lengths and config.pipeline_model_parallel_size > 1:
         raise PackproofError(
             what="microbatches of several lengths between pipeline stages",

@@ -1,0 +1,150 @@
+"""Model, optimizer and schedule of a job on this rank: megatron-core's own, built from the job, and one step of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+from megatron.core.utils import get_model_config
+
+from production.batches import Batch
+from production.model import build_model
+from production.parallel import Place
+from production.rectangle import Rectangle
+from production.squeeze import Padding
+from production.training.config import (
+    Job,
+    ddp_options,
+    model_settings,
+    multi_token_depths,
+    optimizer_options,
+    sizes,
+)
+from production.training.step import StepReport, StepSettings, forward_backward, wrap
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Stepped:
+    """One step's numbers on this rank, still on the device."""
+
+    report: StepReport
+    gradient_norm: torch.Tensor | float | None
+    """Before clipping, the same on all ranks; None where the optimizer computes none."""
+    learning_rate: float
+    """That the step was taken with."""
+    mtp_loss_sums: torch.Tensor | None
+    """[D]: megatron-core's losses of this rank's microbatches, added up; None but on the last stage."""
+    microbatches: int
+    own_seconds: float
+    """Until this rank first waits for other replicas: rows, forward and backward passes."""
+
+
+class Engine:
+    """What trains."""
+
+    padding: Padding | None = None
+    """What the online path pads the next step's rows to."""
+
+    def __init__(
+        self,
+        job: Job,
+        place: Place,
+        *,
+        vocab_size: int,
+        prepare: Callable[[torch.nn.Module], None] | None = None,
+    ) -> None:
+        """Build it all; `prepare` may set the model's weights before the optimizer copies them. Needs the parallel state."""
+        self.place = place
+        self.settings = StepSettings(
+            normalization=job.loss.normalization,
+            depths=multi_token_depths(job),
+            mtp_weights=job.loss.mtp_weights,
+            mtp="tables" if job.is_packed else "upstream_roll",
+        )
+        self.model_settings = model_settings(job, vocab_size)
+        built = build_model(self.model_settings, sizes(job))
+        if prepare is not None:
+            prepare(built)
+        self.model = wrap(built, self.settings, DistributedDataParallelConfig(**ddp_options(job)))
+        self.config = get_model_config(self.model)
+        optimizer_config = OptimizerConfig(**optimizer_options(job))
+        self.optimizer = get_megatron_optimizer(optimizer_config, [self.model], use_gloo_process_groups=False)
+        self.scheduler = _scheduler(job, self.optimizer, optimizer_config)
+        self.config.grad_scale_func = self.optimizer.scale_loss if optimizer_config.fp16 else None
+        self.config.finalize_model_grads_func = self._finalize
+        if self.model.ddp_config.overlap_param_gather:
+            self.config.param_sync_func = self.model.start_param_sync
+        self._began_to_wait = 0.0
+
+    def step(self, batches: Sequence[Batch | Rectangle]) -> Stepped:
+        """One optimizer step over this data-parallel rank's microbatches. Collective over the world."""
+        began = time.perf_counter()
+        self.model.train()
+        self.model.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        report = forward_backward(self.model, batches, self._settings_now(), self.place)
+        learning_rate = float(self.optimizer.param_groups[0]["lr"])
+        _, gradient_norm, _ = self.optimizer.step()
+        self.scheduler.step(increment=1)
+        return Stepped(
+            report=report,
+            gradient_norm=gradient_norm,
+            learning_rate=learning_rate,
+            mtp_loss_sums=self._take_multi_token() if self.place.is_last_stage else None,
+            microbatches=len(batches),
+            own_seconds=self._began_to_wait - began,
+        )
+
+    def evaluate(self, batches: Sequence[Batch | Rectangle]) -> StepReport:
+        """Losses without a gradient. Collective over the world."""
+        self.model.eval()
+        try:
+            with torch.no_grad():
+                return forward_backward(self.model, batches, self._settings_now(), self.place, forward_only=True)
+        finally:
+            self.model.train()
+
+    def _settings_now(self) -> StepSettings:
+        return dataclasses.replace(self.settings, padding=self.padding)
+
+    def _take_multi_token(self) -> torch.Tensor | None:
+        if not self.settings.depths:
+            return None
+        sums = MTPLossLoggingHelper.tracker["loss_values"].clone()
+        MTPLossLoggingHelper.clean_metrics_in_tracker()
+        return sums  # type: ignore[no-any-return] # megatron-core has no types
+
+    def _finalize(self, *args: Any, **options: Any) -> None:
+        self._began_to_wait = time.perf_counter()
+        finalize_model_grads(*args, **options)
+
+
+def _scheduler(job: Job, optimizer: Any, config: OptimizerConfig) -> OptimizerParamScheduler:
+    """In steps. Where nothing decays its length has no meaning, and megatron-core wants one above the warm-up."""
+    schedule = job.megatron.scheduler
+    decay = schedule.lr_decay_iters or max(job.sft.max_num_steps or 0, schedule.lr_warmup_iters + 1)
+    first, last = schedule.start_weight_decay, schedule.end_weight_decay
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=schedule.lr_warmup_init,
+        max_lr=config.lr,
+        min_lr=config.min_lr if config.min_lr is not None else 0.0,
+        lr_warmup_steps=schedule.lr_warmup_iters,
+        lr_decay_steps=decay,
+        lr_decay_style=schedule.lr_decay_style,
+        start_wd=config.weight_decay if first is None else first,
+        end_wd=config.weight_decay if last is None else last,
+        wd_incr_steps=decay,
+        wd_incr_style=schedule.weight_decay_incr_style,
+        use_checkpoint_opt_param_scheduler=True,
+        wsd_decay_steps=schedule.lr_wsd_decay_iters,
+        lr_wsd_decay_style=schedule.lr_wsd_decay_style,
+    )

@@ -1,0 +1,277 @@
+"""What a job's ranks are fed: from its files to the microbatches of each step, on the direct path and on the online one."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+
+from production.batches import Batch
+from production.chat import ChatTokenizer
+from production.errors import PackproofError
+from production.files.source import Location, PackedSource, open_source
+from production.guards import BatchSettings
+from production.packing import take_rank
+from production.parallel import Place
+from production.rectangle import Rectangle, build_rectangle, fill_bins, longest_bin, round_up, take_sequences
+from production.squeeze import Padding, Precision, choose_padding
+from production.training.config import (
+    Dataset,
+    Job,
+    multi_token_depths,
+    order_settings,
+    row_settings,
+    sizes,
+)
+from production.training.counts import RowCounts
+from production.training.datasets import ConversationBatch, ConversationData, PackedData, Recipe
+from production.training.identity import fingerprint
+from production.training.loader import Loader, LoaderSettings, Prepared
+from production.training.order import Order, Sample, ValidationOrder
+from production.training.step import split_rows
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Fed:
+    """One step of one data-parallel rank, on the host."""
+
+    microbatches: list[Batch | Rectangle]
+    padding: Padding | None
+    """Of the online path in this step; None on the direct one."""
+    counts: RowCounts
+    samples: tuple[Sample, ...]
+    consumed_samples: int
+    wait_seconds: float
+
+
+class Feed:
+    """Training steps and validations of a job on one rank. A context: loader workers end with it.
+
+    Open it before the model is built: workers are forked.
+    """
+
+    def __init__(self, job: Job, place: Place, *, consumed_samples: int = 0) -> None:
+        """Open the files, the tokenizer and the loaders. Raises PackproofError for what cannot be fed."""
+        self._job, self._place = job, place
+        self.tokenizer = load_tokenizer(job)
+        files = [file for dataset in job.data.train for file in dataset.data_path]
+        has_weights = any(file.weight is not None for file in files)
+        self.sources = _open(job, job.data.train[0], apart=has_weights)
+        self._rows = row_settings(job, job.data.train[0])
+        self._order_settings = order_settings(job, place.data_size)
+        self.order = Order([len(source) for source in self.sources], self._order_settings)
+        self._loader: Loader[Any, Any] = Loader(
+            self._recipe(job.data.train[0], self.sources),
+            self.order,
+            share=(place.data_rank, place.data_size) if job.is_packed else None,
+            settings=self._loader_settings(job.policy.train_global_batch_size),
+            consumed_samples=consumed_samples,
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_raised: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the loader's workers."""
+        self._loader.close()
+
+    @property
+    def total_steps(self) -> int | None:
+        """Until `max_num_epochs` are done; None without an end."""
+        return self.order.total_steps
+
+    def identity(self) -> dict[str, Any]:
+        """All that decides what each rank is fed, with the layout: what a resume is held against (R-ORDER-8)."""
+        found = fingerprint(sources=self.sources, tokenizer=self.tokenizer, rows=self._rows, order=self._order_settings)
+        layout = {f"{name}_parallel_size": size for name, size in dataclasses.asdict(sizes(self._job)).items()}
+        return found | layout | {"path": "direct" if self._job.is_packed else "online"}
+
+    def locate(self, sample: Sample) -> Location:
+        """Where a sample's row stands."""
+        return self.sources[sample.source].locate(sample.row)
+
+    def steps(self) -> Iterator[Fed]:
+        """One after the other, from where the job is, to the end of its epochs."""
+        for prepared in self._loader:
+            yield self._fed(prepared)
+
+    def validation(self) -> Iterator[Fed]:
+        """The global batches of one validation, the same each time."""
+        job = self._job
+        for dataset in job.data.validation:
+            sources = _open(job, dataset, apart=False)
+            rows = sum(map(len, sources))
+            size = job.sft.val_global_batch_size or job.policy.train_global_batch_size
+            wanted = None if job.sft.val_batches is None else job.sft.val_batches * size
+            order = ValidationOrder(
+                rows=rows,
+                global_batch_size=size,
+                data_parallel_size=self._place.data_size,
+                limit=None if wanted is None or wanted >= rows else wanted,
+            )
+            share = (self._place.data_rank, self._place.data_size) if job.is_packed else None
+            settings = dataclasses.replace(self._loader_settings(size), workers=0)
+            with Loader(self._recipe(dataset, sources), order, share=share, settings=settings) as loader:
+                for prepared in loader:
+                    yield self._fed(prepared)
+
+    def _recipe(self, dataset: Dataset, sources: Sequence[PackedSource]) -> Recipe[Any, Any]:
+        job, settings = self._job, row_settings(self._job, dataset)
+        if not dataset.is_packed:
+            chat = ChatTokenizer(
+                tokenizer=self.tokenizer, prompt_format=settings.prompt_format, add_bos=False, add_eos=False
+            )
+            most = job.data.max_input_seq_length or job.policy.max_total_sequence_length
+            return ConversationData(
+                sources=sources,
+                tokenize=lambda messages: chat.tokenize([messages])[0],
+                tokenize_many=chat.tokenize,
+                most_tokens=most,
+            )
+        from production.rows import RowBuilder  # noqa: PLC0415 - only here is its pad id asked for
+
+        pad = RowBuilder(tokenizer=self.tokenizer, settings=settings).pad_token_id
+        guards = BatchSettings(
+            context_parallel_size=self._place.context_size,
+            data_parallel_size=self._place.data_size,
+            global_batch_size=job.policy.train_global_batch_size,
+            multi_token_prediction=multi_token_depths(job) > 0,
+            pad_token_id=pad,
+        )
+        return PackedData(sources=sources, tokenizer=self.tokenizer, settings=settings, guards=guards)
+
+    def _loader_settings(self, global_batch_size: int) -> LoaderSettings:
+        """`data.prefetch` counts microbatches; the loader counts global batches, of which this rank has its share."""
+        share = max(1, global_batch_size // self._place.data_size)
+        return LoaderSettings(
+            workers=self._job.data.num_workers,
+            prefetch=max(1, -(-self._job.data.prefetch // share)),
+            pin_memory=torch.cuda.is_available() and self._job.cluster.device != "cpu",
+        )
+
+    def _fed(self, prepared: Prepared[Batch | ConversationBatch]) -> Fed:
+        batch, counts, padding = prepared.batch, prepared.counts, None
+        microbatches: list[Batch | Rectangle]
+        if isinstance(batch, Batch):
+            microbatches = [*split_rows(batch)]
+        else:
+            rectangles, padding = self._packed_now(batch)
+            microbatches, counts = [*rectangles], _counted(rectangles, padding)
+        return Fed(
+            microbatches=microbatches,
+            padding=padding,
+            counts=counts,
+            samples=prepared.samples,
+            consumed_samples=prepared.consumed_samples,
+            wait_seconds=prepared.wait_seconds,
+        )
+
+    def _packed_now(self, batch: ConversationBatch) -> tuple[list[Rectangle], Padding]:
+        """The bins of this rank in the global batch (R-ONLINE-3); all ranks pack the same."""
+        job, layout = self._job, sizes(self._job)
+        multiple = job.policy.make_sequence_length_divisible_by or 1
+        rectangle = dataclasses.replace(
+            build_rectangle(batch.conversations, make_sequence_length_divisible_by=multiple),
+            sample_mask=batch.sample_mask,
+        )
+        packing = job.policy.sequence_packing
+        bins = fill_bins(
+            rectangle,
+            packing.train_mb_tokens or job.policy.max_total_sequence_length,
+            algorithm=packing.algorithm,
+            make_sequence_length_divisible_by=multiple,
+            data_parallel_size=self._place.data_size,
+            seed=job.data.seed if packing.algorithm == "first_fit_shuffle" else None,
+        )
+        padding = choose_padding(
+            make_sequence_length_divisible_by=multiple,
+            context_parallel_size=layout.context,
+            tensor_parallel_size=layout.tensor,
+            sequence_parallel=layout.tensor > 1,
+            pipeline_parallel_size=layout.pipeline,
+            precision=_precision(job),
+            hybrid_expert_parallel=job.megatron.transformer.get("moe_flex_dispatcher_backend") == "hybridep",
+            longest_bin=longest_bin(rectangle, bins, make_sequence_length_divisible_by=multiple),
+        )
+        own = take_rank(bins, rank=self._place.data_rank, size=self._place.data_size)
+        return [take_sequences(rectangle, members) for members in own], padding
+
+
+def load_tokenizer(job: Job) -> Any:
+    """The job's tokenizer, from its folder or from what is stored here of Hugging Face's. Raises PackproofError."""
+    from transformers import AutoTokenizer  # noqa: PLC0415 - takes seconds to import
+
+    given = job.policy.tokenizer
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(given.name)
+    except (OSError, ValueError) as error:
+        raise PackproofError(
+            what=f"no tokenizer can be loaded from {given.name}: {error}",
+            where=job.where("policy.tokenizer.name"),
+            mend="give a folder with tokenizer.json and tokenizer_config.json, or a Hugging Face name that can be reached",
+        ) from error
+    if given.chat_template is not None:
+        is_file = given.chat_template.endswith(".jinja")
+        tokenizer.chat_template = Path(given.chat_template).read_text() if is_file else given.chat_template
+    return tokenizer
+
+
+def vocabulary_size(job: Job, tokenizer: Any) -> int:
+    """Rows of the embedding: the job's, or the tokenizer's rounded up to a multiple of tp. Raises PackproofError where ids exceed it."""
+    needed = max(len(tokenizer), max(tokenizer.get_vocab().values(), default=0) + 1)
+    if job.model.vocab_size is None:
+        return round_up(needed, job.megatron.tensor_model_parallel_size)
+    if job.model.vocab_size < needed:
+        raise PackproofError(
+            what=f"an embedding of {job.model.vocab_size} rows for a tokenizer with ids up to {needed - 1}",
+            where=job.where("model.vocab_size"),
+            mend=f"give at least {needed}, a multiple of tensor_model_parallel_size, or leave it out",
+        )
+    return job.model.vocab_size
+
+
+def _open(job: Job, dataset: Dataset, *, apart: bool) -> list[PackedSource]:
+    paths = [file.path for file in dataset.data_path]
+    groups = [[path] for path in paths] if apart else [paths]
+    return [
+        open_source(
+            group,
+            chat_key=dataset.chat_key,
+            on_bad_row=dataset.on_bad_row,
+            cache_folder=job.data.cache_folder,
+            verify=job.data.verify_files,
+        )
+        for group in groups
+    ]
+
+
+def _counted(rectangles: Sequence[Rectangle], padding: Padding) -> RowCounts:
+    """What this rank's bins hold once they are squeezed."""
+    counts = RowCounts()
+    for each in rectangles:
+        lengths: list[int] = each.input_lengths.tolist()
+        filled = sum(round_up(length, padding.sequence_multiple) for length in lengths)
+        total = padding.row_length or round_up(filled, padding.row_multiple)
+        counts += RowCounts(
+            rows=len(lengths),
+            tokens=total,
+            padding_tokens=total - sum(lengths),
+            trained_tokens=int(each.valid_tokens()),
+            square_sum=sum(length * length for length in lengths),
+        )
+    return counts
+
+
+def _precision(job: Job) -> Precision:
+    """As the padding of a row takes it."""
+    if not job.megatron.fp8_cfg.enabled:
+        return "unquantized"
+    recipes: dict[str, Precision] = {"blockwise": "fp8_blockwise", "mxfp8": "fp8_mxfp8"}
+    return recipes.get(job.megatron.fp8_cfg.fp8_recipe, "fp8_other")
