@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 import shlex
@@ -16,16 +17,14 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # before the library l
 import torch
 import tyro
 from rich.console import Console
-from rich.live import Live
-from rich.table import Table
 
-from equivalence import exits
+from equivalence import exits, model_cases
 from equivalence.corpus import store
 from equivalence.errors import InputError
-from equivalence.mutants.matrix import CHECKS, failures, kill_matrix
+from equivalence.mutants.matrix import CHECKS, Kills, failures, kill_matrix
 from equivalence.plan import shard_of
 from equivalence.pool import default_workers
-from equivalence.report import html, summary, terminal
+from equivalence.report import html, kills, summary, terminal
 from equivalence.run import Options, count_rows, execute
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
@@ -40,7 +39,7 @@ class Run:
     """
 
     size: Literal["tiny", "standard", "long"] = "standard"
-    """tiny: a minute on two cores; standard: some six; long: until --rows are done, or for ever."""
+    """tiny: some three minutes on two idle cores; standard: some twenty; long: until --rows are done, or for ever."""
     seed: int = 0
     """The same seed draws the same rows, on any number of workers."""
     shard: str = "1/1"
@@ -57,6 +56,8 @@ class Run:
     """Of the sample: a name (nemotron-mini, nemotron-like, …) or a folder."""
     pack_length: int = 2048
     """Of the sample, in tokens; rounded down to what context parallelism divides."""
+    models: bool = True
+    """Training steps of models in worlds of one to eight ranks; half of the time."""
     out: Path = Path("build/equivalence")
     """Folder for report.json, report.html and shrunk counterexamples."""
 
@@ -72,13 +73,23 @@ class Promote:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Replay:
+    """Run one saved training step again, in its layout, and print what differs. Exit code 1 if something does."""
+
+    file: Annotated[Path, tyro.conf.Positional]
+    """The case, such as build/equivalence/corpus/models/….json."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Mutants:
     """Put each known fault into production and print which check finds it. Exit code 1 if one survives or a check finds none."""
 
+    kind: Literal["rows", "layouts", "both"] = "both"
+    """Of fault: what is wrong with rows and batches, or with how they are cut, shifted, dealt and turned into a gradient."""
     workers: int | None = None
     """Processes; the cores that there are unless given."""
     seed: int = 0
-    """Of the generated rows."""
+    """Of what is generated."""
     first_only: bool = False
     """Stop at the first check that finds a fault: a minute instead of some minutes."""
     sample: str = str(EXAMPLES / "packed" / "sample.jsonl.packed")
@@ -97,6 +108,7 @@ def _main(arguments: Sequence[str] | None) -> int:
     asked = tyro.cli(
         Annotated[Run, tyro.conf.subcommand("run")]
         | Annotated[Promote, tyro.conf.subcommand("promote")]
+        | Annotated[Replay, tyro.conf.subcommand("replay")]
         | Annotated[Mutants, tyro.conf.subcommand("mutants")],
         args=given,
         prog="packproof-equivalence",
@@ -106,10 +118,11 @@ def _main(arguments: Sequence[str] | None) -> int:
     console, errors = Console(), Console(stderr=True)
     try:
         if isinstance(asked, Promote):
-            console.print(
-                f"{store.promote(asked.file, asked.name)} is a permanent test now", highlight=False, soft_wrap=True
-            )
+            promote = model_cases.promote if model_cases.is_step(asked.file) else store.promote
+            console.print(f"{promote(asked.file, asked.name)} is a permanent test now", highlight=False, soft_wrap=True)
             return 0
+        if isinstance(asked, Replay):
+            return _replay(asked.file, console)
         if isinstance(asked, Mutants):
             return _mutants(asked, console)
         return _run(asked, shlex.join(["packproof-equivalence", *given]), console)
@@ -131,6 +144,7 @@ def _run(asked: Run, command: str, console: Console) -> int:
         pack_length=asked.pack_length,
         out=asked.out,
         rows=asked.rows,
+        models=asked.models,
     )
     with terminal.Reporter(console) as progress:
         outcome = execute(options, progress)
@@ -142,31 +156,49 @@ def _run(asked: Run, command: str, console: Console) -> int:
     return outcome.exit_code
 
 
+def _replay(path: Path, console: Console) -> int:
+    _quiet()
+    case = model_cases.read(path)
+    runs = importlib.import_module("equivalence.layout_runs")  # megatron-core, which other commands do without
+    runs.preload_models()
+    results = runs.check_case(case)
+    for result in results:
+        for finding in result.findings:
+            for each in finding.differences:
+                place = "" if each.position is None else f"[{each.position}]"
+                line = (
+                    f"{result.check}: {each.tensor}{place}: {finding.left} {each.left} / {finding.right} {each.right}"
+                )
+                console.print(line, style="red", highlight=False, markup=False, soft_wrap=True)
+    equal = all(result.equal for result in results)
+    said = ", ".join(
+        f"{result.check} {result.refused or ('equal' if result.equal else 'different')}" for result in results
+    )
+    console.print(f"{case.layout}: {said}", highlight=False)
+    return 0 if equal else 1
+
+
 def _mutants(asked: Mutants, console: Console) -> int:
     _quiet()
     sample = None if asked.sample == "none" else Path(asked.sample)
-    table = Table(
-        title="faults put into production, and the jobs each check ran until it found them", title_justify="left"
-    )
-    table.add_column("fault")
-    for check in CHECKS:
-        table.add_column(check, justify="right")
-    matrix = []
-    with Live(table, console=console, vertical_overflow="visible", transient=True):
-        for kills in kill_matrix(
-            sample=None if sample is None else (sample, count_rows(sample)),
-            workers=asked.workers or default_workers(),
-            seed=asked.seed,
-            first_only=asked.first_only,
-        ):
-            matrix.append(kills)
-            cells = ["" if count is None else str(count) if count else "·" for count in kills.found.values()]
-            table.add_row(kills.mutant, *cells, style="red" if kills.survives else None)
-    console.print(table)
-    wrong = failures(matrix, checks=() if asked.first_only else CHECKS)
+    workers, seed, first_only = asked.workers or default_workers(), asked.seed, asked.first_only
+    found: list[Kills] = []
+    wrong: list[str] = []
+    if asked.kind in ("rows", "both"):
+        of_sample = None if sample is None else (sample, count_rows(sample))
+        of_rows = kill_matrix(sample=of_sample, workers=workers, seed=seed, first_only=first_only)
+        found += kills.show_columns(of_rows, CHECKS, console)
+        wrong += failures(found, checks=() if first_only else CHECKS)
+    if asked.kind in ("layouts", "both"):
+        # megatron-core, which other commands do without. Each check is the first of some fault.
+        layout_matrix = importlib.import_module("equivalence.mutants.layout_matrix")
+        matrix = layout_matrix.layout_kill_matrix(workers=workers, seed=seed, first_only=first_only)
+        of_layouts = kills.show_words(matrix, console)
+        wrong += failures(of_layouts, checks=layout_matrix.CHECKS_OF_LAYOUTS)
+        found += of_layouts
     for line in wrong:
         console.print(line, style="red", highlight=False)
-    console.print(f"{sum(not kills.survives for kills in matrix)} of {len(matrix)} faults found", highlight=False)
+    console.print(f"{sum(not each.survives for each in found)} of {len(found)} faults found", highlight=False)
     return 1 if wrong else 0
 
 

@@ -137,7 +137,11 @@ def _get_batch(row: Row, model: torch.nn.Module, length: int) -> dict[str, Any]:
         layout=config.pipeline_model_parallel_layout, mtp_num_layers=config.mtp_num_layers, ignore_virtual=True
     )
     context = parallel_state.get_context_parallel_world_size()
-    whole = {**{name: tensor.clone() for name, tensor in row.items()}, "attention_mask": None, "local_cp_size": None}
+    whole: dict[str, Any] = {
+        **{name: tensor.clone() for name, tensor in row.items()},
+        "attention_mask": None,
+        "local_cp_size": None,
+    }
     whole["cu_seqlens_padded"] = whole["cu_seqlens"].clone() if context > 1 else None
     batch = upstream.get_batch_on_this_tp_rank(
         whole,

@@ -27,6 +27,7 @@ from equivalence.compare import Difference
 from equivalence.generators import rows as row_strategies
 from equivalence.generators import tokenizers
 from equivalence.generators.fault_classes import classes
+from equivalence.generators.models import Layout
 from equivalence.search import Check, Differs, last_line, search
 from equivalence.subjects import RowSettings, Subject
 from equivalence.tally import Tally, differing
@@ -45,13 +46,13 @@ class Job:
     """One piece of a run."""
 
     kind: str
-    """corpus, files, sample, rows, batches, divergences, layouts or smallest."""
+    """corpus, model_corpus, files, sample, rows, batches, divergences, layouts, models, trainer or smallest."""
     subjects: tuple[str, ...]
     prompt_format: str = ""
     seed: int = 0
     examples: int = 0
     aim: str | None = None
-    """The fault class of `rows`, the check of `layouts`."""
+    """The fault class of `rows`, the check of `layouts`, the kind of model of `trainer`."""
     paths: tuple[str, ...] = ()
     """Saved cases; or the packed file of `sample`, the folder of `files`."""
     tokenizer: str = ""
@@ -59,15 +60,19 @@ class Job:
     context_parallel_size: int = 1
     pack_length: int = 0
     first: int = 0
-    """Of `sample`: the first row, then every `step`th, `examples` in all."""
+    """Of `sample`: the first row, then every `step`th, `examples` in all. Of `trainer`: the number of ranks, 0 for a few layouts."""
     step: int = 1
+    layout: Layout | None = None
+    """Of `models`."""
+    counts: tuple[int, ...] = ()
+    """Of `models`: cases for each of model_cases.CHECKS; `examples` in all, and `first` says which of AIMS the first one has."""
     shrink: bool = True
     """Whether what differs is made small; the kill matrix only asks whether anything does."""
 
     @property
     def title(self) -> str:
         """What a person calls it."""
-        parts = (self.kind, self.aim or "", self.prompt_format, self.semantics)
+        parts = (self.kind, self.aim or "", self.prompt_format, self.semantics, self.layout.name if self.layout else "")
         return " ".join(part for part in parts if part) + (f" seed {self.seed}" if self.seed else "")
 
 
@@ -278,6 +283,32 @@ def _layouts(job: Job, sides: list[Subject], tally: Tally) -> None:
             tally.differences += differing(result, prompt_format="any", where=f"{job.title}: {where}")
 
 
+def _models(job: Job, sides: list[Subject], tally: Tally) -> None:
+    del sides
+    assert job.layout is not None
+    from equivalence import model_jobs  # noqa: PLC0415 - megatron-core, as above
+
+    with _named_errors(tally, job.title):
+        model_jobs.run_drawn(job, job.layout, tally)
+
+
+def _model_corpus(job: Job, sides: list[Subject], tally: Tally) -> None:
+    del sides
+    from equivalence import model_jobs  # noqa: PLC0415
+
+    for path in job.paths:
+        with _named_errors(tally, path):
+            model_jobs.run_saved(path, tally)
+
+
+def _trainer(job: Job, sides: list[Subject], tally: Tally) -> None:
+    del sides
+    from equivalence import training_runs  # noqa: PLC0415
+
+    with _named_errors(tally, job.title):
+        training_runs.run_drawn(job, tally)
+
+
 def _smallest(_: Job, sides: list[Subject], tally: Tally) -> None:
     for entry in divergences.REGISTRY:
         name = f"{entry.field}: {entry.permissive}/{entry.strict}"
@@ -309,5 +340,8 @@ RUNNERS: dict[str, Callable[[Job, list[Subject], Tally], None]] = {
     "batches": _batches,
     "divergences": _divergences,
     "layouts": _layouts,
+    "models": _models,
+    "model_corpus": _model_corpus,
+    "trainer": _trainer,
     "smallest": _smallest,
 }

@@ -12,10 +12,13 @@ from equivalence.checks.loss import check_cross_entropy, check_loss, check_onlin
 from equivalence.checks.meeting import check_meeting
 from equivalence.checks.microbatches import check_direct_microbatches, check_online_microbatches
 from equivalence.checks.multi_token import check_multi_token
+from equivalence.checks.order import check_order
 from equivalence.checks.packing import check_packing
 from equivalence.checks.result import CheckResult
+from equivalence.checks.shares import check_shares
 from equivalence.generators.layouts import CutRow, cut_rows, sequences
 from equivalence.generators.online import cross_entropies, direct_cases, loss_cases, meeting_cases, online_cases
+from equivalence.generators.orders import order_cases, shares_cases
 from equivalence.plan import LAYOUT_CHECKS
 
 
@@ -58,12 +61,21 @@ _DRAWN = {
     "loss": _checked(loss_cases(), check_loss),
     "online_loss": _checked(loss_cases(), check_online_loss),
     "cross_entropy": _checked(cross_entropies(), lambda case: check_cross_entropy(*case)),
+    "order": _checked(order_cases(), check_order),
+    "shares": _checked(shares_cases(), check_shares),
 }
 assert _DRAWN.keys() == set(LAYOUT_CHECKS)
 
 
-def draw_layouts(check: str, *, number: int, examples: int) -> Iterator[tuple[CheckResult, str]]:
-    """The results of `examples` draws from the seed `number`, each with what it was drawn as; the last one differs if any does."""
+class _Differs(Exception):  # noqa: N818 - no error: what a draw showed
+    """Ends a search; no AssertionError, which a check may raise itself."""
+
+
+def draw_layouts(check: str, *, number: int, examples: int, shrink: bool = True) -> Iterator[tuple[CheckResult, str]]:
+    """The results of `examples` draws from the seed `number`, each with what it was drawn as; the last one differs if any does.
+
+    `shrink` makes one that differs small.
+    """
     results: list[tuple[CheckResult, str]] = []
     smallest: list[tuple[CheckResult, str]] = []
 
@@ -73,7 +85,7 @@ def draw_layouts(check: str, *, number: int, examples: int) -> Iterator[tuple[Ch
         database=None,
         deadline=None,
         derandomize=False,  # the seed decides
-        phases=(Phase.generate, Phase.shrink),
+        phases=(Phase.generate, Phase.shrink) if shrink else (Phase.generate,),
         suppress_health_check=list(HealthCheck),
         report_multiple_bugs=False,
         print_blob=False,
@@ -82,7 +94,7 @@ def draw_layouts(check: str, *, number: int, examples: int) -> Iterator[tuple[Ch
     def example(drawn: tuple[CheckResult, str]) -> None:
         if not drawn[0].equal:
             smallest[:] = [drawn]
-            raise AssertionError
+            raise _Differs
         if not smallest:
             results.append(drawn)
 
@@ -94,7 +106,7 @@ def draw_layouts(check: str, *, number: int, examples: int) -> Iterator[tuple[Ch
 def _until_differing(example: Callable[[], None]) -> None:
     try:
         example()
-    except AssertionError:
+    except _Differs:
         return
 
 

@@ -1,147 +1,74 @@
-"""A training step in one layout, as a case that a world of workers runs: the model, the rows, and what each rank ends up with."""
+"""A training step in one layout, as a world of workers runs it, and what each rank ends up with."""
 
 from __future__ import annotations
 
 import contextlib
-import itertools
+import dataclasses
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from equivalence.model_cases import ModelCase, ModelShape
 from equivalence.workers.worker import Worker
-from production.batches import Batch, take_rank
+from production.batches import Batch
 from production.parallel import Place, Sizes
+from production.rectangle import Rectangle
 
-ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "gelu": torch.nn.functional.gelu,
-    "silu": torch.nn.functional.silu,
-}
+__all__ = ["ModelCase", "ModelShape", "Sizes"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class ModelShape:
-    """A small model, in the terms that both sides' settings are made from."""
+@dataclass(frozen=True, kw_only=True, eq=False)
+class GivenRows(ModelCase):
+    """A case whose microbatches are given instead of drawn; its `rows` need not tell their segments."""
 
-    architecture: str = "gpt"
-    """`gpt` or `hybrid`."""
-    layers: int = 2
-    """Of `gpt`."""
-    pattern: str = ""
-    """Of `hybrid`, without multi-token prediction: `*` attention, `-` MLP, `E` experts."""
-    hidden_size: int = 16
-    heads: int = 4
-    query_groups: int = 2
-    ffn_hidden_size: int = 32
-    vocab_size: int = 32
-    gated: bool = True
-    activation: str = "silu"
-    tied: bool = False
-    rotary_percent: float = 1.0
-    experts: int = 0
-    """0: dense."""
-    topk: int = 2
-    dense_layers: int = 0
-    """With experts: how many of the first layers have none."""
-    depths: int = 0
-    """D, layers of multi-token prediction."""
-    repeated: bool = False
-    """Whether one layer predicts at every depth."""
+    given: tuple[Batch, ...]
+    """The global batch in order, one row each."""
+    poisoned: int | None = None
+    """An id whose embedding is NaN."""
 
-    def hybrid_layer_pattern(self, pipeline_size: int) -> str | None:
-        """The pattern with its stages and depths; None of `gpt`."""
-        if self.architecture == "gpt":
-            return None
-        per_stage = len(self.pattern) // pipeline_size
-        stages = ["".join(some) for some in itertools.batched(self.pattern, per_stage)]
-        return "/".join(["|".join(stages), *[self.pattern[:2]] * self.depths])
-
-    def settings(self, sizes: Sizes, pack_length: int) -> Any:
-        """production's `ModelSettings`, in float64."""
-        from production.model import ModelSettings  # noqa: PLC0415 - megatron-core
-
-        transformer: dict[str, Any] = {
-            "hidden_size": self.hidden_size,
-            "num_attention_heads": self.heads,
-            "num_query_groups": self.query_groups,
-            "ffn_hidden_size": self.ffn_hidden_size,
-            "gated_linear_unit": self.gated,
-            "activation_func": ACTIVATIONS[self.activation],
-            "add_bias_linear": False,
-            "hidden_dropout": 0.0,
-            "attention_dropout": 0.0,
-            "params_dtype": torch.float64,
-            "mtp_use_repeated_layer": self.repeated,
-        }
-        if self.architecture == "gpt":
-            transformer |= {"num_layers": self.layers, "mtp_num_layers": self.depths or None}
-        if self.experts:
-            transformer |= {
-                "num_moe_experts": self.experts,
-                "moe_router_topk": self.topk,
-                "moe_ffn_hidden_size": self.ffn_hidden_size,
-                "moe_token_dispatcher_type": "alltoall",
-                "moe_router_load_balancing_type": "none",
-                "moe_aux_loss_coeff": 0.0,
-            }
-            if self.architecture == "gpt":
-                transformer["moe_layer_freq"] = [int(layer >= self.dense_layers) for layer in range(self.layers)]
-        return ModelSettings(
-            vocab_size=self.vocab_size,
-            max_sequence_length=pack_length,
-            architecture=self.architecture,  # type: ignore[arg-type] # one of its two
-            hybrid_layer_pattern=self.hybrid_layer_pattern(sizes.pipeline),
-            tie_embeddings=self.tied,
-            rotary_percent=self.rotary_percent,
-            transformer=transformer,
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelCase:
-    """One global batch of one model in one layout."""
-
-    shape: ModelShape = field(default_factory=ModelShape)
-    sizes: Sizes = field(default_factory=Sizes)
-    rows: tuple[tuple[int, ...], ...]
-    """Lengths of the segments of each row of the global batch; all rows have one sum, P."""
-    masked: tuple[float, ...]
-    """For each row the share of its targets that are trained; 0 leaves none."""
-    normalization: str = "per_token"
-    mtp_weights: str = "rank"
-    mtp: str = "tables"
-    seed: int = 0
-    """Of tokens, masks and weights."""
-    weight_scale: float = 0.2
-    """Standard deviation of the weights, but for norms."""
-
-    @property
-    def pack_length(self) -> int:
-        """P."""
-        return sum(self.rows[0])
+    def rows_of_rank(self, rank: int) -> list[Batch]:
+        """Those of a data-parallel rank (R-BATCH-3)."""
+        return list(self.given[rank :: self.data_size])
 
     def batch(self) -> Batch:
-        """The global batch, drawn from the seed."""
-        generator = torch.Generator().manual_seed(self.seed)
-        count, length = len(self.rows), self.pack_length
-        boundaries = [[0, *itertools.accumulate(row)] for row in self.rows]
-        ids = torch.randint(0, self.shape.vocab_size, (count, length), generator=generator)
-        targets = torch.randint(0, self.shape.vocab_size, (count, length), generator=generator)
-        shares = torch.tensor(self.masked)[:, None]
-        mask = (torch.rand(count, length, generator=generator) < shares).float()
-        widest = max(map(len, boundaries))
-        return Batch(
-            input_ids=ids,
-            target_ids=targets,
-            token_mask=mask,
-            position_ids=torch.stack([torch.cat([torch.arange(each) for each in row]) for row in self.rows]),
-            packed_cu_seqlens=torch.tensor([row + [-1] * (widest - len(row)) for row in boundaries], dtype=torch.int32),
-            packed_cu_seqlens_lengths=torch.tensor([len(row) for row in boundaries]),
-            packed_max_seqlen=torch.tensor([max(row) for row in self.rows]),
-            input_lengths=torch.full((count,), length),
-            sample_mask=torch.ones(count),
-        )
+        """All of them, where they have one length and as many segments as `rows` says."""
+        names = [each.name for each in dataclasses.fields(Batch) if each.name not in _OF_SEGMENTS]
+        joined = {name: torch.cat([getattr(row, name) for row in self.given]) for name in names}
+        return dataclasses.replace(super().batch(), **joined)
+
+    def weights(self) -> Callable[[str, tuple[int, ...]], torch.Tensor]:
+        """The case's, with the poison."""
+        draw = super().weights()
+
+        def poison(name: str, shape: tuple[int, ...]) -> torch.Tensor:
+            weight = draw(name, shape)
+            if self.poisoned is not None and name == "embedding.word_embeddings.weight":
+                weight[self.poisoned] = torch.nan
+            return weight
+
+        return poison
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class GivenRectangles(ModelCase):
+    """A case of the online path."""
+
+    rectangles: tuple[Rectangle, ...]
+    """The bins of the global batch in order, one for each microbatch."""
+    padding: Any
+    """`squeeze.Padding`."""
+
+
+_OF_SEGMENTS = ("packed_cu_seqlens", "packed_cu_seqlens_lengths", "packed_max_seqlen")
+
+
+def given(case: ModelCase, rows: Sequence[Batch], *, poisoned: int | None = None) -> GivenRows:
+    """The case with these microbatches."""
+    fields = {each.name: getattr(case, each.name) for each in dataclasses.fields(ModelCase)}
+    return GivenRows(**fields, given=tuple(rows), poisoned=poisoned)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -190,19 +117,17 @@ def layout(sizes: Sizes, worker: Worker) -> Iterator[Place]:
 
 def run(case: ModelCase, worker: Worker) -> RankOutcome:
     """The step of production on this rank of a world that entered `layout` with the case's sizes."""
-    from production.training.step import StepSettings, forward_backward, split_rows, wrap  # noqa: PLC0415 - megatron-core
+    from megatron.core.utils import get_model_config  # noqa: PLC0415 - megatron-core
+
+    from production.training.step import forward_backward, wrap  # noqa: PLC0415
 
     place: Place = worker.entered
-    settings = StepSettings(
-        normalization=case.normalization,  # type: ignore[arg-type] # checked there
-        depths=case.shape.depths,
-        mtp_weights=case.mtp_weights,  # type: ignore[arg-type]
-        mtp=case.mtp,
-        verify=True,
-    )
+    settings = _step_settings(case)
     model = wrap(_built(case), settings)
     model.zero_grad_buffer()
-    rows = split_rows(take_rank(case.batch(), rank=place.data_rank, size=place.data_size))
+    rows = case.rows_of_rank(place.data_rank)
+    if len({each.input_ids.shape[1] for each in rows}) > 1:
+        get_model_config(model).variable_seq_lengths = True  # stages then tell each other how much they send
     with _token_losses(model) as token_losses:
         report = forward_backward(model, rows, settings, place)
     return outcome(
@@ -212,6 +137,36 @@ def run(case: ModelCase, worker: Worker) -> RankOutcome:
         reports=report.losses,
         valid_tokens=float(report.global_valid_tokens),
         microbatches=len(rows),
+    )
+
+
+def run_online(case: GivenRectangles, worker: Worker) -> RankOutcome:
+    """The step of production's online path: labels stay outside, so token losses are read off the logits that it computes its loss from."""
+    from megatron.core import parallel_state  # noqa: PLC0415 - megatron-core
+
+    from production.loss import token_log_probabilities  # noqa: PLC0415
+    from production.training.step import forward_backward, wrap  # noqa: PLC0415
+
+    place: Place = worker.entered
+    settings = dataclasses.replace(_step_settings(case), mtp="upstream_roll", padding=case.padding)
+    model = wrap(_built(case), settings)
+    model.zero_grad_buffer()
+    bins = list(case.rectangles[place.data_rank :: place.data_size])
+    losses: list[list[torch.Tensor]] = []
+
+    def observe(_number: int, microbatch: Any, logits: torch.Tensor) -> None:
+        group = parallel_state.get_tensor_model_parallel_group()
+        found = token_log_probabilities(logits.detach().clone(), microbatch.target_ids, tensor_group=group)
+        losses.append([-found.reshape(-1)])
+
+    report = forward_backward(model, bins, settings, place, observe=observe)
+    return outcome(
+        model,
+        place,
+        token_losses=losses,
+        reports=report.losses,
+        valid_tokens=float(report.global_valid_tokens),
+        microbatches=len(bins),
     )
 
 
@@ -231,9 +186,7 @@ def run_baseline(case: ModelCase, worker: Worker) -> RankOutcome:
     with _token_losses(model) as token_losses:
         reports = baseline.forward_backward(model, rows, per_token=case.normalization == "per_token")
     valid = sum(float(row["loss_mask"].sum()) for row in baseline_rows(case))
-    return outcome(
-        model, place, token_losses=token_losses, reports=reports, valid_tokens=valid, microbatches=len(rows)
-    )
+    return outcome(model, place, token_losses=token_losses, reports=reports, valid_tokens=valid, microbatches=len(rows))
 
 
 def baseline_rows(case: ModelCase) -> list[dict[str, torch.Tensor]]:
@@ -241,7 +194,7 @@ def baseline_rows(case: ModelCase) -> list[dict[str, torch.Tensor]]:
     batch = case.batch()
     rows = []
     for row, lengths in enumerate(case.rows):
-        boundaries = [0, *itertools.accumulate(lengths)]
+        boundaries = case.boundaries[row]
         filled = boundaries + [case.pack_length] * (case.pack_length + 1 - len(boundaries))
         rows.append(
             {
@@ -276,7 +229,7 @@ def outcome(
             part=tuple((each.start, each.stop) for each in shard.part),
             values=shard.values.clone(),
         )
-        for shard in shards(model, of=lambda parameter: parameter.main_grad)
+        for shard in shards(model, of=operator.attrgetter("main_grad"))
         if shard.is_main
     ]
     return RankOutcome(
@@ -312,24 +265,43 @@ def gradients(outcomes: Sequence[RankOutcome]) -> dict[str, torch.Tensor]:
     return put_together(parts)
 
 
+def _step_settings(case: ModelCase) -> Any:
+    from production.training.step import StepSettings  # noqa: PLC0415 - megatron-core
+
+    return StepSettings(
+        normalization=case.normalization,  # type: ignore[arg-type] # checked there
+        depths=case.shape.depths,
+        mtp_weights=case.mtp_weights,  # type: ignore[arg-type]
+        mtp=case.mtp,
+        verify=True,
+    )
+
+
 def _built(case: ModelCase) -> torch.nn.Module:
     from production.model import build_model  # noqa: PLC0415 - megatron-core
-    from production.weights import drawn, fill  # noqa: PLC0415
+    from production.weights import fill  # noqa: PLC0415
 
+    forget_other_models()
     model = build_model(case.shape.settings(case.sizes, case.pack_length), case.sizes)
-    fill(model, drawn(case.seed, scale=case.weight_scale))
+    fill(model, case.weights())
     return model
+
+
+def forget_other_models() -> None:
+    """megatron-core keeps multi-token losses, and what it scales inner losses by, in the process, shaped by the first model that ran there."""
+    from megatron.core.transformer import multi_token_prediction  # noqa: PLC0415 - megatron-core
+    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler  # noqa: PLC0415
+
+    multi_token_prediction.MTPLossLoggingHelper.tracker.clear()
+    multi_token_prediction.MTPLossAutoScaler.main_loss_backward_scale = torch.tensor(1.0)
+    MoEAuxLossAutoScaler.main_loss_backward_scale = None
 
 
 @contextlib.contextmanager
 def _token_losses(model: torch.nn.Module) -> Iterator[list[list[torch.Tensor]]]:
     """Collects the cross entropies of every microbatch, depth by depth: the model computes those of depths 1 to D first."""
-    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper  # noqa: PLC0415
-
     from production.weights import unwrap  # noqa: PLC0415 - megatron-core
 
-    # megatron-core adds multi-token losses up in one place of the process, sized for the first model that ran there.
-    MTPLossLoggingHelper.tracker.clear()
     inner = unwrap(model)
     upstream = inner.compute_language_model_loss
     depths = inner.config.mtp_num_layers or 0

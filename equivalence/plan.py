@@ -4,18 +4,38 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from equivalence.errors import InputError
 from equivalence.generators.drafts import PRESET_NAMES
 from equivalence.generators.fault_classes import classes
+from equivalence.generators.models import AIMS, layouts
 from equivalence.jobs import Job
 from equivalence.subjects.protocol import MEGATRON_PRESETS, PROMPT_FORMATS
 
 CONTEXT_PARALLEL_SIZES = (1, 2, 3, 4)
-LAYOUT_CHECKS = ("context_parallel", "multi_token", "packing")
+LAYOUT_CHECKS = (
+    *("context_parallel", "multi_token", "packing"),
+    *("direct_microbatches", "online_microbatches", "meeting", "loss", "online_loss", "cross_entropy"),
+    *("order", "shares"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Steps:
+    """Training steps in layouts of one number of ranks."""
+
+    layouts: int | None = None
+    """How many layouts, spread over all of them; None: every one."""
+    models: int = 1
+    """Cases of the check `models` for each layout."""
+    others: int = 1
+    """Cases of `leaks` for every other layout, and of `paths` for those between; of both where there are only a few layouts."""
+
+
+FEW_LAYOUTS = 7
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +53,11 @@ class Size:
     divergences: int
     """Rows that walk between presets, for each format and round."""
     layouts: int
-    """Rows that are cut, shifted and packed, for each of the three checks and each round."""
+    """Rows that are cut, shifted, packed and divided by their tokens, for each check of layouts and each round."""
+    models: Mapping[int, Steps]
+    """Training steps of models, by the number of ranks."""
+    trainer: Mapping[str, tuple[int, ...]]
+    """Runs of twenty steps: for each of training_runs.KINDS the numbers of ranks whose layouts are all trained in; 0: a few of two ranks."""
     sample_passes: int
     """How often each row of the packed sample is built by all witnesses, each time in another format."""
     sample_rows: int
@@ -50,6 +74,8 @@ SIZES = {
         batches=25,
         divergences=12,
         layouts=150,
+        models={1: Steps(models=6, others=3), 2: Steps(models=3), 4: Steps(models=2), 8: Steps(layouts=10)},
+        trainer={"dense": (0,), "experts": (0,), "float32": (0,)},
         sample_passes=1,
         sample_rows=1,
         whole_tokenizer=False,
@@ -61,6 +87,13 @@ SIZES = {
         batches=100,
         divergences=40,
         layouts=500,
+        models={
+            1: Steps(models=30, others=10),
+            2: Steps(models=12, others=4),
+            4: Steps(models=5, others=2),
+            8: Steps(),
+        },
+        trainer={"dense": (1, 2), "experts": (2,), "hybrid": (2,), "float32": (2,)},
         sample_passes=4,
         sample_rows=8,
         whole_tokenizer=True,
@@ -72,20 +105,31 @@ SIZES = {
         batches=200,
         divergences=100,
         layouts=1000,
+        models={
+            1: Steps(models=60, others=20),
+            2: Steps(models=40, others=10),
+            4: Steps(models=20, others=5),
+            8: Steps(models=10, others=3),
+        },
+        trainer={"dense": (1, 2, 4, 8), "experts": (1, 2, 4, 8), "hybrid": (1, 2, 4), "float32": (1, 2, 4)},
         sample_passes=32,
         sample_rows=32,
         whole_tokenizer=True,
     ),
 }
-"""On two cores: a minute, some six minutes, and as many rounds as the asked-for rows need."""
+"""On two idle cores: some three minutes, some twenty, and as many rounds as the asked-for rows need; training steps are two thirds of it."""
 
 
-COST = {"rows": 1.0, "batches": 2.5, "divergences": 15.0, "sample": 6.0, "layouts": 0.5}
+COST = {"rows": 1.0, "batches": 2.5, "divergences": 15.0, "sample": 6.0, "layouts": 0.5, "trainer": 1000.0}
+MODEL_COST = {1: 30.0, 2: 70.0, 4: 140.0, 8: 250.0}
+"""What a training step costs, by the number of ranks."""
 """What an example costs, in generated rows; to tell the time left."""
 
 
 def cost(job: Job) -> float:
     """A job's work in rows' worth."""
+    if job.layout is not None:
+        return MODEL_COST[job.layout.world_size] * job.examples
     return COST[job.kind] * job.examples if job.kind in COST else 50.0
 
 
@@ -191,6 +235,62 @@ def layout_jobs(size: Size, seed: int, subjects: tuple[str, ...]) -> Iterator[Jo
             seed=_seed(str(seed), "layouts", check, str(number)),
             examples=size.layouts,
         )
+
+
+def model_corpus_jobs(paths: Sequence[Path], subjects: tuple[str, ...]) -> list[Job]:
+    """Saved training steps, some to a job."""
+    return [
+        Job(kind="model_corpus", subjects=subjects, paths=tuple(map(str, some))) for some in itertools.batched(paths, 5)
+    ]
+
+
+def model_jobs(size: Size, seed: int, subjects: tuple[str, ...]) -> Iterator[Job]:
+    """Training steps, a job for each layout, the most ranks first; like those of layouts, whoever builds rows."""
+    for world_size in sorted(size.models, reverse=True):
+        steps, found = size.models[world_size], layouts(world_size)
+        wanted = len(found) if steps.layouts is None else min(steps.layouts, len(found))
+        for number in range(wanted):
+            layout = found[number * len(found) // wanted]
+            both = len(found) <= FEW_LAYOUTS
+            counts = (
+                steps.models,
+                steps.others if both or number % 2 == 0 else 0,
+                steps.others if both or number % 2 == 1 else 0,
+            )
+            yield Job(
+                kind="models",
+                subjects=subjects,
+                layout=layout,
+                counts=counts,
+                examples=sum(counts),
+                first=number % len(AIMS),
+                seed=_seed(str(seed), "models", layout.name),
+            )
+
+
+def trainer_jobs(size: Size, seed: int, subjects: tuple[str, ...]) -> Iterator[Job]:
+    """Runs of twenty steps, a job for each kind of model and number of ranks."""
+    for kind, ranks in size.trainer.items():
+        for count in ranks:
+            yield Job(
+                kind="trainer",
+                subjects=subjects,
+                aim=kind,
+                first=count,
+                examples=1,
+                seed=_seed(str(seed), "trainer", kind, str(count)),
+            )
+
+
+def spread(few: Sequence[Job], many: Sequence[Job]) -> Iterator[Job]:
+    """The jobs of both, `few` at even distances: a world of eight ranks leaves other workers to what needs none."""
+    every = len(many) // max(len(few), 1) + 1
+    left = iter(few)
+    for number, job in enumerate(many):
+        if number % every == 0:
+            yield from itertools.islice(left, 1)
+        yield job
+    yield from left
 
 
 def _seed(*parts: str) -> int:

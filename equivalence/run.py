@@ -10,22 +10,39 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from equivalence import divergences, jobs
+from equivalence import divergences, jobs, model_cases
 from equivalence.cases import RowCase
 from equivalence.checks.divergences import label
 from equivalence.corpus import store
 from equivalence.errors import InputError, WorkerDiedError
 from equivalence.generators import tokenizers
 from equivalence.generators.fault_classes import classes
+from equivalence.generators.models import FEATURES, VARIES
 from equivalence.jobs import Job
-from equivalence.plan import SIZES, WHOLE_TOKENIZER, Size, corpus_jobs, cost, generated_jobs, layout_jobs, sample_jobs
+from equivalence.plan import (
+    SIZES,
+    WHOLE_TOKENIZER,
+    Size,
+    corpus_jobs,
+    cost,
+    generated_jobs,
+    layout_jobs,
+    model_corpus_jobs,
+    model_jobs,
+    sample_jobs,
+    spread,
+    trainer_jobs,
+)
 from equivalence.pool import run_jobs
-from equivalence.tally import Differing, Tally
+from equivalence.tally import MODEL_CHECKS, Differing, Tally
 from equivalence.witnesses import Witness, witnesses
+from equivalence.workers import MOST_WORKERS
 
 STOP_AFTER = 20
 """Differences after which a run stops: more of the same would only take time."""
 STOP_AFTER_ERRORS = 3
+MOST_TIES = 0.05
+"""Of training steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +61,8 @@ class Options:
     out: Path
     rows: int | None
     """Generated rows, rounded up to whole rounds; None: what the size says."""
+    models: bool = True
+    """Whether training steps are run, in worlds of up to eight ranks."""
 
 
 @dataclass(kw_only=True)
@@ -76,6 +95,14 @@ class Outcome:
             missed += [
                 f"divergence {label(each)} never fired" for each in divergences.REGISTRY if label(each) not in fired
             ]
+            if self.options.models:
+                missed += [
+                    f"training steps with {each}: none" for each in (*FEATURES, VARIES) if not self.tally.features[each]
+                ]
+        cases = sum(counts["cases"] for counts in self.tally.layouts.values())
+        ties = sum(counts["ties"] for counts in self.tally.layouts.values())
+        if ties > MOST_TIES * max(cases, 20):
+            missed.append(f"{ties} of {cases} training steps could not be compared: a router's choice within rounding")
         return missed
 
     @property
@@ -168,10 +195,26 @@ def _planned(options: Options, size: Size) -> Iterator[Job]:
     """Replay first: what once differed is the likeliest to differ, and the first to be mended."""
     fresh = [path for path, _ in store.replay(options.out / "corpus")]
     yield from corpus_jobs(fresh, options.subjects)
+    if options.models:
+        saved = [path for path, _ in model_cases.replay(options.out / "corpus" / "models")]
+        yield from model_corpus_jobs(saved, options.subjects)
+        yield from trainer_jobs(size, options.seed, options.subjects)
     yield Job(kind="smallest", subjects=options.subjects)
     if "megatron_lm" in options.subjects:  # its reader is one of the two
         yield Job(kind="files", subjects=options.subjects, paths=(str(options.out / "files"),))
     yield from layout_jobs(size, options.seed, options.subjects)
+    steps = list(model_jobs(size, options.seed, options.subjects)) if options.models else []
+    rows = _row_jobs(options, size)
+    if options.size == "long" and options.rows is None:
+        yield from steps
+        yield from rows  # without end
+        return
+    largest = [job for job in steps if job.layout is not None and job.layout.world_size == MOST_WORKERS]
+    yield from spread(largest, list(rows))
+    yield from steps[len(largest) :]
+
+
+def _row_jobs(options: Options, size: Size) -> Iterator[Job]:
     if options.sample is not None:
         yield from sample_jobs(
             options.sample, count_rows(options.sample), options.tokenizer, options.pack_length, size, options.subjects
@@ -194,6 +237,9 @@ def _preload(options: Options, size: Size) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of megatron-core, that CUDA and optional kernels are absent
         importlib.import_module("equivalence.layouts")
+        if options.models:
+            importlib.import_module("equivalence.model_jobs").preload_models()
+            importlib.import_module("equivalence.training_runs").preload_training()
     classes()
 
 
@@ -212,10 +258,13 @@ def _saved(differing: Differing, options: Options) -> Differing:
     """Save the shrunk case of a difference where the next run replays it first."""
     if differing.case is None:
         return differing
+    why = f"{differing.check}: {differing.left} and {differing.right} differ"
+    if differing.check in MODEL_CHECKS:
+        step = model_cases.ModelCase.from_json(differing.case)
+        saved = model_cases.save(step, why, folder=options.out / "corpus" / "models")
+        return replace(differing, path=str(saved), command=f"packproof-equivalence replay {saved}")
     case = RowCase.from_json(differing.case)
-    path = store.save(
-        case, f"{differing.check}: {differing.left} and {differing.right} differ", folder=options.out / "corpus"
-    )
+    path = store.save(case, why, folder=options.out / "corpus")
     asked = {jobs.subject(name).name: name for name in options.subjects}
     sides = [asked[side] for side in (differing.left, differing.right) if side in asked]
     # One side against a prediction: the others are its company on the screen.

@@ -10,6 +10,9 @@ from typing import Any
 from equivalence.checks.result import CheckResult, Finding
 from equivalence.compare import Difference
 
+MODEL_CHECKS = ("models", "third_witness", "invariance", "leaks", "paths")
+"""Checks of training steps, whose cases are `model_cases.ModelCase`."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Differing:
@@ -62,6 +65,10 @@ class Tally:
     """In generated rows."""
     layers: list[dict[str, Any]] = field(default_factory=list)
     """File layers: name, diverges (whether the readers are meant to differ), equal (as registered), why."""
+    layouts: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
+    """By layout of models: how many cases, checks, ties, cases with the third witness, cases that the layout changes; and seconds."""
+    features: Counter[str] = field(default_factory=Counter)
+    """What cases of models had, by the names in `generators.models.FEATURES`."""
     differences: list[Differing] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
     """A side that could not run, with where."""
@@ -78,10 +85,13 @@ class Tally:
             "aimed",
             "fired",
             "witnessed",
+            "features",
         ):
             getattr(self, name).update(getattr(other, name))
         for name, seconds in other.seconds.items():
             self.seconds[name] += seconds
+        for layout, counts in other.layouts.items():
+            self.layouts[layout].update(counts)
         self.messages += other.messages
         self.layers += other.layers
         self.differences += other.differences

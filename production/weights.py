@@ -129,6 +129,8 @@ _EXPERT = re.compile(r"\.local_experts\.(\d+)\.")
 
 def _global_name(model: Any, name: str) -> str:
     """With the layer's number in the whole model instead of the stage's, and the expert's instead of the rank's."""
+    if name == "output_layer.weight" and model.share_embeddings_and_output_weights:
+        return "embedding.word_embeddings.weight"  # the last stage's copy, where the first has the embedding
     if match := _LAYER.match(name):
         number = model.decoder.layers[int(match[1])].layer_number - 1
         name = f"decoder.layers.{number}.{name[match.end() :]}"

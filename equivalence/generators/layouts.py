@@ -29,7 +29,10 @@ def cut_rows(draw: st.DrawFn) -> CutRow:
     pieces = draw(st.lists(st.integers(0, 4), min_size=1, max_size=8).filter(any))
     lengths = [granularity * each for each in pieces]
     if draw(st.integers(0, 3)) == 3:
-        lengths[draw(st.integers(0, len(lengths) - 1))] += draw(st.integers(1, granularity))
+        places, more = draw(st.permutations(range(len(lengths)))), draw(st.integers(1, granularity))
+        lengths[places[0]] += more
+        if len(places) > 1 and draw(st.booleans()):  # a row that divides, of segments that do not
+            lengths[places[1]] += granularity - more
     total = sum(lengths)
     made = torch.Generator().manual_seed(draw(st.integers(0, 1000)))
     ids = torch.randint(-100, 1000, (total,), generator=made)

@@ -24,6 +24,13 @@ WHAT = {
     "context_parallel": "cp cuts",
     "multi_token": "MTP depths",
     "packing": "packers",
+    "models": "training steps",
+    "third_witness": "steps of Megatron-LM",
+    "invariance": "steps in other layouts",
+    "leaks": "leaks across boundaries",
+    "paths": "direct and online steps",
+    "trainer": "runs of twenty steps",
+    "distributed_optimizer": "distributed optimizer",
 }
 CHECKS = tuple(WHAT)
 
@@ -62,7 +69,11 @@ def summarise(outcome: Outcome, command: str) -> dict[str, Any]:
         "refusals": _by_format(tally.refusals),
         "classes": _classes(outcome),
         "file_layers": tally.layers,
-        "divergences": _by_format(tally.fired),
+        "layouts": _layouts(outcome),
+        "third_witness": _third_witness() if tally.layouts else {},
+        "steps": dict(sorted(tally.features.items())),
+        "divergences": _by_format(Counter({key: count for key, count in tally.fired.items() if key[1] != "any"})),
+        "shown": {name: count for (name, where), count in sorted(tally.fired.items()) if where == "any"},
         "differences": [
             {key: value for key, value in dataclasses.asdict(each).items() if key != "case"}
             for each in tally.differences
@@ -107,6 +118,31 @@ def _classes(outcome: Outcome) -> list[dict[str, Any]]:
                 formats[prompt_format] = {"not_applicable": each.not_in[prompt_format]}
         found.append({"name": each.name, "group": each.group, "what": each.what, "formats": formats})
     return found
+
+
+def _layouts(outcome: Outcome) -> list[dict[str, Any]]:
+    """Layouts of training steps, those of few ranks first."""
+    found = [
+        {
+            "layout": name,
+            "ranks": int(counts["ranks"]),
+            "cases": counts["cases"],
+            "checks": counts["checks"],
+            "third_witness": counts["third witness"],
+            "ties": counts["ties"],
+            "differing": counts["differing"],
+            "seconds": round(counts["seconds"], 2),
+        }
+        for name, counts in outcome.tally.layouts.items()
+    ]
+    return sorted(found, key=lambda each: (each["ranks"], each["layout"]))
+
+
+def _third_witness() -> dict[str, Any]:
+    """What Megatron-LM's side of a step is made of."""
+    from equivalence.model_jobs import witness_facts  # noqa: PLC0415 - megatron-core, which a run with steps has loaded
+
+    return witness_facts()
 
 
 def _by_format(counts: Counter[tuple[str, str]]) -> dict[str, dict[str, int]]:

@@ -86,6 +86,10 @@ def show(summary: dict[str, Any], console: Console, files: list[str]) -> None:
         for each in witness["stand_ins"]:
             console.print(Text(f"{'':<13}not as it comes: {each}", "dim"))
     console.print(_checks(summary))
+    if summary["layouts"]:
+        console.print(_layouts(summary))
+        for name, what in summary["third_witness"]["stand_ins"].items():
+            console.print(Text(f"third witness of steps, not as it comes: {name}: {what}", "dim"))
     console.print(_classes(summary), highlight=False)
     _differences(summary, console)
     for each in summary["unhit"]:
@@ -121,6 +125,23 @@ def _checks(summary: dict[str, Any]) -> Table:
         before = each["check"]
         counts = (f"{each[name]:,}" for name in ("rows", "equal", "refused_alike"))
         table.add_row(what, each["format"], *counts, differing)
+    return table
+
+
+def _layouts(summary: dict[str, Any]) -> Table:
+    table = Table(title="training steps by layout", title_justify="left")
+    table.add_column("layout", no_wrap=True)
+    for name in ("ranks", "cases", "checks", "third witness", "ties", "differing", "seconds"):
+        table.add_column(name, justify="right")
+    before = None
+    for each in summary["layouts"]:
+        if before not in (None, each["ranks"]):
+            table.add_section()
+        before = each["ranks"]
+        witnessed = f"yes ({each['third_witness']})" if each["third_witness"] else Text("no", "dim")
+        differing = Text(f"{each['differing']:,}", "bold red" if each["differing"] else "dim")
+        counts = [f"{each[name]:,}" for name in ("ranks", "cases", "checks")]
+        table.add_row(each["layout"], *counts, witnessed, f"{each['ties']}", differing, f"{each['seconds']:.1f}")
     return table
 
 

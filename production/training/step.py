@@ -6,6 +6,7 @@ Nothing here waits for the device: what is reported stays tensors, one pair per 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -112,8 +113,12 @@ def forward_backward(
         raise PackproofError(what="no microbatch", where="step", mend="give every data-parallel rank at least one row")
     config = get_model_config(model)
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    valid = count_valid(batches, device)
-    config.mtp_grad_scale_func = config.moe_grad_scale_func = auxiliary_scale(settings.normalization, valid)
+    divides = settings.normalization == "global_valid_tokens" or settings.padding is not None
+    # Where nothing is divided by it, it is only reported, and no pass waits for its message.
+    counted = functools.partial(count_valid, batches, device) if divides else _start_count(batches, device)
+    valid = counted() if divides else None
+    scale = None if valid is None else auxiliary_scale(settings.normalization, valid)
+    config.mtp_grad_scale_func = config.moe_grad_scale_func = scale
     losses = LossSettings(
         normalization=settings.normalization,
         num_microbatches=len(batches),
@@ -153,16 +158,29 @@ def forward_backward(
         micro_batch_size=1,
         forward_only=forward_only,
     )
-    return StepReport(losses=[report[REPORT] for report in reports], global_valid_tokens=valid)
+    return StepReport(
+        losses=[report[REPORT] for report in reports],
+        global_valid_tokens=counted() if valid is None else valid,
+    )
 
 
 def count_valid(batches: Sequence[Batch | Rectangle], device: torch.device) -> torch.Tensor:
     """Trained tokens of the global batch (R-BATCH-5), a scalar float32 on the device, summed over data-parallel ranks."""
+    return _start_count(batches, device)()
+
+
+def _start_count(batches: Sequence[Batch | Rectangle], device: torch.device) -> Callable[[], torch.Tensor]:
+    """`count_valid`, begun now and asked for later."""
     counts = [count_trained(batch) if isinstance(batch, Batch) else batch.valid_tokens() for batch in batches]
     # float64 on the way: float32 counts exactly only up to 16,777,216.
     total = torch.stack([torch.as_tensor(count, dtype=torch.float64) for count in counts]).sum().to(device)
-    distributed.all_reduce(total, group=parallel_state.get_data_parallel_group())
-    return total.float()
+    sent = distributed.all_reduce(total, group=parallel_state.get_data_parallel_group(), async_op=True)
+
+    def wait() -> torch.Tensor:
+        sent.wait()
+        return total.float()
+
+    return wait
 
 
 def _microbatches(

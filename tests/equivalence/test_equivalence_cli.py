@@ -9,7 +9,7 @@ from equivalence.__main__ import main
 from equivalence.cases import read_case
 from equivalence.corpus import store
 
-SMALL = ["--size", "tiny", "--sample", "none", "--workers", "1"]
+SMALL = ["--size", "tiny", "--sample", "none", "--workers", "1", "--no-models"]
 
 
 def run(out, *options, subjects="reference,production", shard="1/80"):
@@ -85,6 +85,28 @@ def test_a_wrong_side_exits_1_and_its_counterexample_is_small_and_replayed_first
 def test_bad_input_or_a_witness_that_cannot_be_loaded_exits_2_and_is_named(options, said, tmp_path, capsys):
     assert main([*SMALL, "--subjects", "reference,production", "--out", str(tmp_path), *options]) == 2
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.xdist_group("gloo")
+def test_training_steps_are_in_the_report_with_what_stands_in(tmp_path, capsys):
+    from equivalence import model_cases
+
+    replayed = next(path for path, _ in model_cases.replay())
+    assert main(["replay", str(replayed)]) == 0
+    assert "models equal, third_witness equal" in capsys.readouterr().out.replace("\n", " ")
+    # Of a run's jobs the second replays the shipped steps.
+    code = main([*SMALL[:-1], "--out", str(tmp_path), "--subjects", "reference,production", "--shard", "2/1000"])
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert code == 0
+    assert sum(each["cases"] for each in report["layouts"]) == len(list(model_cases.replay()))
+    assert all(each["third_witness"] for each in report["layouts"])
+    assert {"CUDA", "norm", "core attention", "driver"} <= report["third_witness"]["stand_ins"].keys()
+    assert "roll_tensor" in report["third_witness"]["upstream"]
+    assert {each["check"] for each in report["checks"]} == {"models", "third_witness", "invariance"}
+    page = (tmp_path / "report.html").read_text()
+    assert "Training steps by layout" in page
+    assert "production.device.attention" in page
+    assert "training steps by layout" in capsys.readouterr().out
 
 
 def test_a_saved_case_that_cannot_be_read_exits_2(tmp_path, capsys):

@@ -1,0 +1,210 @@
+"""Runs cases with a model in one layout and checks what comes out: the one entry for the main job, the bench and faults put in.
+
+    preload_models()
+    for ran in run_layout(cases):                       # all of one layout; opens a world of one rank, then the layout's
+        ran.case, ran.results, ran.equal
+
+A fault is entered on every rank before its first case by another `entered`: a function from the sizes to what `open_world` takes as
+`enter` and `entry`. `enter` names a context manager `module:function(entry, worker)` that puts the fault in, enters
+`equivalence.models.layout(sizes, worker)` and yields what that yields:
+
+    run_layout(cases, entered=lambda sizes: ("equivalence.mutants.layouts:enter", ("shift_twice", sizes)))
+
+`tiny_cases(sizes, data_size)` are the cases of that layout in the smallest run. A rank that raises, dies or hangs is a finding of its
+case, with its stack; the next case gets a new world.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import tempfile
+import time
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from equivalence.checks.invariance import check_invariance, check_order
+from equivalence.checks.leaks import RUN, Run, check_leaks
+from equivalence.checks.models import check_model, compare_outcomes, shapes_of
+from equivalence.checks.paths import check_paths
+from equivalence.checks.result import CheckResult, Finding
+from equivalence.compare import Difference
+from equivalence.expected_steps import expect
+from equivalence.model_cases import ModelCase
+from equivalence.models import RankOutcome, given, gradients
+from equivalence.workers import MOST_WORKERS, Case, CaseFailed, Failure, WorldNotOpened, preload, reopening_world
+from production.errors import PackproofError
+from production.parallel import Sizes
+
+MODULES = (
+    "equivalence.models",
+    "equivalence.baseline",
+    "production.training.step",
+    "production.model",
+    "production.weights",
+)
+"""What a rank needs beside megatron-core."""
+CASE_SECONDS = 300.0
+"""A hang is found by its idleness long before; a machine that is shared by many only makes a case slow."""
+WITNESS = "third_witness"
+
+Entered = Callable[[Sizes], tuple[str, Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ran:
+    """One case, checked."""
+
+    case: ModelCase
+    results: list[CheckResult]
+    seconds: float
+    """Of wall time, without the opening of worlds that earlier cases had."""
+
+    @property
+    def equal(self) -> bool:
+        """Whether nothing differs in any check."""
+        return all(each.equal for each in self.results)
+
+
+def preload_models() -> None:
+    """Import in this process what ranks need: call it before the first world, and before forking workers that open some."""
+    preload(*MODULES)
+
+
+def plain_layout(sizes: Sizes) -> tuple[str, Any]:
+    """Production as it is."""
+    return "equivalence.models:layout", sizes
+
+
+def has_witness(case: ModelCase) -> bool:
+    """Whether Megatron-LM itself divides losses so: it knows no `global_valid_tokens`, and weights by rank."""
+    return case.check == "models" and case.normalization != "global_valid_tokens" and case.mtp_weights == "rank"
+
+
+def run_layout(cases: Sequence[ModelCase], *, entered: Entered = plain_layout) -> Generator[Ran]:
+    """Check cases that share a layout, one after another. Worlds are opened again after each failure; at most eight ranks live."""
+    if not cases:
+        return
+    with seats(max(case.world_size for case in cases)):
+        alone, seconds = _on_one_rank(cases, entered)
+        size, (enter, entry) = cases[0].world_size, entered(cases[0].sizes)
+        with reopening_world(size, enter=enter, entry=entry) as world:
+
+            def run(target: str, payload: Any) -> list[RankOutcome]:
+                done = world.run(Case(target=target, payload=payload, deadline_s=CASE_SECONDS))
+                if done.failure is not None:
+                    raise CaseFailed(done.failure)
+                return list(done.results or ())
+
+            for number, case in enumerate(cases):
+                if (case.sizes, case.world_size) != (cases[0].sizes, size):
+                    raise ValueError(f"cases of two layouts: {case.layout} and {cases[0].layout}")
+                started = time.perf_counter()
+                results = _checked(case, run, alone[number])
+                yield Ran(case=case, results=results, seconds=time.perf_counter() - started + seconds[number])
+
+
+def check_case(case: ModelCase, *, entered: Entered = plain_layout) -> list[CheckResult]:
+    """All checks of one case, in worlds of its own."""
+    (ran,) = run_layout([case], entered=entered)
+    return ran.results
+
+
+@contextmanager
+def seats(count: int) -> Iterator[None]:
+    """Wait until `count` of the machine-wide eight ranks of this run are free: workers forked from one parent share them."""
+    held: list[int] = []
+    fcntl.lockf(_seats, fcntl.LOCK_EX, 1, MOST_WORKERS)  # one takes at a time, so that two do not wait for each other
+    try:
+        while len(held) < count:
+            for seat in range(MOST_WORKERS):
+                if len(held) < count and seat not in held and _take(seat):
+                    held.append(seat)
+            if len(held) < count:
+                time.sleep(0.02)
+    finally:
+        fcntl.lockf(_seats, fcntl.LOCK_UN, 1, MOST_WORKERS)
+    try:
+        yield
+    finally:
+        for seat in held:
+            fcntl.lockf(_seats, fcntl.LOCK_UN, 1, seat)
+
+
+_seats = tempfile.TemporaryFile()  # noqa: SIM115 - for the process's life
+"""Locks on its bytes belong to a process and end with it; forked ranks inherit none."""
+
+
+def _take(seat: int) -> bool:
+    try:
+        fcntl.lockf(_seats, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, seat)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _on_one_rank(
+    cases: Sequence[ModelCase], entered: Entered
+) -> tuple[list[list[RankOutcome] | Failure | None], list[float]]:
+    """What each case of `models` gives on one rank, or how it failed; None where it is not asked. Seconds of each."""
+    found: list[list[RankOutcome] | Failure | None] = [None] * len(cases)
+    seconds = [0.0] * len(cases)
+    enter, entry = entered(Sizes())
+    with reopening_world(1, enter=enter, entry=entry) as world:
+        for number, case in enumerate(cases):
+            if case.check == "models" and case.world_size > 1:
+                try:
+                    done = world.run(Case(target=RUN, payload=case.on_one_rank(), deadline_s=CASE_SECONDS))
+                except WorldNotOpened as failed:
+                    found[number] = failed.failure
+                    continue
+                found[number] = done.failure or list(done.results or ())
+                seconds[number] = done.seconds
+    return found, seconds
+
+
+def _checked(case: ModelCase, run: Run, alone: list[RankOutcome] | Failure | None) -> list[CheckResult]:
+    try:
+        if case.check == "leaks":
+            return [check_leaks(case, run)]
+        if case.check == "paths":
+            return [check_paths(case, run)]
+        if isinstance(alone, Failure):
+            return [failed_case(case, alone)]
+        return _models(case, run, alone)
+    except (CaseFailed, WorldNotOpened) as failed:
+        return [failed_case(case, failed.failure)]
+    except (PackproofError, ValueError) as error:  # parts of gradients that are no whole model, or not the reference's
+        return [_finding(case, "what all ranks give", "one model's gradients", str(error))]
+
+
+def _models(case: ModelCase, run: Run, alone: list[RankOutcome] | None) -> list[CheckResult]:
+    outcomes = run(RUN, case)
+    expected = expect(case, shapes_of(gradients(outcomes)))
+    results = [check_model(case, outcomes, expected=expected)]
+    if has_witness(case):
+        baseline = run("equivalence.models:run_baseline", case)
+        results.append(compare_outcomes(WITNESS, "production", outcomes, "megatron_lm", baseline))
+    if alone is not None:
+        results.append(check_invariance(case, outcomes, alone, expected))
+    if len(case.rows) > 1 and case.seed % 2:
+        order = [*range(1, len(case.rows)), 0]
+        rows = [row for rank in range(case.data_size) for row in case.rows_of_rank(rank)]
+        # Rank by rank, as they were dealt: row i stands at its rank's i // dp.
+        per_rank = len(case.rows) // case.data_size
+        by_number = [rows[(row % case.data_size) * per_rank + row // case.data_size] for row in range(len(case.rows))]
+        again = run(RUN, given(case, [by_number[row] for row in order]))
+        results.append(check_order(outcomes, again, order, case, expected))
+    return results
+
+
+def failed_case(case: ModelCase, failure: Failure) -> CheckResult:
+    """A rank that gave no result, as a finding with its stack."""
+    kind = failure.first.exception or failure.first.state
+    return _finding(case, f"rank {failure.first.rank} of {case.layout}", f"a result, not {kind}", str(failure))
+
+
+def _finding(case: ModelCase, name: str, left: str, right: str) -> CheckResult:
+    wrong = Difference(tensor=name, position=None, left=left, right=right, klass="failed")
+    return CheckResult(check=case.check, findings=[Finding(left="expected", right="production", differences=[wrong])])

@@ -1,0 +1,65 @@
+"""What the tests of training steps enter on ranks, by name: faults in production."""
+
+import contextlib
+import os
+import signal
+from pathlib import Path
+from unittest import mock
+
+from equivalence.models import layout
+
+
+@contextlib.contextmanager
+def dies_once(entry, worker):
+    """Rank 1 is killed in its first step; `entry` is (sizes, the path of a file that says it has happened)."""
+    sizes, marker = entry
+    from production.training import step
+
+    own = step.forward_backward
+
+    def forward_backward(*args, **options):
+        if worker.rank == 1 and not Path(marker).exists():
+            Path(marker).touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return own(*args, **options)
+
+    with layout(sizes, worker) as place, mock.patch.object(step, "forward_backward", forward_backward):
+        yield place
+
+
+@contextlib.contextmanager
+def one_segment(sizes, worker):
+    """Attention is told that the row is one segment."""
+    from production import microbatches
+
+    own = microbatches._thd
+
+    def thd(cu_seqlens, _max_seqlen, total, device):
+        whole = cu_seqlens[[0, -1]]
+        return own(whole, int(whole[-1]), total, device)
+
+    with layout(sizes, worker) as place, mock.patch.object(microbatches, "_thd", thd):
+        yield place
+
+
+@contextlib.contextmanager
+def wrong_divisor(sizes, worker):
+    """The online path divides by more than it trained."""
+    from production import loss
+
+    with layout(sizes, worker) as place, mock.patch.object(loss, "ONLINE_EPSILON", 1.0):
+        yield place
+
+
+@contextlib.contextmanager
+def same_rows(sizes, worker):
+    """Every data-parallel rank takes the rows of the first."""
+    from production import batches
+
+    own = batches.take_rank
+
+    def take_rank(batch, *, rank, size):  # noqa: ARG001 - the fault
+        return own(batch, rank=0, size=size)
+
+    with layout(sizes, worker) as place, mock.patch.object(batches, "take_rank", take_rank):
+        yield place

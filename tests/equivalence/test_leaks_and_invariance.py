@@ -1,0 +1,132 @@
+"""No leak across a boundary, the same in every layout but for what the reference predicts, both paths alike; and each check finds its fault."""
+
+import dataclasses
+
+import pytest
+
+from equivalence.model_cases import ModelCase, ModelShape
+from production.parallel import Sizes
+
+pytestmark = pytest.mark.xdist_group("gloo")
+
+SHAPE = ModelShape(layers=1, hidden_size=8, heads=2, query_groups=1, ffn_hidden_size=8, depths=1)
+STEP = ModelCase(
+    shape=SHAPE,
+    sizes=Sizes(context=2),
+    rows=((8, 8), (4, 12)),
+    masked=(0.6, 0.9),
+    trained=("share 1/2", "anywhere"),
+    normalization="mean_of_means",
+    seed=3,
+)
+LEAKS = dataclasses.replace(STEP, sizes=Sizes(), check="leaks", normalization="per_token", trained=())
+PATHS = dataclasses.replace(
+    STEP,
+    shape=dataclasses.replace(SHAPE, depths=0),
+    normalization="global_valid_tokens",
+    check="paths",
+    trained=(),
+    rows=((8, 8), (4, 12)),
+    lengths=((6, 8), (3, 9)),
+    multiple=4,
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def preloaded():
+    from equivalence.layout_runs import preload_models
+
+    preload_models()
+
+
+@pytest.fixture(scope="module")
+def step():
+    """Outcomes of STEP in its layout and on one rank, and what the reference expects of the layout."""
+    from equivalence.checks.models import shapes_of
+    from equivalence.expected_steps import expect
+    from equivalence.models import gradients
+    from equivalence.workers import open_world
+
+    with open_world(1, enter="equivalence.models:layout", entry=Sizes()) as world:
+        alone = world.run("equivalence.models:run", STEP.on_one_rank())
+    with open_world(2, enter="equivalence.models:layout", entry=STEP.sizes) as world:
+        outcomes = world.run("equivalence.models:run", STEP)
+    return outcomes, alone, expect(STEP, shapes_of(gradients(outcomes)))
+
+
+def tensors(result):
+    return {each.tensor for finding in result.findings for each in finding.differences}
+
+
+def test_what_a_layout_changes_is_predicted_and_is_not_nothing(step):
+    from equivalence.checks.invariance import check_invariance
+    from equivalence.generators.models import VARIES
+
+    found = check_invariance(STEP, *step)
+    assert found.equal, found.findings
+    assert found.fired == {VARIES: 1}
+
+
+def test_a_gradient_that_does_not_change_as_predicted_is_found(step):
+    from equivalence.checks.invariance import check_invariance
+
+    outcomes, alone, expected = step
+    unchanged = [
+        dataclasses.replace(outcomes[0], gradients=alone[0].gradients),
+        dataclasses.replace(outcomes[1], gradients=[]),
+    ]
+    found = check_invariance(STEP, unchanged, alone, expected)
+    assert any(each.startswith("gradient of") for each in tensors(found))
+    # What divides nothing by its share must not change at all.
+    same = dataclasses.replace(STEP, normalization="per_token", mtp_weights="rows")
+    assert any(each.startswith("gradient of") for each in tensors(check_invariance(same, outcomes, alone, expected)))
+
+
+def test_token_losses_that_another_layout_does_not_give_are_found(step):
+    from equivalence.checks.invariance import check_invariance
+
+    outcomes, alone, expected = step
+    losses = [[each.clone() for each in microbatch] for microbatch in outcomes[1].token_losses]
+    losses[1][0][2] += 1e-3
+    found = check_invariance(
+        STEP, [outcomes[0], dataclasses.replace(outcomes[1], token_losses=losses)], alone, expected
+    )
+    assert tensors(found) == {"row 1 on rank 1 depth 0 token losses"}
+
+
+def test_the_order_of_microbatches_is_held():
+    from equivalence.layout_runs import check_case
+
+    found = check_case(dataclasses.replace(STEP, seed=1))
+    assert [each.check for each in found] == ["models", "third_witness", "invariance", "invariance"]
+    assert all(each.equal for each in found), found
+    assert (found[-1].findings, found[1].check) == ([], "third_witness")
+
+
+@pytest.mark.parametrize("case", [LEAKS, PATHS], ids=lambda case: case.check)
+def test_leaks_and_paths_find_nothing_in_production(case):
+    from equivalence.layout_runs import check_case
+
+    (found,) = check_case(case)
+    assert found.equal, found.findings
+    assert all(found.fired.values()), found.fired
+
+
+def test_boundaries_that_attention_does_not_get_are_a_leak():
+    from equivalence.layout_runs import check_case
+
+    case = dataclasses.replace(LEAKS, shape=dataclasses.replace(SHAPE, depths=0))
+    (found,) = check_case(case, entered=lambda sizes: ("model_targets:one_segment", sizes))
+    named = tensors(found)
+    assert any(each.startswith("other tokens: row") for each in named), named
+    assert any(each.startswith("NaN: row") for each in named)
+    assert any(each.startswith("alone: row") for each in named)
+
+
+def test_another_divisor_of_the_online_path_is_found():
+    from equivalence.layout_runs import check_case
+
+    (found,) = check_case(PATHS, entered=lambda sizes: ("model_targets:wrong_divisor", sizes))
+    named = tensors(found)
+    assert named
+    assert all(each.startswith("gradient of") for each in named), "token losses stay as they are"

@@ -1,0 +1,234 @@
+"""A training step in a layout: all sides are equal, and what is broken in an outcome, in production, or by a dying rank shows."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+
+from equivalence import model_cases, shrink
+from equivalence.checks.result import CheckResult, Finding
+from equivalence.compare import Difference
+from equivalence.generators.models import Layout
+from equivalence.jobs import Job
+from equivalence.model_cases import ModelCase, ModelShape
+from equivalence.tally import Tally
+from production.parallel import Sizes
+
+pytestmark = pytest.mark.xdist_group("gloo")
+
+CASE = ModelCase(
+    shape=ModelShape(hidden_size=8, heads=2, query_groups=1, ffn_hidden_size=8, depths=1),
+    rows=((4, 8, 4), (16,)),
+    masked=(0.6, 0.3),
+    seed=5,
+)
+
+
+@pytest.fixture(scope="module")
+def runs():
+    """Production's and the third witness's outcome of CASE on one rank."""
+    from equivalence.layout_runs import preload_models
+    from equivalence.workers import open_world
+
+    preload_models()
+    with open_world(1, enter="equivalence.models:layout", entry=CASE.sizes) as world:
+        return world.run("equivalence.models:run", CASE), world.run("equivalence.models:run_baseline", CASE)
+
+
+def broken(outcome, **changes):
+    return [dataclasses.replace(outcome[0], **changes)]
+
+
+def with_gradient(outcome, name, change):
+    parts = [
+        dataclasses.replace(part, values=change(part.values.clone())) if part.name == name else part
+        for part in outcome[0].gradients
+    ]
+    return broken(outcome, gradients=parts)
+
+
+def nudged(values):
+    values.view(-1)[0] += 1e-4 * values.norm()
+    return values
+
+
+def test_what_is_wrong_with_an_outcome_shows_against_the_reference(runs):
+    from equivalence.checks.models import check_model, shapes_of
+    from equivalence.expected_steps import expect
+    from equivalence.models import gradients
+
+    right, _ = runs
+    assert check_model(CASE, right).equal
+    expected = expect(CASE, shapes_of(gradients(right)))
+    name = "decoder.layers.1.self_attention.linear_qkv.weight"
+    losses = [[each.clone() for each in microbatch] for microbatch in right[0].token_losses]
+    losses[1][1][3] += 1e-4
+    wrong = {
+        f"gradient of {name}": with_gradient(right, name, nudged),
+        "rank 0 microbatch 1 depth 1 token losses": broken(right, token_losses=losses),
+        "rank 0 microbatch: how many": broken(right, token_losses=losses[:1]),
+        "reported loss": broken(right, reports=[each * torch.tensor([1.001, 1.0]) for each in right[0].reports]),
+        "rank 0 reported of each depth": broken(right, mtp_losses=right[0].mtp_losses * 1.001),
+        "rank 0 valid tokens": broken(right, valid_tokens=right[0].valid_tokens + 1),
+        "rank 0 gradient norm": broken(right, gradient_norm=right[0].gradient_norm * 1.0001),
+        "gradient of output_layer.weight": broken(
+            right, gradients=[part for part in right[0].gradients if part.name != "output_layer.weight"]
+        ),
+    }
+    for tensor, outcome in wrong.items():
+        found = check_model(CASE, outcome, expected=expected)
+        assert tensor in {each.tensor for finding in found.findings for each in finding.differences}, tensor
+    assert not check_model(CASE, with_gradient(right, name, lambda values: values * torch.nan)).equal
+
+
+def test_another_boundary_shows_against_the_reference(runs):
+    from equivalence.checks.models import check_model
+
+    moved = dataclasses.replace(CASE, rows=((8, 4, 4), (16,)))
+    found = check_model(moved, runs[0]).findings[0].differences
+    assert any("token losses" in each.tensor for each in found)
+    assert any(each.tensor.startswith("gradient of") for each in found)
+
+
+def test_the_third_witness_is_held_to_the_bit(runs):
+    from equivalence.checks.models import compare_outcomes
+
+    ours, theirs = runs
+    assert compare_outcomes("third_witness", "production", ours, "megatron_lm", theirs).equal
+
+    def one_bit(values):
+        values.view(-1).view(torch.int64)[0] ^= 1
+        return values
+
+    last = with_gradient(theirs, "output_layer.weight", one_bit)
+    (finding,) = compare_outcomes("third_witness", "production", ours, "megatron_lm", last).findings
+    assert [each.tensor for each in finding.differences] == ["rank 0 gradient of output_layer.weight"]
+    less = broken(theirs, gradients=theirs[0].gradients[1:])
+    assert not compare_outcomes("third_witness", "production", ours, "megatron_lm", less).equal
+
+
+def test_a_tie_is_counted_and_not_compared(runs):
+    from equivalence.checks.models import check_model, shapes_of
+    from equivalence.expected_steps import expect
+    from equivalence.layout_runs import Ran
+    from equivalence.model_jobs import count
+    from equivalence.models import gradients
+
+    expected = dataclasses.replace(expect(CASE, shapes_of(gradients(runs[0]))), router_gap=1e-9)
+    found = check_model(CASE, with_gradient(runs[0], "output_layer.weight", nudged), expected=expected)
+    assert found.refused == "router_tie"
+    tally = Tally()
+    count(Ran(case=CASE, results=[found], seconds=1.0), tally)
+    assert tally.layouts["one rank"]["ties"] == 1
+    assert tally.refusals["router_tie", "any"] == 1
+
+
+def test_a_rank_that_dies_is_a_failed_case_with_its_stack_and_the_next_case_runs(tmp_path):
+    from equivalence.layout_runs import preload_models, run_layout
+
+    preload_models()
+    cases = [dataclasses.replace(CASE, sizes=Sizes(context=2), seed=seed) for seed in (2, 4)]
+
+    def entered(sizes):
+        return "model_targets:dies_once", (sizes, str(tmp_path / "died"))
+
+    first, second = run_layout(cases, entered=entered)
+    (difference,) = first.results[0].findings[0].differences
+    assert "rank 1 was killed by SIGKILL" in difference.right
+    assert "schedules.py" in difference.right, "the stack of the rank that waited"
+    assert second.equal
+    assert {each.check for each in second.results} == {"models", "third_witness", "invariance"}
+
+
+def test_a_fault_in_a_layout_is_found_counted_and_named(tmp_path):
+    from equivalence.model_jobs import preload_models, run_drawn, run_saved
+
+    preload_models()
+    layout = Layout(sizes=Sizes(), data_size=2)
+    job = Job(kind="models", subjects=(), layout=layout, counts=(1, 0, 0), examples=1, seed=3, shrink=False)
+    tally = Tally()
+    run_drawn(job, layout, tally, entered=lambda sizes: ("model_targets:same_rows", sizes))
+    assert {each.check for each in tally.differences} >= {"models", "third_witness", "invariance"}
+    assert tally.layouts["dp2"]["differing"] == 1
+    saved = model_cases.save(ModelCase.from_json(tally.differences[0].case), "why", folder=tmp_path)
+    again = Tally()
+    run_saved(str(saved), again)
+    assert not again.differences, "production has no such fault"
+    assert again.layouts["dp2"]["cases"] == 1
+
+
+def test_what_differs_is_shrunk_to_the_cheapest_layout_that_still_does():
+    shape = ModelShape(architecture="hybrid", pattern="*E*E", experts=4, depths=2, repeated=True)
+    case = ModelCase(
+        shape=shape,
+        sizes=Sizes(tensor=2, context=2, expert=2),
+        data_size=2,
+        rows=((16, 8, 8), (32,), (8, 8, 8, 8), (24, 8)),
+        masked=(0.5, 0.0, 1.0, 0.3),
+        trained=("anywhere", "first", "share 1/2", "last"),
+        normalization="mean_of_means",
+    )
+    wrong = Difference(tensor="t", position=0, left=1, right=2, klass="other")
+
+    def check(step):  # a fault of context parallelism that needs two segments
+        differs = step.sizes.context > 1 and any(len(row) > 1 for row in step.rows)
+        findings = [Finding(left="reference", right="production", differences=[wrong])] if differs else []
+        return [CheckResult(check="models", findings=findings)]
+
+    small, results = shrink.shrink(case, check(case), check)
+    assert not results[0].equal
+    assert small.layout == "cp2"
+    assert len(small.rows) == 1
+    assert small.pack_length == 8
+    assert small.shape.depths == small.shape.experts == 0
+    assert small.shape.architecture == "gpt"
+    assert small.shape.layers == 1
+    assert small.normalization == "per_token"
+
+
+def test_a_saved_case_that_cannot_be_read_is_named(tmp_path):
+    from equivalence.errors import CaseError
+
+    for text in ("{", '{"schema": 2}', json.dumps({"schema": 1, "rows": [[4]], "masked": [1], "check": "nothing"})):
+        (tmp_path / "case.json").write_text(text)
+        with pytest.raises(CaseError, match=r"case\.json"):
+            model_cases.read(tmp_path / "case.json")
+
+
+def test_a_step_is_promoted_among_the_permanent_ones(tmp_path, monkeypatch):
+    from equivalence.__main__ import main
+
+    monkeypatch.setattr(model_cases, "SAVED", tmp_path / "saved")
+    (tmp_path / "saved").mkdir()
+    fresh = model_cases.save(CASE, "why", folder=tmp_path / "models")
+    assert main(["promote", str(fresh), "--name", "a-step"]) == 0
+    assert not fresh.exists()
+    assert model_cases.read(tmp_path / "saved" / "a-step.json") == dataclasses.replace(CASE, note="why")
+    again = model_cases.save(CASE, "why", folder=tmp_path / "models")
+    assert main(["promote", str(again), "--name", "a-step"]) == 2
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(sizes=Sizes(tensor=2), data_size=1),
+        Layout(sizes=Sizes(context=2), data_size=1),
+        Layout(sizes=Sizes(pipeline=2), data_size=1),
+        Layout(sizes=Sizes(expert=2), data_size=2),
+    ],
+    ids=lambda layout: layout.name,
+)
+def test_steps_of_the_smallest_run_are_equal_in_each_dimension(layout):
+    from equivalence.layout_runs import preload_models, run_layout
+    from equivalence.model_jobs import tiny_cases
+
+    preload_models()
+    cases = tiny_cases(layout)
+    assert {case.check for case in cases} == set(model_cases.CHECKS)
+    # The first one has the third witness.
+    ran = list(run_layout([cases[0], *cases[-2:]]))
+    assert all(each.equal for each in ran), [each.results for each in ran if not each.equal]
+    assert {result.check for each in ran for result in each.results} >= {
+        *("models", "third_witness", "invariance", "leaks", "paths")
+    }

@@ -1,0 +1,170 @@
+"""The CPU shim: what it answers, that it is undone, and that nobody outside it sees it."""
+
+import multiprocessing
+import os
+
+import pytest
+import torch
+
+from production.device.shim import cpu_shim, is_shimmed
+
+
+def _names():
+    from megatron.core.tensor_parallel import random
+
+    return {
+        "current_device": torch.cuda.current_device,
+        "Stream": torch.cuda.Stream,
+        "manual_seed": torch.cuda.manual_seed,
+        "zeros": torch.zeros,
+        "tensor": torch.tensor,
+        "to": torch.Tensor.to,
+        "cuda": torch.Tensor.cuda,
+        "type": torch.Tensor.type,
+        "module_cuda": torch.nn.Module.cuda,
+        "all_to_all_single": torch.distributed.all_to_all_single,
+        "tracker": random._CUDA_RNG_STATE_TRACKER,
+        "initialized": random._CUDA_RNG_STATE_TRACKER_INITIALIZED,
+        "set_state": random._set_cuda_rng_state,
+    }
+
+
+def _inside(checks):
+    """Run in a process of its own: the shim belongs to a whole process."""
+    context = multiprocessing.get_context("fork")
+    receive, send = context.Pipe(duplex=False)
+
+    def child():
+        try:
+            send.send(checks())
+        except BaseException as error:  # noqa: BLE001 - told in the parent
+            send.send(f"{type(error).__name__}: {error}")
+        os._exit(0)
+
+    process = context.Process(target=child)
+    process.start()
+    send.close()
+    result = receive.recv()
+    process.join()
+    return result
+
+
+@pytest.fixture(autouse=True)
+def _preloaded():
+    from equivalence.workers import preload
+
+    preload()
+
+
+def test_what_asks_for_cuda_gets_the_cpu():
+    def checks():
+        with cpu_shim():
+            made = [
+                torch.zeros(2, device="cuda"),
+                torch.tensor([1], device=torch.cuda.current_device()),
+                torch.empty(3, device=torch.device("cuda", 0)),
+                torch.ones(1).to("cuda"),
+                torch.ones(1).to(device="cuda", dtype=torch.float64),
+                torch.ones(1).cuda(),
+                torch.nn.Linear(1, 1).cuda().weight,
+            ]
+            with torch.cuda.stream(torch.cuda.Stream()):
+                torch.cuda.current_stream().wait_stream(torch.cuda.Stream())
+            torch.cuda.synchronize()
+            return (
+                [str(each.device) for each in made],
+                made[4].dtype,
+                torch.zeros(1).type(),
+                torch.zeros(1, dtype=torch.bfloat16).type(),
+            )
+
+    devices, dtype, name, half = _inside(checks)
+    assert devices == ["cpu"] * 7
+    assert dtype == torch.float64
+    assert (name, half) == ("torch.cuda.FloatTensor", "torch.cuda.BFloat16Tensor")
+
+
+def test_every_name_comes_back_on_exit_also_after_an_error():
+    def checks():
+        before = _names()
+        with cpu_shim():
+            changed = sorted(name for name, value in _names().items() if value is not before[name])
+        same = all(_names()[name] is value for name, value in before.items())
+        try:
+            with cpu_shim():
+                raise KeyError  # noqa: TRY301 - it leaves by an error
+        except KeyError:
+            pass
+        return changed, same, all(_names()[name] is value for name, value in before.items()), is_shimmed()
+
+    changed, same, after_error, shimmed = _inside(checks)
+    assert len(changed) == len(_names()), "each of the names is replaced within"
+    assert same
+    assert after_error
+    assert not shimmed
+
+
+def test_the_parent_of_a_shimmed_process_sees_nothing_of_it():
+    before = _names()
+
+    def checks():
+        with cpu_shim():
+            return is_shimmed()
+
+    assert _inside(checks) is True
+    assert not is_shimmed()
+    assert all(_names()[name] is value for name, value in before.items())
+
+
+def test_tracked_random_states_differ_by_name_and_go_on_where_they_were():
+    def checks():
+        from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+        with cpu_shim():
+            tracker = get_cuda_rng_tracker()
+            tracker.reset()
+            tracker.add("model-parallel-rng", 7)
+            tracker.add("other", 8)
+            torch.manual_seed(1)
+            outside = torch.rand(2)
+            torch.manual_seed(1)
+            drawn = []
+            for name in ("model-parallel-rng", "other", "model-parallel-rng"):
+                with tracker.fork(name):
+                    drawn.append(torch.rand(2))
+            again = torch.rand(2)
+            torch.manual_seed(7)
+            straight = torch.rand(4)
+            try:
+                tracker.add("third", 7)
+            except ValueError as error:
+                said = str(error)
+            return (
+                outside.equal(again),
+                drawn[0].equal(straight[:2]),
+                drawn[2].equal(straight[2:]),
+                drawn[1].equal(drawn[0]),
+                said,
+            )
+
+    outside_untouched, first, second, same, said = _inside(checks)
+    assert outside_untouched
+    assert first
+    assert second
+    assert not same
+    assert "seed 7" in said
+
+
+def test_without_a_state_of_that_name_a_fork_says_what_to_call():
+    def checks():
+        from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+        with cpu_shim():
+            get_cuda_rng_tracker().reset()
+            try:
+                with get_cuda_rng_tracker().fork():
+                    pass
+            except ValueError as error:
+                return str(error)
+
+    assert "model_parallel_cuda_manual_seed" in _inside(checks)

@@ -1,0 +1,143 @@
+"""Measures the suite itself: cases a second on data alone, and training steps a second in worlds of two, four and eight ranks.
+
+A step's case is all that the main job does with it: production's step, the reference's six, Megatron-LM's, one rank's, and the comparison.
+"""
+
+from __future__ import annotations
+
+import resource
+import time
+import warnings
+from collections import Counter
+from dataclasses import dataclass
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from equivalence.plan import LAYOUT_CHECKS
+
+DATA_AIM = 100.0
+STEP_AIMS = {2: 2.0, 4: 0.7, 8: 0.5}
+"""Cases a second on two idle cores."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """One kind of case."""
+
+    what: str
+    cases: int
+    seconds: float
+    processor: float
+    """Seconds of processor time, of this process and all ranks: on a machine that others use, two cores need half of it."""
+    steps: int
+    """Training steps that all ranks of the world took together; 0 for data alone."""
+    aim: float
+
+    @property
+    def rate(self) -> float:
+        """Cases a second."""
+        return self.cases / self.seconds
+
+
+def suite(
+    *, examples: int = 100, worlds: tuple[int, ...] = (2, 4, 8), layouts: int = 4, cases: int = 3
+) -> list[Measured]:
+    """Run data cases and training steps as the main job draws them; prints and returns cases a second.
+
+    `examples` of each check on data, in this process; `cases` in each of `layouts` layouts of a world, one world after
+    another with its opening. Raises RuntimeError where a case differs: a wrong suite has no speed.
+    """
+    torch.set_num_threads(1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of megatron-core, that CUDA and optional kernels are absent
+        from equivalence.layout_runs import preload_models  # noqa: PLC0415 - megatron-core, which other benchmarks do without
+
+        preload_models()
+    measured = [_data(examples), *(_steps(size, layouts, cases) for size in worlds)]
+    table = Table(title="the suite's own speed, in wall time of this machine")
+    for heading in (
+        "what",
+        "cases",
+        "seconds",
+        "cases/s",
+        "processor s a case",
+        "aim on two idle cores",
+        "steps of a world",
+    ):
+        table.add_column(heading, justify="left" if heading == "what" else "right")
+    for each in measured:
+        table.add_row(
+            each.what,
+            f"{each.cases:,}",
+            f"{each.seconds:.1f}",
+            f"{each.rate:,.2f}",
+            f"{each.processor / each.cases:.3f}",
+            f"≥ {each.aim:g}",
+            f"{each.steps:,}" if each.steps else "",
+        )
+    Console().print(table)
+    return measured
+
+
+def _data(examples: int) -> Measured:
+    from equivalence.layouts import draw_layouts  # noqa: PLC0415 - as above
+
+    started, count, used = time.perf_counter(), 0, _processor()
+    for check in LAYOUT_CHECKS:
+        for result, where in draw_layouts(check, number=0, examples=examples):
+            count += 1
+            if not result.equal:
+                raise RuntimeError(f"{check} differs: {where}")
+    seconds = time.perf_counter() - started
+    return Measured(
+        what="data alone, one process",
+        cases=count,
+        seconds=seconds,
+        processor=_processor() - used,
+        steps=0,
+        aim=DATA_AIM,
+    )
+
+
+def _processor() -> float:
+    """Seconds of this process and of all ranks that have ended."""
+    used = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(each.ru_utime + each.ru_stime for each in used)
+
+
+def _steps(size: int, count: int, cases: int) -> Measured:
+    from equivalence.generators.models import AIMS, draw_cases, layouts  # noqa: PLC0415 - as above
+    from equivalence.layout_runs import WITNESS, run_layout  # noqa: PLC0415
+
+    found = layouts(size)
+    chosen = found[:: max(1, len(found) // count)][:count]
+    drawn = [
+        [
+            draw_cases("models", layout, AIMS[(place + number) % len(AIMS)], number=100 * place + number, examples=1)[0]
+            for number in range(cases)
+        ]
+        for place, layout in enumerate(chosen)
+    ]
+    started, checks, used = time.perf_counter(), Counter[str](), _processor()
+    for of_layout in drawn:
+        for ran in run_layout(of_layout):
+            if not ran.equal:
+                raise RuntimeError(f"a training step differs: {ran.case.to_json()}")
+            checks.update(each.check for each in ran.results)
+    return Measured(
+        what=f"training steps, {size} ranks",
+        cases=checks["models"],
+        seconds=time.perf_counter() - started,
+        processor=_processor() - used,
+        # Another order of the microbatches is a second `invariance` of its case.
+        steps=checks["models"] + checks[WITNESS] + checks["invariance"] - checks["models"],
+        aim=STEP_AIMS.get(size, 0.0),
+    )
+
+
+if __name__ == "__main__":
+    import tyro
+
+    tyro.cli(suite)
