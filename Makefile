@@ -27,7 +27,11 @@ equivalence: $(STAMP) ## the main job: three witnesses, the packed sample and ge
 
 .PHONY: test
 test: $(STAMP) ## the tests, with coverage
-	$(BIN)/python -m pytest -n auto --cov --cov-report=term:skip-covered $(ARGS)
+	$(BIN)/python -m pytest -n auto --dist loadgroup --cov --cov-report=term:skip-covered $(ARGS)
+
+.PHONY: train
+train: $(STAMP) ## train a small model on the packed sample: two ranks on the CPU, minutes (ARGS="sft.max_num_steps=10 …")
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 -m production.training --config examples/jobs/small-cpu.yaml $(ARGS)
 
 .PHONY: lint
 lint: $(STAMP) ## ruff, the type checker, the import contracts
