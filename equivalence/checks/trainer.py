@@ -1,0 +1,159 @@
+"""A run of some steps in one layout against the reference's training loop (R-TRAIN): losses, gradient norms and weights within R-TRAIN-9, rates exactly.
+And the distributed optimizer against the plain one (R-TRAIN-10).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from equivalence.checks.models import bits, difference, near, result
+from equivalence.checks.result import CheckResult
+from equivalence.compare import Difference
+from equivalence.expected_steps import TIE, reference_shape
+from equivalence.training import TrainingCase, TrainingOutcome
+from reference.trainer_bounds import Trained
+from reference.trainer_bounds import train as train_reference
+
+ROUTER_TIE = "router_tie"
+"""Why a run cannot be compared: a router chose by a gap within rounding at some step."""
+TIES = {"float64": TIE, "float32": 2.0**-16}
+"""Such a gap: in float32 the states that are scored are rounded too, layer by layer."""
+UNIT = 2.0**-24
+
+
+def expect_training(case: TrainingCase, shapes: Mapping[str, tuple[int, ...]]) -> Trained:
+    """The reference's run of the case, from weights of these shapes by name, with its bounds."""
+    draw = case.model.weights()
+    named = {name: draw(name, shape) for name, shape in shapes.items()}
+    batches: list[Any] = [case.at(step).batch() for step in range(case.steps)]
+    shape = reference_shape(case.model.shape, case.model.sizes.pipeline)
+    return train_reference(shape, named, case.reference_settings(), batches, dtype=case.dtype)
+
+
+def trains_alike(case: TrainingCase) -> bool:
+    """Whether every layout trains the same, so that one run of the reference serves all of them (R-LOSS-2 to R-LOSS-6)."""
+    model = case.model
+    return model.normalization != "mean_of_means" and (not model.shape.depths or model.mtp_weights == "rows")
+
+
+def check_trainer(case: TrainingCase, outcomes: Sequence[TrainingOutcome], expected: Trained) -> CheckResult:
+    """Production's run, one outcome for each rank, against the reference's. Refused as `router_tie` where rounding chose an expert."""
+    if expected.router_gap <= TIES[case.precision]:
+        return CheckResult(check="trainer", refused=ROUTER_TIE)
+    differences: list[Difference] = []
+    losses = _reported(outcomes)
+    for step, each in enumerate(expected.steps):
+        differences += _near(f"loss of step {step}", each.loss, float(losses[step]), expected.loss_bounds[step])
+    for outcome in outcomes:
+        differences += _numbers(outcome, expected)
+    ours, theirs = expected.weights, whole_weights(outcomes)
+    for name in sorted(ours.keys() ^ theirs.keys()):
+        sides = [f"a weight {name}" if name in side else None for side in (ours, theirs)]
+        differences.append(difference(f"weight {name}", None, *sides))
+    for name in sorted(ours.keys() & theirs.keys()):
+        differences += _weight(name, ours[name], theirs[name], expected.weight_bounds[name])
+    return result("trainer", "reference", "production", differences)
+
+
+def check_distributed(
+    case: TrainingCase,
+    plain: Sequence[TrainingOutcome],
+    distributed: Sequence[TrainingOutcome],
+    expected: Trained | None = None,
+) -> CheckResult:
+    """The distributed optimizer against the plain one in the same layout: R-TRAIN-10.
+
+    To the bit where `equal_to_the_bit` says so; else within the bounds of `expected`, which must then be given.
+    """
+    if equal_to_the_bit(case):
+        differences = [
+            *bits("losses", _reported(plain), _reported(distributed)),
+            *_weights_to_the_bit(whole_weights(plain), whole_weights(distributed)),
+        ]
+        bounds = [8 * UNIT * norm for norm in plain[0].gradient_norms]  # the one sum of many parts, in another order
+    else:
+        assert expected is not None
+        if expected.router_gap <= TIES[case.precision]:
+            return CheckResult(check="distributed_optimizer", refused=ROUTER_TIE)
+        differences, bounds = [], expected.norm_bounds
+        for step, (one, other) in enumerate(zip(_reported(plain), _reported(distributed), strict=True)):
+            differences += _near(f"loss of step {step}", float(one), float(other), expected.loss_bounds[step])
+        left, right = whole_weights(plain), whole_weights(distributed)
+        for name in sorted(left):
+            differences += _weight(name, left[name], right[name], expected.weight_bounds[name])
+    for one, other in zip(plain, distributed, strict=True):
+        for step, bound in enumerate(bounds):
+            name = f"rank {one.place.rank} gradient norm of step {step}"
+            differences += _near(name, one.gradient_norms[step], other.gradient_norms[step], bound)
+        if one.learning_rates != other.learning_rates:
+            name = f"rank {one.place.rank} learning rates"
+            differences.append(difference(name, None, str(one.learning_rates), str(other.learning_rates)))
+    return result("distributed_optimizer", "plain", "distributed", differences)
+
+
+def equal_to_the_bit(case: TrainingCase) -> bool:
+    """Whether each gradient is a sum over at most two replicas, which has one order, and no norm, which has many, scales it."""
+    sizes = case.model.sizes
+    replicas = [case.model.data_size * sizes.context]
+    if case.model.shape.experts:
+        replicas.append(case.model.world_size // (sizes.pipeline * sizes.expert * sizes.expert_tensor))
+    return max(replicas) <= 2 and not case.clip_gradient
+
+
+def whole_weights(outcomes: Sequence[TrainingOutcome]) -> dict[str, torch.Tensor]:
+    """The whole model's weights by name, from the parts of all ranks."""
+    from production.weights import put_together  # noqa: PLC0415 - megatron-core
+
+    parts: dict[str, list[Any]] = {}
+    for part in (part for each in outcomes for part in each.weights):
+        place = tuple(slice(*bounds) for bounds in part.part)
+        parts.setdefault(part.name, []).append((part.shape, place, part.values))
+    return put_together(parts)
+
+
+def _reported(outcomes: Sequence[TrainingOutcome]) -> torch.Tensor:
+    """The loss of each step, from the sums of the ranks that have one."""
+    last = [each for each in outcomes if each.place.is_last_stage and each.place.tensor_rank == 0]
+    totals = torch.stack([torch.stack(each.reports) for each in last]).double().sum(dim=0)
+    return totals[:, 0] / totals[:, 1].clamp(min=1)
+
+
+def _numbers(outcome: TrainingOutcome, expected: Trained) -> list[Difference]:
+    where, differences = f"rank {outcome.place.rank}", []
+    for step, each in enumerate(expected.steps):
+        name = f"{where} gradient norm of step {step}"
+        differences += _near(name, each.gradient_norm, outcome.gradient_norms[step], expected.norm_bounds[step])
+        if outcome.learning_rates[step] != each.learning_rate:
+            name = f"{where} learning rate of step {step}"
+            differences.append(difference(name, None, each.learning_rate, outcome.learning_rates[step]))
+        wrong = set(outcome.weight_decays[step]) - {0.0, each.weight_decay}
+        if wrong:
+            name = f"{where} weight decay of step {step}"
+            differences.append(difference(name, None, each.weight_decay, str(sorted(wrong))))
+    return differences
+
+
+def _near(name: str, left: float, right: float, bound: float) -> list[Difference]:
+    return near(name, torch.tensor(left, dtype=torch.float64), torch.tensor(right, dtype=torch.float64), bound)
+
+
+def _weight(name: str, left: torch.Tensor, right: torch.Tensor, bound: float) -> list[Difference]:
+    """Both within `bound` of each other in norm."""
+    if left.shape != right.shape or left.dtype != right.dtype:
+        sides = [f"{side.dtype} {tuple(side.shape)}" for side in (left, right)]
+        return [difference(f"weight {name}", None, *sides)]
+    off = (left.double() - right.double()).nan_to_num(nan=torch.inf)
+    if float(off.norm()) <= bound:
+        return []
+    place = tuple(int(i) for i in torch.unravel_index(off.abs().argmax(), left.shape))
+    said = f"{float(right[place])!r}, {float(off.norm()):.3g} away in norm, {bound:.3g} allowed"
+    return [difference(f"weight {name}", place, float(left[place]), said)]
+
+
+def _weights_to_the_bit(left: Mapping[str, torch.Tensor], right: Mapping[str, torch.Tensor]) -> list[Difference]:
+    if left.keys() != right.keys():
+        return [difference("names of weights", None, *(str(sorted(side)) for side in (left, right)))]
+    return [found for name in sorted(left) for found in bits(f"weight {name}", left[name], right[name])]

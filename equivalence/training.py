@@ -1,0 +1,198 @@
+"""A run of some steps in one layout: production's engine from a job's configuration, as a world of workers trains it, and what each rank ends up with."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from equivalence.model_cases import ModelCase
+from equivalence.models import Part
+from equivalence.workers.worker import Worker
+from production.batches import Batch
+from production.parallel import Place
+from reference.trainer import Schedule, Settings
+
+TRAIN = "equivalence.training:train"
+STEPS = 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingCase:
+    """A run: the model, layout and rows of a case, its tokens drawn anew for each step, and how it is trained."""
+
+    model: ModelCase
+    """`per_token` or `global_valid_tokens` train the same in every layout; without depths, or with `mtp_weights` of `rows`."""
+    schedule: Schedule
+    steps: int = STEPS
+    precision: str = "float64"
+    """`float64` or `float32`."""
+    is_distributed: bool = False
+    """Whether the optimizer's state is shared over the data-parallel ranks; only in float32."""
+    clip_gradient: float = 0.0
+    """0: not clipped, as it must be in float64."""
+    beta1: float = 0.9
+    beta2: float = 0.95
+    epsilon: float = 1e-8
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of `precision`."""
+        return {"float64": torch.float64, "float32": torch.float32}[self.precision]
+
+    def at(self, step: int) -> ModelCase:
+        """The case of one step: other tokens, targets and masks."""
+        return dataclasses.replace(self.model, seed=self.model.seed + step)
+
+    def reference_settings(self) -> Settings:
+        """What the reference trains with."""
+        return Settings(
+            schedule=self.schedule,
+            beta1=self.beta1,
+            beta2=self.beta2,
+            epsilon=self.epsilon,
+            clip_gradient=self.clip_gradient,
+            normalization=self.model.normalization,
+            mtp_weights=self.model.mtp_weights,
+            data_parallel_size=self.model.data_size,
+            context_parallel_size=self.model.sizes.context,
+        )
+
+    def job(self) -> Any:
+        """The job's configuration, read and validated as any other."""
+        from production.training.config import load, validate  # noqa: PLC0415 - megatron-core
+
+        job = load([], [f"{key}={json.dumps(value)}" for key, value in _settings(self).items()])
+        validate(job, self.model.world_size, device="cpu")
+        return job
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TrainingOutcome:
+    """What one rank ends up with."""
+
+    place: Place
+    reports: list[torch.Tensor] = field(default_factory=list)
+    """For each step [sum, trained tokens] of this rank; zeros but on the last stage."""
+    gradient_norms: list[float] = field(default_factory=list)
+    learning_rates: list[float] = field(default_factory=list)
+    """Of the first group of parameters."""
+    weight_decays: list[tuple[float, ...]] = field(default_factory=list)
+    """For each step those of all groups that hold a parameter here, without repetition, rising."""
+    weights: list[Part] = field(default_factory=list)
+    """After the last step, of the parts that count on this rank."""
+
+
+def train(case: TrainingCase, worker: Worker) -> TrainingOutcome:
+    """Production's engine on this rank of a world that entered `equivalence.models.layout` with the case's sizes."""
+    from equivalence.models import forget_other_models  # noqa: PLC0415 - megatron-core
+    from production.training.engine import Engine  # noqa: PLC0415
+    from production.weights import fill, shards  # noqa: PLC0415
+
+    forget_other_models()
+    place: Place = worker.entered
+    weights = case.model.weights()
+    engine = Engine(
+        case.job(),
+        place,
+        vocab_size=case.model.shape.vocab_size,
+        prepare=lambda built: fill(built, weights),
+    )
+    outcome = TrainingOutcome(place=place)
+    for number in range(case.steps):
+        rows: Sequence[Batch] = case.at(number).rows_of_rank(place.data_rank)
+        decays = {group["weight_decay"] for group in engine.optimizer.param_groups if group["params"]}
+        done = engine.step(rows)
+        outcome.reports.append(sum(done.report.losses, torch.zeros(2)))
+        outcome.gradient_norms.append(float(done.gradient_norm or 0.0))
+        outcome.learning_rates.append(done.learning_rate)
+        outcome.weight_decays.append(tuple(sorted(decays)))
+    for shard in shards(engine.model):
+        if shard.is_main:
+            part = tuple((each.start, each.stop) for each in shard.part)
+            outcome.weights.append(Part(name=shard.name, shape=shard.shape, part=part, values=shard.values.clone()))
+    return outcome
+
+
+def _settings(case: TrainingCase) -> dict[str, Any]:
+    """Dotted keys of the job."""
+    shape, sizes, schedule = case.model.shape, case.model.sizes, case.schedule
+    megatron = "policy.megatron_cfg"
+    found: dict[str, Any] = {
+        "sft.max_num_steps": case.steps,
+        "policy.tokenizer.name": "none",
+        "policy.train_global_batch_size": len(case.model.rows),
+        "policy.max_total_sequence_length": case.model.pack_length,
+        "policy.precision": case.precision,
+        "data.train.dataset_name": "megatron_sft_packed",
+        "data.train.data_path": "drawn",
+        "data.default.megatron_sft_prompt_format": "identity",
+        "data.shuffle": False,
+        "loss.normalization": case.model.normalization,
+        "loss.mtp_weights": case.model.mtp_weights,
+        "checkpointing.enabled": False,
+        "cluster.device": "cpu",
+        "model.architecture": shape.architecture,
+        "model.vocab_size": shape.vocab_size,
+        "model.hidden_size": shape.hidden_size,
+        "model.num_attention_heads": shape.heads,
+        "model.num_query_groups": shape.query_groups,
+        "model.ffn_hidden_size": shape.ffn_hidden_size,
+        "model.gated_linear_unit": shape.gated,
+        "model.activation": shape.activation,
+        "model.tie_embeddings": shape.tied,
+        "model.rotary_percent": shape.rotary_percent,
+        f"{megatron}.tensor_model_parallel_size": sizes.tensor,
+        f"{megatron}.context_parallel_size": sizes.context,
+        f"{megatron}.pipeline_model_parallel_size": sizes.pipeline,
+        f"{megatron}.expert_model_parallel_size": sizes.expert,
+        f"{megatron}.expert_tensor_parallel_size": sizes.expert_tensor,
+        f"{megatron}.mtp_use_repeated_layer": shape.repeated,
+        f"{megatron}.optimizer.optimizer": "adam",
+        f"{megatron}.optimizer.lr": schedule.max_lr,
+        f"{megatron}.optimizer.min_lr": schedule.min_lr,
+        f"{megatron}.optimizer.weight_decay": schedule.weight_decay,
+        f"{megatron}.optimizer.adam_beta1": case.beta1,
+        f"{megatron}.optimizer.adam_beta2": case.beta2,
+        f"{megatron}.optimizer.adam_eps": case.epsilon,
+        f"{megatron}.optimizer.clip_grad": case.clip_gradient,
+        f"{megatron}.optimizer.use_distributed_optimizer": case.is_distributed,
+        **{f"{megatron}.scheduler.{key}": value for key, value in _schedule(schedule).items()},
+    }
+    if shape.architecture == "gpt":
+        found |= {"model.num_layers": shape.layers, f"{megatron}.mtp_num_layers": shape.depths}
+    else:
+        found["model.hybrid_layer_pattern"] = shape.hybrid_layer_pattern(sizes.pipeline)
+    if shape.experts:
+        found |= {
+            "model.num_moe_experts": shape.experts,
+            "model.moe_ffn_hidden_size": shape.ffn_hidden_size,
+            "model.moe_router_topk": shape.topk,
+            f"{megatron}.transformer.moe_router_load_balancing_type": "none",
+            f"{megatron}.transformer.moe_aux_loss_coeff": 0.0,
+        }
+        if shape.architecture == "gpt":
+            frequency = [int(layer >= shape.dense_layers) for layer in range(shape.layers)]
+            found[f"{megatron}.transformer.moe_layer_freq"] = frequency
+    return found
+
+
+def _schedule(schedule: Schedule) -> dict[str, Any]:
+    """The section `scheduler`; what has no value there is left out."""
+    end = schedule.weight_decay if schedule.end_weight_decay is None else schedule.end_weight_decay
+    found = {
+        "lr_decay_style": schedule.style,
+        "lr_decay_iters": schedule.decay_steps,
+        "lr_warmup_iters": schedule.warmup_steps,
+        "lr_warmup_init": schedule.init_lr,
+        "lr_wsd_decay_style": schedule.last_style,
+        "lr_wsd_decay_iters": schedule.last_steps,
+        "start_weight_decay": schedule.weight_decay,
+        "end_weight_decay": end,
+        "weight_decay_incr_style": schedule.weight_decay_style,
+    }
+    return {key: value for key, value in found.items() if value is not None}

@@ -1,0 +1,242 @@
+"""A plain training loop on one process: gradient of a global batch, clipping, AdamW, schedule, as megatron-core takes a step in any layout (SPEC section 21).
+Row after row through the small transformer, so for models of some thousand weights.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from reference.batches import Batch, rows_of_rank, valid_tokens
+from reference.context_parallel import owned_positions
+from reference.loss import multi_token_weights, token_weights, training_loss
+from reference.model import Model
+from reference.multi_token import shift
+from reference.trainer_schedule import Schedule
+
+__all__ = ["AdamW", "Objective", "Schedule", "Settings", "Stepped", "Trainer", "clip", "decays", "global_norm"]
+
+CLIP_EPSILON = 1e-6
+"""What clipping adds to the norm."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """How a run trains. Raises ValueError for dp and cp below 1."""
+
+    schedule: Schedule
+    beta1: float = 0.9
+    beta2: float = 0.999
+    epsilon: float = 1e-8
+    """Added to the root of the second moment."""
+    clip_gradient: float = 0.0
+    """The largest norm of the whole gradient; 0: it is not clipped."""
+    normalization: str = "per_token"
+    """What token losses are divided by, one of loss.NORMALIZATIONS."""
+    mtp_weights: str = "rank"
+    """Whose tokens weigh a depth: `rank`, or `rows` (R-LOSS-6)."""
+    mtp_scaling_factor: float = 0.1
+    data_parallel_size: int = 1
+    """dp of the layout that is mirrored: some normalizations divide by each rank's own tokens."""
+    context_parallel_size: int = 1
+    """cp of it."""
+
+    def __post_init__(self) -> None:
+        """Refuse sizes that are none."""
+        if min(self.data_parallel_size, self.context_parallel_size) < 1:
+            raise ValueError(f"dp {self.data_parallel_size}, cp {self.context_parallel_size}; give at least 1")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Objective:
+    """What a global batch makes of a model."""
+
+    value: Tensor
+    """The scalar whose gradient is the step's."""
+    reported: float
+    """The step's loss: all trained tokens' losses over their number (R-LOSS-7)."""
+    router_gap: float
+    """The least over all rows (R-MODEL-6)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stepped:
+    """The numbers of one step."""
+
+    loss: float
+    """Before the update."""
+    gradient_norm: float
+    """Before clipping."""
+    learning_rate: float
+    weight_decay: float
+    router_gap: float
+
+
+@dataclass(kw_only=True)
+class AdamW:
+    """One weight's moments, which begin at 0."""
+
+    first: Tensor
+    second: Tensor
+    updates: int = 0
+
+    def update(
+        self, weight: Tensor, gradient: Tensor, *, learning_rate: float, weight_decay: float, settings: Settings
+    ) -> Tensor:
+        """The weight after one more update. R-TRAIN-5."""
+        self.updates += 1
+        weight = weight * (1 - learning_rate * weight_decay)  # decoupled: the moments do not see it
+        self.first = self.first + (1 - settings.beta1) * (gradient - self.first)
+        self.second = settings.beta2 * self.second + (1 - settings.beta2) * gradient.square()
+        first_bias = 1 - math.pow(settings.beta1, self.updates)
+        second_bias = 1 - math.pow(settings.beta2, self.updates)
+        scale = self.second.sqrt() / math.sqrt(second_bias) + settings.epsilon
+        return weight - learning_rate / first_bias * self.first / scale
+
+
+class Trainer:
+    """A model and its optimizer. R-TRAIN-1 to R-TRAIN-7."""
+
+    def __init__(self, model: Model, settings: Settings) -> None:
+        """Train `model` in place. Raises ValueError for a shape with a load-balancing loss, whose gradient is not the trainer's."""
+        if model.shape.moe_aux_loss_coeff:
+            raise ValueError("a load-balancing loss is no part of a token's loss; set moe_aux_loss_coeff to 0")
+        self.model, self.settings = model, settings
+        self.steps = 0
+        """Taken so far."""
+        self._moments = {
+            name: AdamW(first=torch.zeros_like(weight), second=torch.zeros_like(weight))
+            for name, weight in model.weights.named.items()
+            if weight.requires_grad
+        }
+
+    def weights(self) -> dict[str, Tensor]:
+        """Copies of all that is trained, by name."""
+        return {name: self.model.weights.named[name].detach().clone() for name in self._moments}
+
+    def step(self, batch: Batch) -> Stepped:
+        """Train on one global batch [B, P], its rows in order. R-TRAIN-7."""
+        settings, schedule = self.settings, self.settings.schedule
+        learning_rate = schedule.learning_rate_at(self.steps)
+        weight_decay = schedule.weight_decay_at(self.steps)
+        objective = global_objective(self.model, batch, settings)
+        gradients = self.model.gradients(objective.value)
+        norm = global_norm(gradients)
+        if settings.clip_gradient > 0:
+            gradients = clip(gradients, norm, settings.clip_gradient)
+        with torch.no_grad():
+            for name, moments in self._moments.items():
+                weight = self.model.weights.named[name]
+                after = moments.update(
+                    weight,
+                    gradients[name],
+                    learning_rate=learning_rate,
+                    weight_decay=weight_decay if decays(name, weight) else 0.0,
+                    settings=settings,
+                )
+                weight.copy_(after)
+        self.steps += 1
+        return Stepped(
+            loss=objective.reported,
+            gradient_norm=norm,
+            learning_rate=learning_rate,
+            weight_decay=weight_decay,
+            router_gap=objective.router_gap,
+        )
+
+    def train(self, batches: Iterable[Batch]) -> list[Stepped]:
+        """One step for each global batch."""
+        return [self.step(batch) for batch in batches]
+
+
+def decays(name: str, weight: Tensor) -> bool:
+    """Whether weight decay touches a parameter: not biases, nor anything of one dimension, such as a norm's weight. R-TRAIN-4."""
+    return weight.ndim != 1 and not name.endswith(".bias")
+
+
+def global_norm(gradients: Mapping[str, Tensor]) -> float:
+    """The norm over all parameters, a tied one once; added up in float64. R-TRAIN-6."""
+    return math.sqrt(sum(float(gradient.double().square().sum()) for gradient in gradients.values()))
+
+
+def clip(gradients: Mapping[str, Tensor], norm: float, most: float) -> dict[str, Tensor]:
+    """The gradients, scaled down where their norm exceeds `most`, all by one factor. R-TRAIN-6."""
+    factor = most / (norm + CLIP_EPSILON)
+    return {name: gradient * factor if factor < 1.0 else gradient for name, gradient in gradients.items()}
+
+
+def global_objective(model: Model, batch: Batch, settings: Settings) -> Objective:
+    """What a step's gradient is the gradient of: token losses of all rows and depths, each times its weight. R-TRAIN-8."""
+    count, depths = len(batch.sample_mask), model.shape.mtp_num_layers
+    boundaries = [
+        batch.packed_cu_seqlens[row, :entries].tolist()
+        for row, entries in enumerate(batch.packed_cu_seqlens_lengths.tolist())
+    ]
+    masks = [
+        [shift(batch.token_mask[row] * batch.sample_mask[row], boundaries[row], depth) for depth in range(depths + 1)]
+        for row in range(count)
+    ]
+    shares = _Shares(settings, boundaries, masks)
+    weights = shares.weights(torch.tensor(valid_tokens(batch.token_mask, batch.sample_mask)))
+    value, losses, gap = torch.zeros((), dtype=torch.float64), [], float("inf")
+    for row in range(count):
+        found = model.losses(batch.input_ids[row], batch.target_ids[row], boundaries[row])
+        gap = min(gap, found.router_gap)
+        losses.append(found.tokens[0].detach())
+        for depth, of_tokens in enumerate(found.tokens):
+            for owned, weight in zip(shares.owned[row], weights[row], strict=True):
+                value = value + (of_tokens[owned].double() * weight[depth]).sum()
+    reported = training_loss([losses], [[of_depths[0] for of_depths in masks]])
+    return Objective(value=value, reported=float(reported), router_gap=gap)
+
+
+@dataclass(eq=False)
+class _Shares:
+    """Masks as the ranks of dp x cp hold them, and what each token weighs."""
+
+    settings: Settings
+    boundaries: list[list[int]]
+    masks: list[list[Tensor]]
+    """[row][depth] is [P]."""
+    owned: list[list[list[int]]] = field(init=False)
+    """[row][cp rank] are the positions that it owns."""
+
+    def __post_init__(self) -> None:
+        context = self.settings.context_parallel_size
+        self.owned = [[owned_positions(each, rank, context) for rank in range(context)] for each in self.boundaries]
+
+    def weights(self, valid: Tensor) -> list[list[list[Tensor]]]:
+        """Weights of the tokens of [row][cp rank][depth], [n] float64. R-LOSS-2 to R-LOSS-6."""
+        settings = self.settings
+        data, context = settings.data_parallel_size, settings.context_parallel_size
+        dealt = [rows_of_rank(range(len(self.masks)), rank, data) for rank in range(data)]
+        ranks = list(itertools.product(dealt, range(context)))  # cp fastest
+        held = [[[mask[self.owned[row][cp]] for mask in self.masks[row]] for row in rows] for rows, cp in ranks]
+        main = token_weights(
+            settings.normalization,
+            [[of_depths[0] for of_depths in rank] for rank in held],
+            context_parallel_size=context,
+            valid_tokens=valid,
+        )
+        deeper = [[[] for _ in rank] for rank in held] if len(self.masks[0]) == 1 else self._deeper(held, valid)
+        found: list[list[list[Tensor]]] = [[[] for _ in range(context)] for _ in self.masks]
+        for number, (rows, cp) in enumerate(ranks):
+            for microbatch, row in enumerate(rows):
+                found[row][cp] = [main[number][microbatch], *deeper[number][microbatch]]
+        return found
+
+    def _deeper(self, held: list[list[list[Tensor]]], valid: Tensor) -> list[list[list[Tensor]]]:
+        settings = self.settings
+        return multi_token_weights(
+            settings.normalization,
+            held,
+            scaling_factor=settings.mtp_scaling_factor,
+            context_parallel_size=settings.context_parallel_size,
+            rows=settings.mtp_weights == "rows",
+            valid_tokens=valid if settings.normalization == "global_valid_tokens" else None,
+        )

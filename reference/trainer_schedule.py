@@ -1,0 +1,100 @@
+"""The course of learning rate and weight decay over the steps of a run: megatron-core's formulas in its order, so that values are equal to the bit (SPEC section 21)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
+LAST_STYLES = ("linear", "cosine", "exponential", "minus_sqrt")
+"""Of the final decay under WSD: warm-up, stable, decay."""
+WEIGHT_DECAY_STYLES = ("constant", "linear", "cosine")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """All lengths are in steps, and count from the first step of the run. Raises ValueError for what no rule speaks of."""
+
+    max_lr: float
+    """The learning rate after warm-up."""
+    min_lr: float = 0.0
+    """That of the end."""
+    init_lr: float = 0.0
+    """That at which warm-up begins."""
+    warmup_steps: int = 0
+    decay_steps: int
+    """Until `min_lr`, warm-up included."""
+    style: str = "constant"
+    """One of STYLES."""
+    last_style: str | None = None
+    """One of LAST_STYLES; only under WSD."""
+    last_steps: int | None = None
+    """Length of the final decay; only under WSD."""
+    weight_decay: float = 0.0
+    """That of the first step."""
+    end_weight_decay: float | None = None
+    """That of step `decay_steps` and all later ones; None: the same."""
+    weight_decay_style: str = "constant"
+    """One of WEIGHT_DECAY_STYLES."""
+
+    def __post_init__(self) -> None:
+        """Refuse what no rule speaks of."""
+        for value, choices in (
+            (self.style, STYLES),
+            (self.weight_decay_style, WEIGHT_DECAY_STYLES),
+            (self.last_style, LAST_STYLES if self.style == "WSD" else (None,)),
+        ):
+            if value not in choices:
+                raise ValueError(f"the schedule {self.style} knows {choices}, not {value!r}")
+        if not 0 <= self.warmup_steps < self.decay_steps:
+            raise ValueError(f"a warm-up of {self.warmup_steps} steps does not end before step {self.decay_steps}")
+        if self.style == "WSD" and not 1 <= (self.last_steps or 0) <= self.decay_steps - self.warmup_steps:
+            raise ValueError(f"under WSD last_steps is {self.last_steps}; give the length of the final decay")
+        if self.weight_decay_style == "constant" and self.end_weight_decay not in (None, self.weight_decay):
+            raise ValueError("a constant weight decay has one value; choose linear or cosine")
+
+    def learning_rate_at(self, step: int) -> float:
+        """The learning rate of a step, which count from 0. R-TRAIN-1, R-TRAIN-2."""
+        if self.warmup_steps > 0 and step <= self.warmup_steps:
+            return self.init_lr + (self.max_lr - self.init_lr) * float(step) / float(self.warmup_steps)
+        if self.style == "constant":
+            return self.max_lr
+        if step > self.decay_steps:
+            return self.min_lr
+        if self.style == "inverse-square-root":
+            return max(
+                self.min_lr, self.max_lr * math.pow(max(self.warmup_steps, 1), 0.5) / math.pow(max(step, 1), 0.5)
+            )
+        return self.min_lr + self._share(step) * (self.max_lr - self.min_lr)
+
+    def weight_decay_at(self, step: int) -> float:
+        """The weight decay of a step. R-TRAIN-3."""
+        end = self.weight_decay if self.end_weight_decay is None else self.end_weight_decay
+        if self.weight_decay_style == "constant" or step > self.decay_steps:
+            return end
+        passed = float(step) / float(self.decay_steps)
+        share = passed if self.weight_decay_style == "linear" else 0.5 * (math.cos(math.pi * (1 - passed)) + 1.0)
+        return self.weight_decay + share * (end - self.weight_decay)
+
+    def _share(self, step: int) -> float:
+        """How much of the way from `min_lr` up to `max_lr` the rate is at, from 1 down to 0."""
+        if self.style == "WSD":
+            assert self.last_steps is not None
+            begin = self.decay_steps - self.last_steps
+            if step <= begin:
+                return 1.0
+            return _fall(self.last_style or "", float(step - begin) / float(self.last_steps))
+        passed = float(step - self.warmup_steps) / float(self.decay_steps - self.warmup_steps)
+        return _fall(self.style, passed)
+
+
+def _fall(style: str, passed: float) -> float:
+    """From 1 where 0 of the way has passed to 0 where all of it has. R-TRAIN-2."""
+    if style == "linear":
+        return 1.0 - passed
+    if style == "cosine":
+        return 0.5 * (math.cos(math.pi * passed) + 1.0)
+    if style == "exponential":
+        return 2.0 * math.pow(0.5, passed) - 1.0
+    assert style == "minus_sqrt"
+    return 1.0 - math.sqrt(passed)
