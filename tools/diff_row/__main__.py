@@ -4,6 +4,8 @@
     packproof-diff-row --case CASE.json                      a saved case
     packproof-diff-row --dump BATCH.safetensors              what a job really fed, on its own
     packproof-diff-row FILE --row N --tokenizer DIR --dump BATCH.safetensors --dump-row B
+    packproof-diff-row FILE --row N --tokenizer DIR --cp 4 --rank 2 --depth 1     its way to one rank
+    packproof-diff-row --fed DUMPS/step_00000010 --tokenizer DIR                  what each rank of a job fed
 
 Exit status: 0 all sides are equal, 1 they differ (or a lone dump is inconsistent in itself), 2 bad input.
 """
@@ -13,7 +15,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -28,6 +30,13 @@ from tools.diff_row.inputs import Request, find
 from tools.diff_row.machine import as_json
 from tools.diff_row.page import render_page
 from tools.diff_row.problems import BadInput
+from tools.diff_row.ranks.asked import RankRequest, find_rank
+from tools.diff_row.ranks.fed import find_fed
+from tools.diff_row.ranks.output import as_json as ranks_as_json
+from tools.diff_row.ranks.output import write_steps
+from tools.diff_row.ranks.page import render_rank_page
+from tools.diff_row.ranks.steps import RankFindings
+from tools.diff_row.ranks.terminal import show_fed, show_rank
 from tools.diff_row.terminal import show
 
 PIPED_WIDTH = 100
@@ -72,9 +81,35 @@ class Arguments:
     html: Path | None = None
     """Also write one self-contained page with every token of the row."""
     write_dump: Path | None = None
-    """Also write the first built side's row as a dump."""
+    """Also write the first built side's row as a dump; with a rank, every tensor of every step of all sides."""
     dump_names: str = "packproof"
     """The names in a written dump: packproof or megatron_lm."""
+    tp: int | None = None
+    """Tensor parallel size: with this or any option below, the way of the row to one rank is shown."""
+    cp: int | None = None
+    """Context parallel size; the row is built for it, too."""
+    dp: int | None = None
+    """Data parallel size."""
+    pp: int | None = None
+    """Pipeline parallel size."""
+    rank: int | None = None
+    """The rank among all, from 0: tp counts fastest, then cp, dp, pp slowest."""
+    depth: int | None = None
+    """Depths of multi-token prediction that are made, each a step."""
+    stop_at: str | None = None
+    """row, batch, microbatch, depth, share, slice or weights: the last step; if not given the share, at tp > 1 the slice."""
+    at: int | None = None
+    """A position of the row to follow through the steps; if not given, the first that differs."""
+    layout: str = "zigzag"
+    """How the row is cut among cp ranks: zigzag or contiguous."""
+    sequence_parallel: bool = True
+    """Whether tp ranks each hold a slice of the share after embedding."""
+    global_batch_size: int | None = None
+    """Rows of the global batch, in sequential order, for --stop-at weights; dp if not given."""
+    fed: Path | None = None
+    """A job's dump of a step (a folder): what its ranks fed, against what the reference makes of the same rows."""
+    microbatch: int | None = None
+    """Only this microbatch of the dump."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -88,6 +123,8 @@ def _main(arguments: Sequence[str] | None) -> int:
     # Says at import that there is no CUDA, which nothing here needs.
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     try:
+        if (way := _rank_request(asked)).is_asked:
+            return _show_rank(asked, way)
         findings = find(_request(asked))
         if asked.html is not None:
             _write_page(asked.html, findings)
@@ -99,10 +136,31 @@ def _main(arguments: Sequence[str] | None) -> int:
     if asked.json:
         print(as_json(findings))
     else:
-        console = Console()
-        width = min(console.width, 120) if console.is_terminal or "COLUMNS" in os.environ else PIPED_WIDTH
-        show(findings, Console(width=width), page=None if asked.html is None else str(asked.html))
+        show(findings, _console(), page=None if asked.html is None else str(asked.html))
     return 0 if findings.equal else 1
+
+
+def _console() -> Console:
+    console = Console()
+    return Console(width=min(console.width, 120) if console.is_terminal or "COLUMNS" in os.environ else PIPED_WIDTH)
+
+
+def _show_rank(asked: Arguments, request: RankRequest) -> int:
+    """The way of a row to a rank, or what the ranks of a job fed; returns the exit status. Raises BadInput."""
+    fed = None if request.fed is None else find_fed(request, asked.microbatch)
+    findings = find_rank(request) if fed is None else fed.shown
+    if asked.html is not None:
+        _write(asked.html, "--html", findings.row, lambda: render_rank_page(findings, fed))
+    if asked.write_dump is not None:
+        _write_steps(asked.write_dump, findings)
+    page = None if asked.html is None else str(asked.html)
+    if asked.json:
+        print(ranks_as_json(findings, fed))
+    elif fed is not None:
+        show_fed(fed, _console(), page=page)
+    else:
+        show_rank(findings, _console(), page=page)
+    return 0 if (findings if fed is None else fed).equal else 1
 
 
 def _request(asked: Arguments) -> Request:
@@ -122,14 +180,33 @@ def _request(asked: Arguments) -> Request:
     )
 
 
+def _rank_request(asked: Arguments) -> RankRequest:
+    names = ("tp", "cp", "dp", "pp", "rank", "depth", "stop_at", "at", "global_batch_size", "fed")
+    given = {name: getattr(asked, name) for name in (*names, "layout", "sequence_parallel")}
+    return RankRequest(row=_request(asked), **given)
+
+
 def _write_page(path: Path, findings: Findings) -> None:
+    _write(path, "--html", findings, lambda: render_page(findings))
+
+
+def _write(path: Path, option: str, findings: Findings, render: Callable[[], str]) -> None:
     if not findings.built:
-        raise BadInput(f"--html {path}: no side built the row, so there is no token to show")
+        raise BadInput(f"{option} {path}: no side built the row, so there is no token to show")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(render_page(findings), encoding="utf-8")
+        path.write_text(render(), encoding="utf-8")
     except OSError as error:
-        raise BadInput(f"--html {path} cannot be written ({error.strerror}): choose another place") from error
+        raise BadInput(f"{option} {path} cannot be written ({error.strerror}): choose another place") from error
+
+
+def _write_steps(path: Path, findings: RankFindings) -> None:
+    if not findings.row.built:
+        raise BadInput(f"--write-dump {path}: no side built the row, so there is nothing to write")
+    try:
+        write_steps(path, findings)
+    except OSError as error:
+        raise BadInput(f"--write-dump {path} cannot be written ({error.strerror})") from error
 
 
 def _write_dump(asked: Arguments, findings: Findings) -> None:

@@ -15,13 +15,19 @@ from tools.diff_row.tokens import fit, visible
 SHORT = {"input_ids": "id", "target_ids": "target", "token_mask": "mask", "position_ids": "pos"}
 
 
-def closeup(findings: Findings, position: int, width: int) -> Iterator[Text]:
-    """The positions around one. A column that all sides share is shown once, others once for each group of sides."""
+def closeup(findings: Findings, position: int, width: int, *, origin: Sequence[int] | None = None) -> Iterator[Text]:
+    """The positions around one. A column that all sides share is shown once, others once for each group of sides.
+
+    With `origin` positions are places in a part of the row, and `origin[place]` is where each stands in the row.
+    """
     places = neighbourhood(findings, position)
     if not places:
         return
     letter = findings.letters
-    columns = [Column(title="position", right=True), Column(title="token"), Column(title="conv·turn")]
+    columns = [Column(title="position" if origin is None else "place", right=True)]
+    columns += [] if origin is None else [Column(title="in the row", right=True)]
+    columns += [Column(title="token"), Column(title="conv·turn")]
+    token = len(columns) - 2
     values: list[tuple[str, str]] = []
     for tensor in TOKEN_TENSORS:
         for sides in groups(places, tensor):
@@ -34,17 +40,28 @@ def closeup(findings: Findings, position: int, width: int) -> Iterator[Text]:
         if place.boundary:
             missing = len(place.boundary) < len(findings.built)
             who = f" only in {', '.join(map(visible, place.boundary))}" if missing else ""
-            lines.append(f"── boundary {place.position}{who} ")
-        lines.append(_line(place, position, values))
-    wide = sum(
-        column.needed([line[n] for line in lines if not isinstance(line, str)]) + 2
-        for n, column in enumerate(columns)
-        if n != 1
-    )
-    room = max(8, min(28, width - wide - 1))
-    for line in lines:
-        if not isinstance(line, str):
-            line[1] = Text(fit(line[1].plain, min(room, cell_len(line[1].plain))), line[1].style)
+            at = place.position if origin is None else f"{place.position}, {origin[place.position]} in the row"
+            lines.append(f"── boundary {at}{who} ")
+        line = _line(place, position, values)
+        if origin is not None:
+            line.insert(1, Text(f"{origin[place.position]}", "bold red" if place.position == position else "cyan"))
+        lines.append(line)
+
+    def needed() -> int:
+        return sum(
+            column.needed([line[n] for line in lines if not isinstance(line, str)]) + 2
+            for n, column in enumerate(columns)
+            if n != token
+        )
+
+    rows = [line for line in lines if not isinstance(line, str)]
+    if origin is not None and needed() + 12 > width:  # the conversation of the middle one stands above
+        del columns[token + 1]
+        for row in rows:
+            del row[token + 1]
+    room = max(8, min(28, width - needed() - 1))
+    for row in rows:
+        row[token] = Text(fit(row[token].plain, min(room, cell_len(row[token].plain))), row[token].style)
     yield from draw(columns, lines, width)
 
 

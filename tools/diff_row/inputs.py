@@ -15,7 +15,7 @@ from typing import Any
 from equivalence.cases import read_case
 from equivalence.errors import CaseError
 from equivalence.generators import tokenizers as named_tokenizers
-from equivalence.subjects import BUILT_IN, Messages, RowSettings, Subject, load
+from equivalence.subjects import BUILT_IN, Messages, Row, RowSettings, Subject, load
 from equivalence.subjects.tokenizers import load_folder
 from tools.diff_row.dump import read_dump
 from tools.diff_row.findings import Findings, Side, Source, compare
@@ -120,6 +120,46 @@ def findings_of(
         differing=compared.differing,
         flaws={name: found for name, found in flaws.items() if found},
     )
+
+
+def build_rows(request: Request, rows: Sequence[int], sides: Sequence[str]) -> dict[str, list[Row]]:
+    """Several rows of the file on each of these sides, for what depends on a row's neighbors. Raises BadInput."""
+    if request.file is None or not rows:
+        raise BadInput("several rows come from a file: give FILE")
+    asked = _asked(replace(request, row=rows[0]), None)
+    assert asked is not None
+    every = [replace(asked, messages=_messages(request.file, row, request.chat_key)) for row in rows]
+    return {side: [_build(side, one).row for one in every] for side in sides}
+
+
+class Beside:
+    """Builds rows of files with the reference, beside a side that is there already, with one tokenizer for all."""
+
+    def __init__(self, request: Request) -> None:
+        """Settings and tokenizer of the request; its file and row are not used."""
+        self._request = request
+        self._known: _Asked | None = None
+
+    def findings(self, side: Side, *, file: Path, row: int) -> Findings:
+        """Row `row` of the file as the reference builds it, for the length of the side's row. Raises BadInput."""
+        assert side.row.input_ids is not None
+        if self._known is None:
+            self._known = _asked(replace(self._request, file=file, row=row), side.row.input_ids.numel())
+            assert self._known is not None
+        asked = replace(self._known, messages=_messages(file, row, self._request.chat_key))
+        return findings_of(
+            (_build("reference", asked), side),
+            source=Source(file=str(file), row=row),
+            messages=asked.messages,
+            settings=asked.settings,
+            tokenizer=asked.tokenizer,
+            tokenizer_name=asked.tokenizer_name,
+        )
+
+
+def subject_of(side: str) -> Subject | None:
+    """The subject that a side is; None for a dump, which builds nothing."""
+    return None if side == DUMP else _subject(side)
 
 
 def _asked(request: Request, dumped_length: int | None) -> _Asked | None:

@@ -31,7 +31,7 @@ SCHEMA = "packproof.diff_row/1"
 
 def as_json(findings: Findings) -> str:
     """The findings as JSON text, ASCII only, so that no terminal or log can garble it."""
-    return json.dumps(_finite(describe(findings)), indent=1, ensure_ascii=True, allow_nan=False, default=str)
+    return json.dumps(finite(describe(findings)), indent=1, ensure_ascii=True, allow_nan=False, default=str)
 
 
 def describe(findings: Findings) -> dict[str, Any]:
@@ -113,10 +113,10 @@ def _first(findings: Findings) -> dict[str, Any] | None:
     }
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
     """The same with what JSON cannot say as text."""
     if isinstance(value, dict):
-        return {key: _finite(each) for key, each in value.items()}
+        return {key: finite(each) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_finite(each) for each in value]
+        return [finite(each) for each in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value

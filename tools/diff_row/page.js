@@ -3,23 +3,28 @@
 
 const element = (id) => document.getElementById(id);
 const view = element("view"), cells = element("cells"), map = element("map"), tip = element("tip"), fields = element("fields");
-const facts = JSON.parse(element("facts").textContent);
-const length = facts.length, SHORT = { input_ids: "token", target_ids: "label", token_mask: "mask", position_ids: "position" };
+const whole = JSON.parse(element("facts").textContent);
+let facts = whole.views ? whole.views[whole.shown] : whole, length = facts.length;
+const SHORT = { input_ids: "token", target_ids: "label", token_mask: "mask", position_ids: "position" };
 const SIZES = { text: { narrowest: 92, width: 0, height: 36, gutter: 62 }, small: { narrowest: 12, width: 0, height: 12, gutter: 62 } };
 let arrays, text, runs, colours, size = SIZES.text, columns = 8, cursor = 0, shownSide = 0, hovered = -1, mapped = null;
 
 const value = (side, tensor, position) => arrays[`${side}.${tensor}`][position];
 const differs = (position) => arrays.flags[position] & DIFFERENT;
 
+async function load() {
+  arrays = await decodeAll(facts.arrays, (name) => element(`data-${facts.prefix ?? ""}${name}`).textContent);
+  text = makeTexts(arrays.text_ids, arrays.texts);
+  runs = differenceRuns(arrays.flags);
+}
+
 async function start() {
   try {
-    arrays = await decodeAll(facts.arrays, (name) => element(`data-${name}`).textContent);
+    await load();
   } catch (error) {
     fields.textContent = `This browser cannot read the row (${error}). It needs DecompressionStream: any of 2023 or later.`;
     return;
   }
-  text = makeTexts(arrays.text_ids, arrays.texts);
-  runs = differenceRuns(arrays.flags);
   readColours();
   listen();
   arrange();
@@ -52,6 +57,8 @@ function listen() {
   element("side").addEventListener("change", (event) => { shownSide = Number(event.target.value); draw(); });
   element("zoom").addEventListener("change", (event) => { size = SIZES[event.target.value]; arrange(); goTo(cursor); });
   document.addEventListener("keydown", press);
+  // Only a page of several steps has this one.
+  document.querySelector("#step")?.addEventListener("change", (event) => change(Number(event.target.value)));
 }
 
 function press(event) {
@@ -76,6 +83,23 @@ function goToHash() {
   const found = /^#p(\d+)$/.exec(location.hash);
   if (found) { goTo(Number(found[1])); view.scrollIntoView({ block: "nearest" }); }
   return !!found;
+}
+
+/** Shows another step of the way, at the same position of the row where that step has it. */
+async function change(number) {
+  const before = arrays.origin ? arrays.origin[cursor] : cursor;
+  facts = whole.views[number];
+  length = facts.length;
+  await load();
+  hovered = -1;
+  shownSide = Math.min(shownSide, facts.sides.length - 1);
+  element("side").replaceChildren(...facts.sides.map((side, n) => new Option(`${side.letter} ${side.name}`, n, n === shownSide, n === shownSide)));
+  element("position").max = length - 1;
+  for (const section of document.querySelectorAll(".of-step")) section.hidden = number !== whole.shown;
+  view.scrollTop = 0;
+  arrange();
+  const at = arrays.origin ? arrays.origin.indexOf(before) : before;
+  goTo(at >= 0 && at < length ? at : 0);
 }
 
 /** Selects a position and scrolls it into the middle of the view if it is not in it. */
@@ -315,7 +339,9 @@ function describe(position) {
   const place = arrays.flags[position] & PADDED ? `conversation ${conversation}, padding` :
     `conversation ${conversation}${turn >= 0 ? `, turn ${turn} (${roles[turn] ?? "?"})` : ""}`;
   const id = value(shownSide, "input_ids", position);
-  const nodes = [make("div", `position ${position.toLocaleString("en")}`, "at"), make("div", place, "place"),
+  const where = arrays.origin ? `place ${position.toLocaleString("en")} = position ${arrays.origin[position].toLocaleString("en")} of the row` :
+    `position ${position.toLocaleString("en")}`;
+  const nodes = [make("div", where, "at"), make("div", place, "place"),
     make("div", make("bdi", id === undefined ? "" : text(id) || String(id)), "big")];
   const table = make("table", []);
   for (const tensor of facts.tensors) {

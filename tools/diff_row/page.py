@@ -10,7 +10,8 @@ import base64
 import functools
 import json
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any
 
@@ -31,24 +32,48 @@ BOUNDARY = 64
 """Bit of `flags`: some side has a boundary before this position."""
 
 
-def render_page(findings: Findings) -> str:
+@dataclass(frozen=True, kw_only=True, eq=False)
+class View:
+    """Findings whose positions are places in a part of the row, as one of several that a page can show."""
+
+    label: str
+    """What it is called where one chooses."""
+    findings: Findings
+    origin: Values | None
+    """[n] the position in the row of each place; None where they are the same."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Part:
+    """What a page has beyond the row's own: a part of its head, and views to choose from."""
+
+    head: Markup
+    views: Sequence[View]
+    shown: int
+    """The view that is shown first: that of the findings."""
+    equal: bool
+    """The verdict of the whole page."""
+
+
+def render_page(findings: Findings, part: Part | None = None) -> str:
     """The page as text. Raises ValueError if no side built the row."""
     if not findings.built:
         raise ValueError("no side built the row, so a page has no token to show")
-    arrays, blobs = _arrays(findings)
-    facts = {
-        "length": findings.length,
-        "sides": [{"name": visible(side.name), "letter": findings.letters[side.name]} for side in findings.built],
-        "tensors": list(TOKEN_TENSORS),
-        "arrays": arrays,
-        "conversations": [
-            [c.start, c.end, list(map(visible, c.roles))] for c in findings.map.conversations if c.start is not None
-        ],
-        "boundaries": [sorted(boundary_set(side.row)) for side in findings.built],
-    }
-    template = _environment().get_template("page.html")
+    blobs: dict[str, str] = {}
+    if part is None:
+        facts, blobs = _facts(findings)
+    else:
+        views = []
+        for number, view in enumerate(part.views):
+            one, arrays = _facts(view.findings, origin=view.origin)
+            views.append(one | {"prefix": f"{number}-", "label": view.label})
+            blobs |= {f"{number}-{name}": blob for name, blob in arrays.items()}
+        facts = {"views": views, "shown": part.shown}
+    template = environment().get_template("page.html")
     return template.render(
         findings=findings,
+        part=part,
+        equal=findings.equal if part is None else part.equal,
         source=findings.source,
         letters=findings.letters,
         rules=RULES,
@@ -57,29 +82,48 @@ def render_page(findings: Findings) -> str:
         most_listed=MOST_LISTED,
         facts=Markup(_script_json(facts)),  # noqa: S704 - _script_json leaves no character that could end the script
         blobs=blobs,
-        **{name: Markup(_part(file)) for name, file in _PARTS.items()},  # noqa: S704 - our own files
+        **{name: Markup(read_part(file)) for name, file in _PARTS.items()},  # noqa: S704 - our own files
     )
+
+
+def _facts(findings: Findings, *, origin: Values | None = None) -> tuple[dict[str, Any], dict[str, str]]:
+    """What a script needs to show one view, and its arrays."""
+    arrays, blobs = _arrays(findings)
+    if origin is not None:
+        arrays["origin"], blobs["origin"] = encode(origin)
+    return {
+        "length": findings.length,
+        "sides": [{"name": visible(side.name), "letter": findings.letters[side.name]} for side in findings.built],
+        "tensors": list(TOKEN_TENSORS),
+        "arrays": arrays,
+        "conversations": [
+            [c.start, c.end, list(map(visible, c.roles))] for c in findings.map.conversations if c.start is not None
+        ],
+        "boundaries": [sorted(boundary_set(side.row)) for side in findings.built],
+    }, blobs
 
 
 _PARTS = {"style": "page.css", "data_script": "page_data.js", "script": "page.js"}
 
 
 @functools.cache
-def _environment() -> jinja2.Environment:
-    environment = jinja2.Environment(
-        loader=jinja2.FunctionLoader(_part),
+def environment() -> jinja2.Environment:
+    """Of the templates beside this module: everything is escaped."""
+    made = jinja2.Environment(
+        loader=jinja2.FunctionLoader(read_part),
         autoescape=True,
         trim_blocks=True,
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
-    environment.filters["visible"] = lambda value: visible(str(value))
-    environment.filters["count"] = lambda value: "–" if value is None else f"{value:,}"
-    return environment
+    made.filters["visible"] = lambda value: visible(str(value))
+    made.filters["count"] = lambda value: "–" if value is None else f"{value:,}"
+    return made
 
 
 @functools.cache
-def _part(name: str) -> str:
+def read_part(name: str) -> str:
+    """A file beside this module."""
     return (files(__package__) / name).read_text(encoding="utf-8")
 
 

@@ -29,7 +29,7 @@ MOST_CONVERSATIONS = 6
 
 def show(findings: Findings, console: Console, *, page: str | None = None) -> None:
     """Print the screen. `page` is where the page of all tokens was written, if it was."""
-    for part in (_header, _conversations, _losses, _refusals, _first, _flaws, _counts):
+    for part in (header, _conversations, _losses, refusals, _first, _flaws, _counts):
         lines = list(part(findings, console.width))
         for line in lines:
             console.print(line, no_wrap=False, soft_wrap=False, highlight=False)
@@ -38,7 +38,8 @@ def show(findings: Findings, console: Console, *, page: str | None = None) -> No
     console.print(_next(findings, page), highlight=False)
 
 
-def _header(findings: Findings, width: int) -> Iterator[Text]:
+def header(findings: Findings, width: int) -> Iterator[Text]:
+    """Where the row comes from, what it is built for, and the sides with their letters."""
     source, settings = findings.source, findings.settings
     what = Text()
     if source.file is not None:
@@ -138,7 +139,8 @@ def _losses(findings: Findings, width: int) -> Iterator[Text]:
     del width
 
 
-def _refusals(findings: Findings, width: int) -> Iterator[Text]:
+def refusals(findings: Findings, width: int) -> Iterator[Text]:
+    """The sides that refuse the row, and what the others built."""
     refused = [side for side in findings.sides if side.row.refusal is not None]
     for side in refused:
         refusal = side.row.refusal

@@ -1,0 +1,398 @@
+"""The way of a row to one rank: every step on both sides, faults named at the step where they are made, dumps of a job."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+from diff_row_fakes import many, write_case, write_rows
+from safetensors.torch import load_file, save_file
+
+from equivalence.generators.tokenizers import load as load_tokenizer
+from equivalence.subjects import RowSettings, load
+from production import context_parallel as production_context
+from production.batches import Batch
+from production.files.source import open_source
+from production.parallel import Place
+from production.training.counts import RowCounts
+from production.training.dumps import dump
+from production.training.feed import Fed
+from production.training.order import Sample
+from production.training.step import StepSettings
+from tools.diff_row.__main__ import main
+from tools.diff_row.ranks.place import find_place
+
+FAULTS = "diff_row_rank_fakes"
+
+
+@pytest.fixture
+def run(capsys, monkeypatch):
+    def run(*arguments, columns=110):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        status = main([str(argument) for argument in arguments])
+        printed = capsys.readouterr()
+        return status, printed.out, printed.err
+
+    return run
+
+
+@pytest.fixture
+def rows(tmp_path):
+    return write_rows(tmp_path, [many(3), many(2), many(1), many(3, (2, 5, 3))])
+
+
+def of(file, row=0):
+    return [file, "--row", row, "--tokenizer", "word", "--prompt-format", "identity", "--pack-length", 48]
+
+
+def described(run, *arguments):
+    status, out, err = run(*arguments, "--json")
+    assert err == ""
+    return status, json.loads(out)
+
+
+def step_of(found, name, depth=0):
+    return next(step for step in found["steps"] if (step["step"], step["depth"]) == (name, depth))
+
+
+def test_ranks_count_tp_fastest_then_cp_dp_and_pp_slowest():
+    seen = set()
+    for rank in range(2 * 3 * 2 * 2):
+        place = find_place(tp=2, cp=3, dp=2, pp=2, rank=rank)
+        here = place.tensor_rank, place.context_rank, place.data_rank, place.pipeline_rank
+        assert rank == here[0] + 2 * (here[1] + 3 * (here[2] + 2 * here[3]))
+        seen.add(here)
+    assert len(seen) == 24
+
+
+def test_all_sides_are_equal_at_every_step_of_every_rank(run, rows):
+    owned = []
+    for rank in range(4):
+        status, found = described(run, *of(rows), "--tp", 2, "--cp", 2, "--depth", 2, "--rank", rank)
+        assert (status, found["equal"], found["first"]) == (0, True, None)
+        names = [(step["step"], step["depth"]) for step in found["steps"]]
+        assert names == [
+            *(("row", 0), ("batch", 0), ("microbatch", 0), ("depth", 1), ("depth", 2)),
+            *(("share", 0), ("share", 1), ("share", 2), ("slice", 0), ("slice", 1), ("slice", 2)),
+        ]
+        for step in found["steps"]:
+            assert set(step["sides"]) == {"reference", "production", "megatron_lm"}
+            assert all("kind" not in side for side in step["sides"].values())
+            left, right = (set(step["sides"][name]) for name in ("reference", "production"))
+            assert left == right
+        owned.append([run for segment in found["segments"] for run in segment["runs"]])
+    assert owned[0] == owned[1] != owned[2] == owned[3]
+    positions = [p for runs in (owned[0], owned[2]) for start, end in runs for p in range(start, end)]
+    assert sorted(positions) == list(range(48))
+
+
+@pytest.mark.parametrize(
+    ("fault", "first", "tensor", "cause"),
+    [
+        ("SWAPPED", "share", "positions", "this rank's two chunks in the other order"),
+        ("OTHER_RANK", "share", "positions", "what cp rank 0 owns"),
+        ("NEXT_DEPTH", "depth 1", "input_ids", "that of depth 2"),
+        ("FLAT_SHIFT", "depth 1", "input_ids", "shifted across the ends of segments"),
+        ("ANDED", "depth 1", "token_mask", "and-ed with the mask at the position itself"),
+        ("LATE_SHIFT", "share, depth 1", "input_ids", "shifted after the cut, inside the share"),
+        ("UNMASKED", "share", "token_mask", "differs"),
+    ],
+)
+def test_a_fault_is_named_at_the_step_where_it_is_made(run, rows, fault, first, tensor, cause):
+    side = f"{FAULTS}:{fault}"
+    status, found = described(
+        run, *of(rows), "--cp", 2, "--rank", 1, "--depth", 1, "--sides", f"reference,production,{side}"
+    )
+    assert (status, found["equal"], found["first"]) == (1, False, first)
+    step = next(s for s in found["steps"] if not s["equal"])
+    told = step["differences"][0]
+    assert (told["left"], told["right"], told["tensor"], told["cause"]) == ("reference", side, tensor, cause)
+    assert all(each["right"] == side for s in found["steps"] for each in s["differences"])
+
+
+def test_a_place_is_mapped_back_to_position_conversation_and_token(run, rows):
+    sides = f"reference,{FAULTS}:UNMASKED"
+    _, found = described(run, *of(rows), "--cp", 2, "--rank", 1, "--sides", sides)
+    told = step_of(found, "share")["differences"][0]
+    index = [p for segment in found["segments"] for start, end in segment["runs"] for p in range(start, end)]
+    assert (told["place"], told["position"]) == (3, index[3])
+    _, out, _ = run(*of(rows), "--cp", 2, "--rank", 1, "--sides", sides)
+    assert f"DIFFERENT first at step share in token_mask at place 3 = position {index[3]} of the row" in out
+    assert "(conversation 0·" in out
+    assert "rank 1 of 2   tp 0 of 1 · cp 1 of 2 · dp 0 of 1 · pp 0 of 1" in out
+
+
+def test_a_fault_in_productions_own_cut_is_found(run, rows, monkeypatch):
+    zigzag = production_context.LAYOUTS["zigzag"]
+    wrong = dataclasses.replace(zigzag, owned=lambda rank, size: (2 * size - 1 - rank, rank))
+    monkeypatch.setitem(production_context.LAYOUTS, "zigzag", wrong)
+    status, found = described(run, *of(rows), "--cp", 2, "--rank", 0)
+    assert (status, found["first"]) == (1, "share")
+    step = step_of(found, "share")
+    assert {(each["right"], each["cause"]) for each in step["differences"]} == {
+        ("production", "this rank's two chunks in the other order")
+    }
+
+
+def test_a_fault_of_the_row_is_one_of_the_row_and_its_class_is_told(run, rows):
+    status, found = described(run, *of(rows), "--cp", 2, "--sides", "reference,diff_row_fakes:TOKEN")
+    assert (status, found["first"]) == (1, "row")
+    told = step_of(found, "row")["differences"][0]
+    assert (told["tensor"], told["position"], told["cause"]) == ("input_ids", 7, "token")
+    assert found["ways"]["diff_row_fakes:TOKEN"] == "reference"
+
+
+@pytest.mark.parametrize("stop", ["row", "batch", "microbatch", "depth", "share", "slice"])
+def test_the_way_ends_where_it_is_told_to(run, rows, stop):
+    depth = ["--depth", 1] if stop in ("depth", "share", "slice") else []
+    status, found = described(run, *of(rows), "--cp", 2, "--stop-at", stop, *depth)
+    assert (status, found["steps"][-1]["step"]) == (0, stop)
+
+
+def test_a_segment_that_does_not_divide_is_refused_with_what_where_and_mend(run, rows):
+    arguments = [*of(rows), "--cp", 4, "--context-parallel-size", 1]
+    status, found = described(run, *arguments)
+    refused = step_of(found, "share")["sides"]
+    assert (status, refused["reference"]["kind"], refused["production"]["kind"]) == (
+        0,
+        "indivisible_segment",
+        "indivisible_segment",
+    )
+    _, out, _ = run(*arguments, columns=200)
+    assert "REFUSED at share by reference, production: indivisible_segment" in out
+    assert "segment 0 has 10 tokens, which 8 does not divide" in out
+    assert "To mend it: build the row for cp 4" in out
+    assert "the row is built for cp 1 and cut for cp 4" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--cp", 2, "--rank", 2], "--rank: there is no rank 2 among tp 1 · cp 2 · dp 1 · pp 1 = 2 ranks"),
+        (["--cp", 0], "--cp: 0 is no size"),
+        (["--stop-at", "depth"], "without multi-token prediction"),
+        (["--depth", -1], "--depth: -1 depths"),
+        (["--depth", 1, "--stop-at", "batch"], "would show nothing"),
+        (["--stop-at", "home"], "choose one of row, batch"),
+        (["--cp", 2, "--layout", "spiral"], "no layout is called 'spiral'"),
+        (["--tp", 5], "a share of 48 tokens, which tp 5 does not divide"),
+        (["--cp", 2, "--at", 48], "there is no 48"),
+        (["--cp", 2, "--global-batch-size", 4], "only for weights"),
+        (["--dp", 2, "--rank", 1, "--stop-at", "weights"], "take --rank 0"),
+        (["--dp", 2, "--stop-at", "weights", "--global-batch-size", 3], "give a multiple of dp"),
+        (
+            ["--cp", 2, "--sides", f"reference,{FAULTS}:RAISING"],
+            "could not go on from its row (KeyError: 'no such chunk')",
+        ),
+        (["--fed", "nowhere", "--cp", 2], "the dump says its own layout"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_what_where_and_mend(run, rows, arguments, says):
+    status, out, err = run(*of(rows), *arguments)
+    assert (status, out) == (2, "")
+    assert says in err
+    assert "To mend it: " in err
+    assert len(err.splitlines()) == 1
+
+
+def test_a_case_has_no_global_batch(run, tmp_path):
+    status, _, err = run("--case", write_case(tmp_path, many(2)), "--stop-at", "weights")
+    assert status == 2
+    assert "give FILE --row N" in err
+
+
+def test_weights_of_a_global_batch_are_equal_and_add_up(run, rows, tmp_path):
+    total, shares = {}, 0
+    for row in range(2):
+        for context in range(2):
+            out = tmp_path / "steps.safetensors"
+            arguments = [*of(rows, row), "--cp", 2, "--dp", 2, "--rank", 2 * row + context, "--stop-at", "weights"]
+            status, _, err = run(*arguments, "--sides", "reference,production", "--write-dump", out)
+            assert (status, err) == (0, "")
+            tensors = load_file(out)
+            shares += bool(tensors["share/reference/token_mask"].any())
+            for side in ("reference", "production"):
+                for name in ("per_token", "mean_of_means", "global_valid_tokens"):
+                    key = side, name
+                    total[key] = total.get(key, 0) + float(tensors[f"weights/{side}/{name}"].sum())
+    # A mean of means gives each share the same weight, and a share without a target loses it.
+    expected = {key: shares / 4 if key[1] == "mean_of_means" else 1.0 for key in total}
+    assert total == pytest.approx(expected, rel=1e-6)
+
+
+def test_every_stage_is_told_what_it_does_with_the_same_microbatch(run, rows):
+    stages = {}
+    for rank in range(3):
+        _, out, _ = run(*of(rows), "--pp", 3, "--rank", rank, columns=200)
+        stages[rank] = out
+        assert "every stage is given the same microbatch, share and boundaries" in out
+    assert "stage 0 of 3: embeds tokens" in stages[0]
+    assert "stage 1 of 3: neither embeds nor computes losses; reads only boundaries" in stages[1]
+    assert "stage 2 of 3: computes losses" in stages[2]
+
+
+def test_slices_of_the_tp_ranks_are_the_share(run, rows, tmp_path):
+    parts = []
+    for rank in (2, 3):
+        out = tmp_path / f"{rank}.safetensors"
+        run(*of(rows), "--tp", 2, "--cp", 2, "--rank", rank, "--write-dump", out)
+        tensors = load_file(out)
+        assert torch.equal(tensors["slice/reference/positions"], tensors["slice/production/positions"])
+        parts.append(tensors["slice/origin"])
+    assert torch.equal(torch.cat(parts), tensors["share/origin"])
+
+
+def test_the_layout_contiguous_has_two_sides_and_no_third(run, rows):
+    status, found = described(run, *of(rows), "--cp", 2, "--rank", 1, "--layout", "contiguous", "--depth", 1)
+    assert (status, found["equal"]) == (0, True)
+    share = step_of(found, "share", 1)["sides"]
+    assert share["megatron_lm"]["kind"] is None
+    assert share["production"]["input_ids"]["shape"] == [24]
+
+
+def test_one_position_is_followed_to_the_rank_that_owns_it(run, rows):
+    places = []
+    for rank in range(2):
+        _, found = described(run, *of(rows), "--cp", 2, "--rank", rank, "--at", 5, "--depth", 1)
+        at_share = next(each for each in found["followed"] if each["step"] == "share")
+        places.append(at_share["place"])
+        deeper = next(each for each in found["followed"] if each["step"] == "depth 1")
+        assert deeper["values"]["reference"]["position_ids"] == 6
+    assert sorted(place is None for place in places) == [False, True]
+
+
+def test_the_page_carries_every_step_and_escapes_what_the_row_contains(run, tmp_path):
+    turn = [{"role": "system", "content": "</script><b>w1 "}, *many(1)[1:]]
+    file = write_rows(tmp_path, [turn])
+    page = tmp_path / "page.html"
+    sides = f"reference,{FAULTS}:SWAPPED"
+    status, _, _ = run(*of(file), "--tp", 2, "--cp", 2, "--rank", 2, "--depth", 1, "--sides", sides, "--html", page)
+    text = page.read_text()
+    assert status == 1
+    assert "</script><b>" not in text
+    facts = json.loads(text.split('id="facts">')[1].split("</script>")[0])
+    assert [view["label"] for view in facts["views"]] == ["row", "microbatch", "depth 1", "share", "share, depth 1"]
+    assert facts["views"][facts["shown"]]["label"] == "share"
+    assert text.count('id="step"') == 1
+    assert "this rank&#39;s two chunks in the other order" in text
+    for view in facts["views"]:
+        for name in view["arrays"]:
+            assert f'id="data-{view["prefix"]}{name}"' in text
+
+
+# What a job dumps.
+
+
+def write_dumps(folder, file, *, world=4, context=2, change=None):
+    """A step of a job of dp 2: rows 1 and 2, by the job's own dump."""
+    settings = RowSettings(pack_length=48, prompt_format="identity", context_parallel_size=context)
+    production = load("production")
+    with open_source([file]) as source:
+        for rank in range(world):
+            place = Place(
+                rank=rank,
+                world_size=world,
+                tensor_rank=0,
+                context_rank=rank % context,
+                context_size=context,
+                data_rank=rank // context,
+                data_size=world // context,
+                pipeline_rank=0,
+                pipeline_size=1,
+            )
+            row = 1 + place.data_rank
+            built = production.build_row(source[row], load_tokenizer("word"), settings)
+            made = production.collate([built], settings)
+            batch = Batch(**{field.name: getattr(made, field.name) for field in dataclasses.fields(Batch)})
+            fed = Fed(
+                microbatches=[batch],
+                padding=None,
+                counts=RowCounts(),
+                samples=(Sample(source=0, row=row, epoch=0),),
+                consumed_samples=2,
+                wait_seconds=0.0,
+            )
+            dump(
+                folder,
+                fed,
+                place=place,
+                settings=StepSettings(normalization="global_valid_tokens"),
+                locations=[source.locate(row)],
+            )
+            if change is not None and rank == 3:
+                path = folder / f"rank_{rank}.safetensors"
+                save_file(change(load_file(path)), path)
+    return folder
+
+
+ASKED = ["--tokenizer", "word", "--prompt-format", "identity"]
+
+
+def test_what_a_job_fed_is_what_the_reference_makes(run, rows, tmp_path):
+    folder = write_dumps(tmp_path / "step", rows)
+    status, found = described(run, "--fed", folder, *ASKED)
+    assert (status, found["equal"]) == (0, True)
+    assert [(each["rank"], each["line"], each["first"]) for each in found["fed"]["looked_at"]] == [
+        *((0, 2, ""), (1, 2, "")),
+        *((2, 3, ""), (3, 3, "")),
+    ]
+    share = step_of(found, "share")["sides"]["fed"]
+    assert set(share) >= {"input_ids", "target_ids", "token_mask", "position_ids", "cu_seqlens"}
+
+
+def test_a_rank_that_fed_another_ranks_share_is_named(run, rows, tmp_path):
+    def other(tensors):
+        mine = load_file(tmp_path / "step" / "rank_2.safetensors")
+        return {name: mine[name] if ".share." in name else tensor for name, tensor in tensors.items()}
+
+    folder = write_dumps(tmp_path / "step", rows, change=other)
+    status, out, _ = run("--fed", folder, *ASKED)
+    assert status == 1
+    assert "4 microbatches of 4 ranks against the reference, 1 differ" in " ".join(out.split())
+    assert "DIFFERENT first at step share in " in out
+    assert "what cp rank 0 owns" in out
+    status, found = described(run, "--fed", folder, *ASKED)
+    assert (status, found["equal"], found["place"]["rank"]) == (1, False, 3)
+    assert [each["rank"] for each in found["fed"]["looked_at"] if not each["equal"]] == [3]
+    assert run("--fed", folder, "--rank", 2, *ASKED)[0] == 0
+
+
+def test_a_row_that_the_job_built_otherwise_is_found_at_the_row(run, rows, tmp_path):
+    def leaky(tensors):
+        labels = tensors["microbatch_0.row.target_ids"].clone()
+        labels[0, 4] = -100
+        return tensors | {"microbatch_0.row.target_ids": labels}
+
+    folder = write_dumps(tmp_path / "step", rows, change=leaky)
+    status, found = described(run, "--fed", folder, *ASKED)
+    assert (status, found["first"]) == (1, "row")
+    told = step_of(found, "row")["differences"][0]
+    assert (told["tensor"], told["position"], told["right"], told["right_value"]) == ("target_ids", 4, "fed", -100)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--rank", 9], "has no rank 9"),
+        (["--microbatch", 3], "fed 1 microbatches"),
+        (["--depth", 1], "no depth and no weights"),
+        (["--row", 1], "the dump names its own rows"),
+        (["--sides", "reference,production"], "held against the reference"),
+    ],
+)
+def test_a_dump_is_asked_only_for_what_it_holds(run, rows, tmp_path, arguments, says):
+    folder = write_dumps(tmp_path / "step", rows, world=2)
+    status, _, err = run("--fed", folder, *ASKED, *arguments)
+    assert status == 2
+    assert says in err
+    assert "To mend it: " in err
+
+
+def test_a_dump_that_is_none_is_refused(run, rows, tmp_path):
+    assert "has no rank_R.safetensors" in run("--fed", tmp_path, *ASKED)[2]
+    folder = write_dumps(tmp_path / "step", rows, world=2)
+    (folder / "rank_0.rows.json").write_text("[]")
+    assert "dump the step again" in run("--fed", folder, *ASKED)[2]
+    online = load_file(folder / "rank_1.safetensors")
+    save_file({n: t for n, t in online.items() if "packed_cu" not in n}, folder / "rank_1.safetensors")
+    assert "fed the online path" in run("--fed", folder, "--rank", 1, *ASKED)[2]
