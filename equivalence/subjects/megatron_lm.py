@@ -108,10 +108,7 @@ class FileRows(Sequence[Row]):
 
     def __init__(self, low_level: Any, tokenizer: Any, settings: RowSettings) -> None:
         self._settings = settings
-        self._dataset = copy.copy(_dataset(tokenizer, settings))
-        self._dataset.dataset = low_level
-        self._dataset.indices = np.arange(len(low_level))
-        self._dataset.num_samples = len(low_level)
+        self._dataset = _of_rows(low_level, tokenizer, settings, samples=len(low_level))
 
     def __len__(self) -> int:
         return len(self._dataset)
@@ -138,6 +135,25 @@ def read_file(path: Path) -> Any:
         return SFTDataset.build_low_level_dataset(str(path), None)
     finally:
         datasets.config.HF_DATASETS_CACHE = before
+
+
+def training_dataset(path: Path, tokenizer: Any, settings: RowSettings, *, samples: int) -> Any:
+    """The SFTDataset of a packed file that a job of so many samples trains on: it begins again where the rows end."""
+    return _of_rows(_rows_once(Path(path).resolve()), tokenizer, settings, samples=samples)
+
+
+@functools.lru_cache(maxsize=8)
+def _rows_once(path: Path) -> Any:
+    """Read once a process, so that forked ranks share it."""
+    return read_file(path)
+
+
+def _of_rows(low_level: Any, tokenizer: Any, settings: RowSettings, *, samples: int) -> Any:
+    dataset = copy.copy(_dataset(tokenizer, settings))
+    dataset.dataset = low_level
+    dataset.indices = np.arange(len(low_level))
+    dataset.num_samples = samples
+    return dataset
 
 
 @functools.cache

@@ -18,7 +18,7 @@ from production.training.counts import RowCounts
 from production.training.dumps import dump
 from production.training.feed import Fed
 from production.training.order import Sample
-from production.training.step import StepSettings
+from production.training.step import StepSettings, split_rows
 from tools.diff_row.__main__ import main
 from tools.diff_row.ranks.place import find_place
 
@@ -301,11 +301,13 @@ def write_dumps(folder, file, *, world=4, context=2, change=None):
                 pipeline_size=1,
             )
             row = 1 + place.data_rank
-            built = production.build_row(source[row], load_tokenizer("word"), settings)
-            made = production.collate([built], settings)
+            built = [production.build_row(source[each], load_tokenizer("word"), settings) for each in (0, 1, 2)]
+            # Collated with others, as a job does: boundaries are filled up to the longest of them.
+            made = production.collate(built, settings)
             batch = Batch(**{field.name: getattr(made, field.name) for field in dataclasses.fields(Batch)})
+            assert (batch.packed_cu_seqlens[1:3] < 0).any()
             fed = Fed(
-                microbatches=[batch],
+                microbatches=[split_rows(batch)[row]],
                 padding=None,
                 counts=RowCounts(),
                 samples=(Sample(source=0, row=row, epoch=0),),

@@ -1,9 +1,10 @@
 """Holds two runs against each other, step by step: the published comparison as a command.
 
     packproof-compare-runs recorded megatron.log our/run --steps 3-20 --html runs.html
+    packproof-compare-runs live --config job.yaml --layout cp2 --html live.html
 
-Without the word `recorded` two paths mean the same. Exit status: 0 compared as asked, 1 a loss is no number or a limit
-does not hold, 2 bad input.
+`live` runs Megatron-LM's own pieces and packproof beside each other. Without a word two paths mean `recorded`. Exit status: 0
+compared as asked, 1 a loss is no number or a limit does not hold, 2 bad input.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Sequence
 
 from equivalence import exits
 
-COMMANDS = {"recorded": "tools.compare_runs.recorded"}
+COMMANDS = {"recorded": "tools.compare_runs.recorded", "live": "tools.compare_runs.live"}
 """By word: the module whose `main` takes the rest of the command line; imported only when it is asked for."""
 
 

@@ -134,7 +134,7 @@ class Comparison:
             "validation": None if self.validation is None else _difference(self.validation),
             "remarks": list(self.remarks),
         }
-        found = _plain(document)
+        found = plain(document)
         assert isinstance(found, dict)
         return found
 
@@ -225,9 +225,10 @@ def _span(steps: set[int]) -> str:
     return f"steps {min(steps)} to {max(steps)}" if steps else "no step"
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """For JSON: numbers that are none as strings."""
     if isinstance(value, dict):
-        return {name: _plain(each) for name, each in value.items()}
+        return {name: plain(each) for name, each in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(each) for each in value]
+        return [plain(each) for each in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
 from rich.console import Console
@@ -15,7 +15,7 @@ from rich.console import Console
 from equivalence.errors import SuiteError
 from equivalence.exits import CANNOT_RUN
 from production.errors import PackproofError
-from tools.compare_runs.comparison import Comparison, Window, compare
+from tools.compare_runs.comparison import Comparison, Window, compare, plain
 from tools.compare_runs.page import write_page
 from tools.compare_runs.readers import Names, read_run
 from tools.compare_runs.run import Run, shifted
@@ -88,13 +88,20 @@ def broken_limits(
     return broken
 
 
-def deliver(comparison: Comparison, *, broken: Sequence[str], html: Path | None, json_file: Path | None) -> None:
-    """Print the comparison, and write what was asked for."""
+def deliver(
+    comparison: Comparison,
+    *,
+    broken: Sequence[str],
+    html: Path | None,
+    json_file: Path | None,
+    more: Mapping[str, Any] | None = None,
+) -> None:
+    """Print the comparison, and write what was asked for; `more` goes into the JSON file."""
     console = Console() if sys.stdout.isatty() else Console(width=120)
     show(comparison, console, broken=broken)
     if json_file is not None:
         json_file.parent.mkdir(parents=True, exist_ok=True)
-        document = comparison.document() | {"broken_limits": list(broken)}
+        document = plain(comparison.document() | {"broken_limits": list(broken), **(more or {})})
         json_file.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n", encoding="utf-8")
     if html is not None:
         write_page(comparison, html, broken=broken)
