@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
+import time
 from collections.abc import Sequence
+from pathlib import Path
 
 from production.errors import PackproofError
 from production.training.config import Job, device_here, load, missing_files, notes, plan, print_config, refusals
+from production.training.lost import TOLD
+from production.training.quiet import quiet
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a job, or say what it would do. Exit status: 0 done, 2 the configuration was refused; a failing run raises."""
+    """Run a job, or say what it would do. Exit status: 0 done, 1 the run failed, 2 the configuration was refused."""
+    quiet()
     options = _parser().parse_intermixed_args(arguments)
     dumped = [f"logger.dump_batch_steps={sorted(set(options.dump_batch))}"] if options.dump_batch else []
     try:
@@ -50,8 +56,20 @@ def _run(job: Job) -> int:
     # Imported here: reading a configuration needs neither torch.distributed nor a model.
     from production.training.loop import run  # noqa: PLC0415
 
-    run(job)
+    try:
+        run(job)
+    except PackproofError as error:
+        return _fail(error)
     return 0
+
+
+def _fail(error: PackproofError) -> int:
+    """What a user can mend needs no traceback; torchrun repeats it at the end of its own report."""
+    if report := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        Path(report).write_text(json.dumps({"message": str(error), "timestamp": int(time.time())}))
+    if TOLD not in getattr(error, "__notes__", ()):
+        print(f"failed: {error}", file=sys.stderr)
+    return 1
 
 
 def _refuse(found: Sequence[PackproofError], against: str = "") -> int:

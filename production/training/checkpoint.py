@@ -5,6 +5,7 @@ megatron-core's dist_checkpointing writes and reads the tensors. docs/checkpoint
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import shutil
@@ -17,11 +18,19 @@ import msgspec
 import torch
 import xxhash
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.mapping import ShardedObject
-from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from megatron.core.dist_checkpointing.core import CheckpointingException
 from torch import distributed
+from torch.distributed.checkpoint.api import CheckpointException
 
 from production.errors import PackproofError
+from production.training.checkpoint_state import (
+    allocate,
+    metadata,
+    results_in_this_process,
+    set_random,
+    set_steps,
+    sharded_state,
+)
 from production.training.engine import Engine
 from production.weights import unwrap
 
@@ -40,16 +49,21 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     step: int
     """Steps that were taken."""
     consumed_samples: int
+    """Rows of all of them."""
     fingerprint: dict[str, Any]
-    """Of data and order (`identity.fingerprint`), with the layout."""
+    """What the run is (`start.identity`)."""
     config: dict[str, Any]
     """The resolved job."""
-    metrics: dict[str, float]
-    """What the best checkpoints are chosen by."""
+    metrics: dict[str, float | None]
+    """What the best checkpoints are chosen by; None for what is no number, which JSON lacks."""
     has_optimizer: bool
+    """Whether it can be resumed."""
     sharding_type: str
+    """megatron-core's name for how the distributed optimizer's state is laid out."""
     files: dict[str, list[int]]
     """Size and xxh3-64 of each file, by its path in the folder."""
+    checksum: int = 0
+    """xxh3-64 of this manifest with a 0 here."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,13 +71,17 @@ class Checkpoints:
     """The checkpoints of a job in one folder that all ranks see."""
 
     folder: Path
+    """Where they lie."""
     keep: int | None
     """How many stay; None: all."""
     metric: str | None = None
     """What the best are chosen by; None keeps the newest. The newest always stays."""
     higher_is_better: bool = False
+    """Which way `metric` is read."""
     with_optimizer: bool = True
+    """Whether a job can be resumed from them."""
     sharding_type: str = "dp_reshardable"
+    """megatron-core's name for how the distributed optimizer's state is laid out."""
 
     def save(
         self,
@@ -81,10 +99,11 @@ class Checkpoints:
             shutil.rmtree(work, ignore_errors=True)
             work.mkdir(parents=True)
         distributed.barrier()
-        state = _sharded_state(
-            engine, with_optimizer=self.with_optimizer, sharding_type=self.sharding_type, loading=False
-        )
-        dist_checkpointing.save(state, str(work), content_metadata=_metadata(self.sharding_type))
+        with engine.settled(), results_in_this_process():
+            state = sharded_state(
+                engine, with_optimizer=self.with_optimizer, sharding_type=self.sharding_type, loading=False
+            )
+            dist_checkpointing.save(state, str(work), content_metadata=metadata(self.sharding_type))
         distributed.barrier()
         if _is_first():
             manifest = Manifest(
@@ -92,15 +111,16 @@ class Checkpoints:
                 consumed_samples=consumed_samples,
                 fingerprint=dict(fingerprint),
                 config=dict(config),
-                metrics=dict(metrics),
+                metrics={name: value if math.isfinite(value) else None for name, value in metrics.items()},
                 has_optimizer=self.with_optimizer,
                 sharding_type=self.sharding_type,
                 files={
                     str(path.relative_to(work)): _digest(path) for path in sorted(work.rglob("*")) if path.is_file()
                 },
             )
-            _write(work / MANIFEST, msgspec.json.encode(manifest))
-            shutil.rmtree(final, ignore_errors=True)
+            _write(work / MANIFEST, msgspec.json.encode(_sealed(manifest)))
+            if final.exists():
+                _remove(final)
             work.rename(final)
             _sync(self.folder)
             self._drop_old()
@@ -120,6 +140,23 @@ class Checkpoints:
         found = [path for path in self.folder.iterdir() if _NAME.fullmatch(path.name) and (path / MANIFEST).is_file()]
         return sorted(found, key=_step)
 
+    def incomplete(self) -> list[Path]:
+        """Folders of checkpoints that lack what is written last: never read, never removed."""
+        if not self.folder.is_dir():
+            return []
+        return sorted(path for path in self.folder.glob("step_*") if path.is_dir() and not (path / MANIFEST).is_file())
+
+    def _rank(self, path: Path) -> tuple[bool, float]:
+        """Best first; one whose metric was not measured or is no number comes last."""
+        assert self.metric is not None
+        try:
+            value = read_manifest(path).metrics.get(self.metric)
+        except CheckpointRefused:
+            value = None
+        if value is None:
+            return True, 0.0
+        return False, -value if self.higher_is_better else value
+
     def _drop_old(self) -> None:
         for path in self.folder.glob(".step_*"):
             shutil.rmtree(path, ignore_errors=True)  # of a run that was killed while it wrote
@@ -127,15 +164,9 @@ class Checkpoints:
             return
         _newest, *others = self.whole()[::-1]
         if self.metric is not None:
-            worst = float("-inf") if self.higher_is_better else float("inf")
-            others.sort(
-                key=lambda path: read_manifest(path).metrics.get(self.metric or "", worst),
-                reverse=self.higher_is_better,
-            )
+            others.sort(key=self._rank)
         for path in others[self.keep - 1 :]:
-            gone = path.with_name(f".{path.name}.removing")
-            path.rename(gone)
-            shutil.rmtree(gone, ignore_errors=True)
+            _remove(path)
 
 
 def restore(path: Path, engine: Engine, manifest: Manifest) -> None:
@@ -147,24 +178,24 @@ def restore(path: Path, engine: Engine, manifest: Manifest) -> None:
         raise CheckpointRefused(
             what="it was written without the optimizer's state",
             where=str(path),
-            mend="start from its weights (model.initial=megatron, model.initial_path), or set checkpointing.resume=false",
+            mend="start from its weights in a new folder (model.initial=megatron, model.initial_path, checkpointing.checkpoint_dir)",
         )
-    with torch.no_grad():
-        _allocate(engine.optimizer)
-        wanted = _sharded_state(engine, with_optimizer=True, sharding_type=manifest.sharding_type, loading=True)
-        state = dist_checkpointing.load(wanted, str(path))
+    with torch.no_grad(), engine.settled():
+        allocate(engine.optimizer)
+        wanted = sharded_state(engine, with_optimizer=True, sharding_type=manifest.sharding_type, loading=True)
+        state = _load(wanted, path)
         unwrap(engine.model).load_state_dict(state["model"])
         engine.optimizer.load_state_dict(state["optimizer"])
-        _set_steps(engine.optimizer)
+        set_steps(engine.optimizer)
         engine.scheduler.load_state_dict(state["scheduler"])
-        _set_random(state["random"])
+        set_random(state["random"])
 
 
 def load_weights(path: Path, model: torch.nn.Module) -> None:
     """The weights alone, of a checkpoint of any layout; call it before an optimizer is made, which keeps copies."""
     inner = unwrap(model)
     with torch.no_grad():
-        state = dist_checkpointing.load({"model": inner.sharded_state_dict()}, str(path))
+        state = _load({"model": inner.sharded_state_dict()}, path)
         inner.load_state_dict(state["model"])
 
 
@@ -182,85 +213,57 @@ def verify(path: Path) -> Manifest:
                 fault = f"{name} is not as it was written"
             if fault:
                 break
-    except (OSError, msgspec.MsgspecError) as error:
-        fault = f"{MANIFEST} cannot be read ({error})"
+    except CheckpointRefused as error:
+        fault = error.what
+    except OSError as error:
+        fault = str(error)
     faults: list[str | None] = [None] * distributed.get_world_size()
     distributed.all_gather_object(faults, fault)
     if found := next((each for each in faults if each), None):
-        raise CheckpointRefused(
-            what=f"the checkpoint is damaged: {found}",
-            where=str(path),
-            mend="move it away, and the job goes on from the one before; or set checkpointing.resume=false",
-        )
+        raise _damaged(f"the checkpoint is damaged: {found}", path)
     assert manifest is not None
     return manifest
 
 
 def read_manifest(path: Path) -> Manifest:
-    """What stands beside the tensors of one checkpoint."""
-    return msgspec.json.decode((path / MANIFEST).read_bytes(), type=Manifest)
+    """What stands beside the tensors of one checkpoint. Raises CheckpointRefused where it cannot be read or is not as it was written."""
+    try:
+        manifest = msgspec.json.decode((path / MANIFEST).read_bytes(), type=Manifest)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise _damaged(f"{MANIFEST} cannot be read ({error})", path) from error
+    if _sealed(manifest) != manifest:
+        raise _damaged(f"{MANIFEST} is not as it was written", path)
+    return manifest
 
 
-def _sharded_state(engine: Engine, *, with_optimizer: bool, sharding_type: str, loading: bool) -> dict[str, Any]:
-    model = unwrap(engine.model).sharded_state_dict(metadata=_metadata(sharding_type))
-    state: dict[str, Any] = {"model": model, "random": _random()}
-    if with_optimizer:
-        state["optimizer"] = engine.optimizer.sharded_state_dict(
-            model, is_loading=loading, metadata=_metadata(sharding_type)
-        )
-        state["scheduler"] = engine.scheduler.state_dict()
-    return state
+def _sealed(manifest: Manifest) -> Manifest:
+    bare = msgspec.structs.replace(manifest, checksum=0)
+    return msgspec.structs.replace(manifest, checksum=xxhash.xxh3_64_intdigest(msgspec.json.encode(bare)))
 
 
-def _set_steps(optimizer: Any) -> None:
-    """A step count of its own for each parameter, as saved: where torch's Adam serves, megatron-core 0.19.2 leaves it wrong.
-
-    It loads one tensor for all parameters, which torch then counts up once for each of them, and not at all where the state
-    was allocated before (`dp_reshardable`). The saved count stands in the groups.
-    """
-    for each in _single(optimizer):
-        for group in each.optimizer.param_groups:
-            saved = group.pop("step", None)
-            for parameter in group["params"]:
-                state = each.optimizer.state.get(parameter, {})
-                if isinstance(state.get("step"), torch.Tensor):
-                    state["step"] = state["step"].clone() if saved is None else torch.tensor(float(saved))
+def _damaged(what: str, path: Path) -> CheckpointRefused:
+    return CheckpointRefused(what=what, where=str(path), mend="move it away: the job then goes on from the one before")
 
 
-def _single(optimizer: Any) -> list[Any]:
-    """The optimizers of a chain; megatron-core has one for dense and one for expert parameters."""
-    return list(getattr(optimizer, "chained_optimizers", [optimizer]))
+def _load(wanted: dict[str, Any], path: Path) -> dict[str, Any]:
+    try:
+        loaded: dict[str, Any] = dist_checkpointing.load(wanted, str(path))
+    except (CheckpointingException, CheckpointException, KeyError) as error:
+        reasons = getattr(error, "failures", {})
+        first = next((str(each[0]) for each in reasons.values()), str(error))
+        raise CheckpointRefused(
+            what=f"megatron-core cannot load it: {first.splitlines()[0] if first else type(error).__name__}",
+            where=str(path),
+            mend="give a checkpoint of a model of the same shape",
+        ) from error
+    return loaded
 
 
-def _allocate(optimizer: Any) -> None:
-    """Give a distributed optimizer that has not stepped its state, which is then loaded over: torch's Adam has none before."""
-    for each in _single(optimizer):
-        if hasattr(each, "_init_optimizer_states_with_dummy_values") and not each.optimizer.state:
-            each._init_optimizer_states_with_dummy_values()  # noqa: SLF001 - what megatron-core itself calls for other formats
-
-
-def _metadata(sharding_type: str) -> dict[str, Any]:
-    return {
-        "distrib_optim_sharding_type": sharding_type,
-        "singleton_local_shards": False,
-        "chained_optim_avoid_prefix": True,
-    }
-
-
-def _random() -> ShardedObject:
-    """The random states of this rank, under its number."""
-    states = {
-        "torch": torch.get_rng_state(),
-        "tracked": dict(get_cuda_rng_tracker().get_states()),
-        "cuda": torch.cuda.get_rng_state(),
-    }
-    return ShardedObject("random", states, (distributed.get_world_size(),), (distributed.get_rank(),))
-
-
-def _set_random(states: Mapping[str, Any]) -> None:
-    get_cuda_rng_tracker().set_states(states["tracked"])
-    torch.cuda.set_rng_state(states["cuda"])
-    torch.set_rng_state(states["torch"])
+def _remove(path: Path) -> None:
+    """Out of sight at once, then gone."""
+    gone = path.with_name(f".{path.name}.removing")
+    path.rename(gone)
+    shutil.rmtree(gone, ignore_errors=True)
 
 
 def _name(step: int) -> str:

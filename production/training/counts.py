@@ -20,6 +20,7 @@ class RowCounts:
     """Counts of rows (SPEC section 6); they add up."""
 
     rows: int = 0
+    """Rows counted."""
     tokens: int = 0
     """Positions, padding included."""
     padding_tokens: int = 0

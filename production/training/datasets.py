@@ -31,7 +31,9 @@ class BadRow(PackproofError):  # noqa: N818 - reads as the verdict it is
     """A row that cannot be trained on, with its place; `kind` is SPEC's (section 9), R-FILE's, `refused` or `unexpected`."""
 
     kind: str
+    """One word for the fault."""
     file: str
+    """The path as the user wrote it."""
     line: int | None
     row: int
 

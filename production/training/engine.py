@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,13 +37,15 @@ class Stepped:
     """One step's numbers on this rank, still on the device."""
 
     report: StepReport
+    """Losses of its microbatches."""
     gradient_norm: torch.Tensor | float | None
     """Before clipping, the same on all ranks; None where the optimizer computes none."""
     learning_rate: float
     """That the step was taken with."""
     mtp_loss_sums: torch.Tensor | None
-    """[D]: megatron-core's losses of this rank's microbatches, added up; None but on the last stage."""
+    """[D] float32: megatron-core's losses of this rank's microbatches, added up; None but on the last stage."""
     microbatches: int
+    """Of this data-parallel rank."""
     own_seconds: float
     """Until this rank first waits for other replicas: rows, forward and backward passes."""
 
@@ -83,6 +86,7 @@ class Engine:
         if self.model.ddp_config.overlap_param_gather:
             self.config.param_sync_func = self.model.start_param_sync
         self._began_to_wait = 0.0
+        MTPLossLoggingHelper.tracker.clear()  # of a job before in this process
 
     def step(self, batches: Sequence[Batch | Rectangle]) -> Stepped:
         """One optimizer step over this data-parallel rank's microbatches. Collective over the world."""
@@ -107,16 +111,31 @@ class Engine:
         """Losses without a gradient. Collective over the world."""
         self.model.eval()
         try:
-            with torch.no_grad():
+            with torch.no_grad(), self.settled():
                 return forward_backward(self.model, batches, self._settings_now(), self.place, forward_only=True)
         finally:
             self.model.train()
+            self._take_multi_token()  # megatron-core counts losses of depths without a gradient too
+
+    @contextlib.contextmanager
+    def settled(self) -> Iterator[None]:
+        """Within, parameters are those of the last step: an overlapped gather of them has ended, and none begins."""
+        is_overlapped = self.model.ddp_config.overlap_param_gather
+        if is_overlapped:
+            self.model.disable_forward_pre_hook()
+            self.config.param_sync_func = None
+        try:
+            yield
+        finally:
+            if is_overlapped:
+                self.model.enable_forward_pre_hook()
+                self.config.param_sync_func = self.model.start_param_sync
 
     def _settings_now(self) -> StepSettings:
         return dataclasses.replace(self.settings, padding=self.padding)
 
     def _take_multi_token(self) -> torch.Tensor | None:
-        if not self.settings.depths:
+        if not self.settings.depths or "loss_values" not in MTPLossLoggingHelper.tracker:
             return None
         sums = MTPLossLoggingHelper.tracker["loss_values"].clone()
         MTPLossLoggingHelper.clean_metrics_in_tracker()

@@ -40,12 +40,17 @@ class Fed:
     """One step of one data-parallel rank, on the host."""
 
     microbatches: list[Batch | Rectangle]
+    """Rows of the direct path, bins of the online one."""
     padding: Padding | None
     """Of the online path in this step; None on the direct one."""
     counts: RowCounts
+    """Of what this rank feeds."""
     samples: tuple[Sample, ...]
+    """Its rows; online all conversations of the global batch."""
     consumed_samples: int
+    """Of the whole job, with this step."""
     wait_seconds: float
+    """For the loader."""
 
 
 class Feed:
@@ -58,14 +63,13 @@ class Feed:
         """Open the files, the tokenizer and the loaders. Raises PackproofError for what cannot be fed."""
         self._job, self._place = job, place
         self.tokenizer = load_tokenizer(job)
-        files = [file for dataset in job.data.train for file in dataset.data_path]
-        has_weights = any(file.weight is not None for file in files)
-        self.sources = _open(job, job.data.train[0], apart=has_weights)
-        self._rows = row_settings(job, job.data.train[0])
+        train = _as_one(job)
+        self.sources = _open(job, train, apart=any(file.weight is not None for file in train.data_path))
+        self._rows = row_settings(job, train)
         self._order_settings = order_settings(job, place.data_size)
         self.order = Order([len(source) for source in self.sources], self._order_settings)
         self._loader: Loader[Any, Any] = Loader(
-            self._recipe(job.data.train[0], self.sources),
+            self._recipe(train, self.sources),
             self.order,
             share=(place.data_rank, place.data_size) if job.is_packed else None,
             settings=self._loader_settings(job.policy.train_global_batch_size),
@@ -101,6 +105,15 @@ class Feed:
         """One after the other, from where the job is, to the end of its epochs."""
         for prepared in self._loader:
             yield self._fed(prepared)
+
+    def again(self, consumed_samples: int) -> Fed:
+        """The step after so many samples once more, made here and now: what a step was fed is not kept."""
+        dataset = self._job.data.train[0]
+        settings = dataclasses.replace(self._loader_settings(self._job.policy.train_global_batch_size), workers=0)
+        share = (self._place.data_rank, self._place.data_size) if self._job.is_packed else None
+        recipe = self._recipe(dataset, self.sources)
+        with Loader(recipe, self.order, share=share, settings=settings, consumed_samples=consumed_samples) as loader:
+            return self._fed(next(loader))
 
     def validation(self) -> Iterator[Fed]:
         """The global batches of one validation, the same each time."""
@@ -235,6 +248,19 @@ def vocabulary_size(job: Job, tokenizer: Any) -> int:
             mend=f"give at least {needed}, a multiple of tensor_model_parallel_size, or leave it out",
         )
     return job.model.vocab_size
+
+
+def _as_one(job: Job) -> Dataset:
+    """The training datasets end to end. Raises PackproofError where their lines are not read alike."""
+    first, *others = job.data.train
+    for number, other in enumerate(others, 1):
+        if dataclasses.replace(other, data_path=first.data_path) != first:
+            raise PackproofError(
+                what="it is read otherwise than the first training dataset (chat_key, on_bad_row or the like)",
+                where=f"data.train[{number}]",
+                mend="give all training datasets the same settings, as one dataset of several files",
+            )
+    return dataclasses.replace(first, data_path=tuple(file for each in job.data.train for file in each.data_path))
 
 
 def _open(job: Job, dataset: Dataset, *, apart: bool) -> list[PackedSource]:

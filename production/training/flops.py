@@ -23,6 +23,7 @@ class ModelWork:
     """What a model's matrix products cost (R-WORK-1), without embedding look-up, norms, softmax and router."""
 
     hidden_size: int
+    """Channels of a token between layers."""
     vocab_size: int
     """Columns of the output layer, padding included."""
     attention_layers: int
@@ -36,12 +37,15 @@ class ModelWork:
     key_value_size: int
     """Groups of keys times the size of a head."""
     ffn_hidden_size: int
+    """Inner channels of a dense layer's feed-forward network."""
     is_gated: bool = False
     """Whether feed-forward networks have three products (SwiGLU), not two."""
     has_output_gate: bool = False
     """Whether attention's output is gated by one more projection."""
     experts_per_token: int = 0
+    """Routed experts that a token goes through."""
     expert_ffn_hidden_size: int = 0
+    """Inner channels of one routed expert."""
     shared_expert_ffn_hidden_size: int = 0
     """0 without a shared expert."""
     expert_latent_size: int | None = None

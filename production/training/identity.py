@@ -26,6 +26,7 @@ class ResumeRefused(PackproofError):  # noqa: N818 - reads as the verdict it is
     """A run cannot go on with this data; `differing` has (saved, now) of each key."""
 
     differing: dict[str, tuple[Any, Any]]
+    """Of each key that differs, the saved value and the one now."""
 
     def __init__(self, *, what: str, where: str, mend: str, differing: dict[str, tuple[Any, Any]]) -> None:
         super().__init__(what=what, where=where, mend=mend)

@@ -52,6 +52,7 @@ class WandbSettings:
     """A run of Weights & Biases."""
 
     project: str
+    """Project that the run is put in."""
     name: str | None = None
     """None: it makes one up."""
     entity: str | None = None
@@ -67,9 +68,11 @@ class MlflowSettings:
     """A run of MLflow."""
 
     experiment: str
+    """Experiment that the run is put in."""
     tracking_uri: str | None = None
     """A server, or `file:///…`; None: the folder `mlruns` below the run's."""
     run_name: str | None = None
+    """None: it makes one up."""
     run_id: str | None = None
     """Of a run to go on with."""
 
@@ -83,7 +86,9 @@ class LoggerSettings:
     tensorboard: str | None = "tensorboard"
     """Folder of the event files, below `folder`; None for none."""
     wandb: WandbSettings | None = None
+    """None for none."""
     mlflow: MlflowSettings | None = None
+    """None for none."""
 
 
 @dataclass(kw_only=True)
@@ -91,8 +96,11 @@ class Loggers:
     """Several loggers as one; a context manager that closes them. On ranks other than 0 there are none."""
 
     lines: JsonLines | None = None
+    """The JSON lines; None on ranks other than 0."""
     others: dict[str, Logger] = field(default_factory=dict)
+    """The rest by name."""
     say: Callable[[str], None] = lambda text: print(text, file=sys.stderr)
+    """Told when one of the rest fails; standard error unless given."""
 
     def __enter__(self) -> Self:
         """Nothing more to open."""

@@ -122,7 +122,7 @@ class StepMetrics:
         consumed_samples: int,
         timing: Timing,
     ) -> None:
-        """What was added since the last call is this step. It stays on the device until `report`.
+        """What was added since the last call is this step, its gradient norm a scalar. It stays on the device until `report`.
 
         Raises PackproofError where losses are missing on the last stage, or there on another.
         """
@@ -261,9 +261,11 @@ class StepMetrics:
     def _divided(self, payload: torch.Tensor) -> torch.Tensor:
         """[S, 2 + 2·D] of the payloads [S, …] of S steps: loss, count, then losses and counts of the depths."""
         pairs = payload[:, : 2 + 2 * self._depths]
-        sums = torch.cat([pairs[:, :1], pairs[:, 2 : 2 + self._depths]], dim=1)
-        counts = torch.cat([pairs[:, 1:2], pairs[:, 2 + self._depths :]], dim=1)
-        return torch.cat([sums / counts.where(counts > 0, 1), counts], dim=1)
+        loss, count = pairs[:, :1], pairs[:, 1:2]
+        sums, counts = pairs[:, 2 : 2 + self._depths], pairs[:, 2 + self._depths :]
+        # As Megatron-LM rounds it: the ranks' mean, then times what one rank's count divides by.
+        means = sums / self._group.size * (counts.where(counts > 0, 1) / self._group.size).reciprocal()
+        return torch.cat([loss / count.where(count > 0, 1), means, count, counts], dim=1)
 
     def _losses_of(self, numbers: Sequence[float]) -> Losses:
         loss, *depth_losses = numbers[: 1 + self._depths]

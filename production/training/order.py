@@ -48,7 +48,7 @@ class GlobalBatch:
     """What is consumed with it, those before included."""
 
     def of_rank(self, rank: int, size: int) -> tuple[tuple[Sample, ...], tuple[float, ...]]:
-        """Samples and weights of data-parallel rank `rank` of `size`, one microbatch each (R-BATCH-3)."""
+        """Samples and weights of data-parallel rank `rank` of `size`, one microbatch each (R-BATCH-3). Raises PackproofError where `size` does not divide them."""
         if not 0 <= rank < size or len(self.samples) % size:
             raise PackproofError(
                 what=f"rank {rank} of {size} for {len(self.samples)} samples",

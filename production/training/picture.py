@@ -20,10 +20,13 @@ class Line:
     """One series."""
 
     name: str
+    """What the legend calls it."""
     points: Sequence[tuple[float, float]]
     """(x, y), x rising; a y that is no finite number breaks the line and is marked at the top."""
     colour: str = "#316dca"
+    """As SVG's stroke."""
     width: float = 1.6
+    """Of the stroke, in pixels."""
     dashes: str = ""
     """As SVG's stroke-dasharray, such as `5 4`."""
     dots: bool = False

@@ -108,6 +108,7 @@ def forward_backward(
 
     `batches` are on the host, one for each microbatch: a row of the direct path or a bin of the online one, the same on
     all ranks that share it. Every rank of the world must call it, with as many microbatches.
+    Raises PackproofError for none, or for stages that cannot know each other's lengths.
     """
     if not batches:
         raise PackproofError(what="no microbatch", where="step", mend="give every data-parallel rank at least one row")

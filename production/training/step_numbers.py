@@ -22,19 +22,25 @@ class StepNumbers:
     gradient_norm: float | None
     """Before clipping; None where the optimizer computes none."""
     learning_rate: float
+    """That the step was taken with."""
     consumed_samples: int
     """Rows of all steps so far, this one included."""
     step_seconds: float
+    """From the end of the step before to the end of this one."""
     data_wait_seconds: float
     """Of the rank that waited longest."""
     tokens_per_second: float
     """Positions of the global batch, padding included, a second, of all ranks together."""
     trained_tokens: int
+    """Positions of the global batch whose label counts in the loss."""
     tokens: int
+    """Positions of the global batch, padding included."""
     padding_share: float
     """Of the positions, 0 to 1."""
     rows_truncated: int
+    """Rows of the global batch that end within a conversation."""
     conversations_dropped: int
+    """Conversations of the global batch of which no token is in a row."""
     slowest_rank: int
     """The rank in the world, of this rank's dp × cp ranks (of the last pipeline stage), with the longest `Timing.own_seconds`."""
     slowest_rank_behind_seconds: float
@@ -70,5 +76,6 @@ class Losses:
     loss: float
     """Σ loss·mask ÷ Σ mask; 0 where nothing is trained."""
     all_masked: bool
+    """Whether nothing is trained on."""
     mtp_losses: tuple[float, ...]
     """[D]."""

@@ -30,6 +30,7 @@ class Summary:
     mtp_losses: Sequence[Sequence[tuple[int, float]]]
     """The same of each depth."""
     validation_losses: Sequence[tuple[int, float]]
+    """The same of validations."""
     not_finite: Sequence[int]
     """Steps whose loss is no number."""
     median_step_seconds: float
@@ -39,16 +40,23 @@ class Summary:
     tokens_per_second: float
     """Positions over those seconds."""
     trained_tokens: int
+    """Of all steps together."""
     padding_share: float
+    """Of all positions, 0 to 1."""
     data_wait_share: float
     """Of the steps' time."""
     rows_truncated: int
+    """Of all steps together."""
     conversations_dropped: int
+    """Of all steps together."""
     tflops_per_second: float | None
     """Median over steps; None where not measured, as the next."""
     mfu: float | None
+    """Median over steps."""
     memory_mebibytes: float
+    """The most of any step."""
     consumed_samples: int
+    """Rows since the beginning of the job."""
     starts: int
     """How often the run was begun or resumed."""
 

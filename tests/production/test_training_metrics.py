@@ -59,6 +59,17 @@ def test_each_depth_has_its_own_loss_and_name():
     assert "mtp_losses" not in found.values()
 
 
+def test_a_depths_loss_is_rounded_as_megatrons_own():
+    """It multiplies by 1 / M in float32, which a division by M is not (R-LOSS-10)."""
+    sums = torch.arange(1.0, 200.0)
+    metrics = StepMetrics(group=Group(), depths=len(sums))
+    metrics.add_loss(torch.tensor(4.0), torch.tensor(4.0))
+    metrics.add_multi_token(sums, torch.full_like(sums, 3))
+    expected = sums * (1 / 3)
+    assert list(report(metrics).mtp_losses) == expected.tolist()
+    assert not torch.equal(expected, sums / 3)
+
+
 def test_a_global_batch_that_trains_nothing_is_zero_and_says_so():
     metrics = StepMetrics(group=Group(), depths=1)
     metrics.add_loss(torch.tensor(0.0), torch.tensor(0.0))

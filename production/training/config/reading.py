@@ -33,7 +33,10 @@ class Layer:
 
 
 def read_file(path: str | Path, *, inherited: tuple[Path, ...] = ()) -> list[Layer]:
-    """The layers of a YAML file: first those that its `defaults` name (a path or a list of them, relative to it), then itself."""
+    """The layers of a YAML file: first those that its `defaults` name (a path or a list of them, relative to it), then itself.
+
+    Raises ConfigRefused for what cannot be read (R-SETUP-2).
+    """
     path = Path(path)
     if path.resolve() in inherited:
         chain = " -> ".join(str(each) for each in (*inherited, path))
@@ -76,7 +79,10 @@ def read_text(text: str, *, name: str) -> Layer:
 
 
 def read_override(text: str) -> tuple[str, Plain, dict[str, str]]:
-    """The key, the value and the places of `key=value`; the value is YAML, so `a=[1, 2]` and `a=null` mean what they mean there."""
+    """The key, the value and the places of `key=value`; the value is YAML, so `a=[1, 2]` and `a=null` mean what they mean there.
+
+    Raises ConfigRefused for what is none.
+    """
     key, equals, written = text.partition("=")
     place = f"override {text!r}"
     if not equals or not _KEY.fullmatch(key):

@@ -124,7 +124,7 @@ class Logger:
     monitor_gpus: bool = False
     """NeMo-RL's GPU monitor: only false; memory is reported with each step."""
     dump_batch_steps: tuple[int, ...] = ()
-    """Steps, from 0, whose batches each rank dumps for `diff_row`; `--dump-batch STEP` adds one."""
+    """Steps, from 1, whose batches each rank dumps for `diff_row`; `--dump-batch STEP` adds one."""
     progress: bool = True
     """Whether rank 0 shows a progress bar, on a terminal only."""
     peak_teraflops: float | None = None

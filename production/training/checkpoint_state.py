@@ -1,0 +1,96 @@
+"""A job's state as megatron-core's dist_checkpointing takes it, and what its version 0.19.2 needs to give it back to the bit."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from torch import distributed
+
+from production.training.engine import Engine
+from production.weights import unwrap
+
+
+def sharded_state(engine: Engine, *, with_optimizer: bool, sharding_type: str, loading: bool) -> dict[str, Any]:
+    """What megatron-core saves or, on loading, fills: model, random states and, where asked for, optimizer and schedule."""
+    model = unwrap(engine.model).sharded_state_dict(metadata=metadata(sharding_type))
+    state: dict[str, Any] = {"model": model, "random": _random()}
+    if with_optimizer:
+        state["optimizer"] = engine.optimizer.sharded_state_dict(
+            model, is_loading=loading, metadata=metadata(sharding_type)
+        )
+        state["scheduler"] = engine.scheduler.state_dict()
+    return state
+
+
+@contextlib.contextmanager
+def results_in_this_process() -> Iterator[None]:
+    """A plain queue where megatron-core would start a server process, whose imports take 6 s, for a writer in another process.
+
+    Saving is synchronous here: the writer is this process.
+    """
+    before = filesystem_async._results_queue  # noqa: SLF001 - the one place where it can be given
+    filesystem_async._results_queue = queue.Queue()  # noqa: SLF001
+    try:
+        yield
+    finally:
+        filesystem_async._results_queue = before  # noqa: SLF001
+
+
+def set_steps(optimizer: Any) -> None:
+    """A step count of its own for each parameter, as saved: where torch's Adam serves, megatron-core 0.19.2 leaves it wrong.
+
+    It loads one tensor for all parameters, which torch then counts up once for each of them, and not at all where the state
+    was allocated before (`dp_reshardable`). The saved count stands in the groups.
+    """
+    for each in _single(optimizer):
+        for group in each.optimizer.param_groups:
+            saved = group.pop("step", None)
+            for parameter in group["params"]:
+                state = each.optimizer.state.get(parameter, {})
+                if isinstance(state.get("step"), torch.Tensor):
+                    state["step"] = state["step"].clone() if saved is None else torch.tensor(float(saved))
+
+
+def _single(optimizer: Any) -> list[Any]:
+    """The optimizers of a chain; megatron-core has one for dense and one for expert parameters."""
+    return list(getattr(optimizer, "chained_optimizers", [optimizer]))
+
+
+def allocate(optimizer: Any) -> None:
+    """Give a distributed optimizer that has not stepped its state, which is then loaded over: torch's Adam has none before."""
+    for each in _single(optimizer):
+        if hasattr(each, "_init_optimizer_states_with_dummy_values") and not each.optimizer.state:
+            each._init_optimizer_states_with_dummy_values()  # noqa: SLF001 - what megatron-core itself calls for other formats
+
+
+def metadata(sharding_type: str) -> dict[str, Any]:
+    """How megatron-core lays the state out in files."""
+    return {
+        "distrib_optim_sharding_type": sharding_type,
+        "singleton_local_shards": False,
+        "chained_optim_avoid_prefix": True,
+    }
+
+
+def _random() -> ShardedObject:
+    """The random states of this rank, under its number."""
+    states = {
+        "torch": torch.get_rng_state(),
+        "tracked": dict(get_cuda_rng_tracker().get_states()),
+        "cuda": torch.cuda.get_rng_state(),
+    }
+    return ShardedObject("random", states, (distributed.get_world_size(),), (distributed.get_rank(),))
+
+
+def set_random(states: Mapping[str, Any]) -> None:
+    """Set this rank's random states back."""
+    get_cuda_rng_tracker().set_states(states["tracked"])
+    torch.cuda.set_rng_state(states["cuda"])
+    torch.set_rng_state(states["torch"])

@@ -1,0 +1,106 @@
+"""`python -m production.training.export CHECKPOINT OUT.safetensors`: the weights of a checkpoint of any layout, whole, in one file.
+
+One process does it, with memory for the model twice, and needs neither the job's layout nor its data nor a device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import distributed
+from torch._C._distributed_c10d import HashStore
+
+from production.errors import PackproofError
+from production.training.quiet import quiet
+
+_STACK = re.compile(r"^(decoder\.layers)\.(?!\d)")
+_EXPERTS = re.compile(r"\.experts\.experts\.")
+
+
+def export(checkpoint: Path, out: Path) -> dict[str, tuple[int, ...]]:
+    """Verify a checkpoint and write its weights, layer by layer and expert by expert; gives their shapes by name.
+
+    Names are those of the unsharded model, its norms called as Transformer Engine's fused layers have them, as in every
+    checkpoint of megatron-core (`self_attention.linear_qkv.layer_norm_weight`).
+    The file appears whole or not at all; its metadata is `step` and `config`, the job as JSON. Raises PackproofError for a
+    checkpoint that is damaged or holds no weights. Call it in a process without a process group.
+    """
+    with _alone():
+        from production.training.checkpoint import verify  # noqa: PLC0415 - imports megatron-core
+
+        manifest = verify(checkpoint)
+        tensors = {name: tensor for key, whole in _stored(checkpoint).items() for name, tensor in _apart(key, whole)}
+    if not tensors:
+        raise PackproofError(what="it holds no weights", where=str(checkpoint), mend="give a checkpoint of a job")
+    beside = out.with_name(f".{out.name}.writing")
+    save_file(tensors, beside, metadata={"step": str(manifest.step), "config": json.dumps(manifest.config)})
+    beside.replace(out)
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line. Exit status: 0 done, 1 the checkpoint cannot be exported."""
+    quiet()
+    parser = argparse.ArgumentParser(prog="python -m production.training.export", description="Weights in one file.")
+    parser.add_argument("checkpoint", type=Path, help="a folder step_NNNNNNNN")
+    parser.add_argument("out", type=Path, help="the file to write, such as weights.safetensors")
+    options = parser.parse_args(arguments)
+    try:
+        shapes = export(options.checkpoint, options.out)
+    except PackproofError as error:
+        print(f"failed: {error}", file=sys.stderr)
+        return 1
+    count = sum(torch.Size(shape).numel() for shape in shapes.values())
+    print(f"{len(shapes)} tensors, {count:,} values: {options.out}")
+    return 0
+
+
+@contextlib.contextmanager
+def _alone() -> Iterator[None]:
+    """A world of one, which megatron-core's loading wants, on the CPU."""
+    from production.device.shim import cpu_shim  # noqa: PLC0415 - heavy
+
+    distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    try:
+        with cpu_shim():
+            yield
+    finally:
+        distributed.destroy_process_group()
+
+
+def _stored(checkpoint: Path) -> Mapping[str, torch.Tensor]:
+    from megatron.core import dist_checkpointing  # noqa: PLC0415 - heavy
+
+    # Without the optimizer's: at two moments and a copy in float32 it is several times the model.
+    wanted: dict[str, Any] = {
+        name: entry
+        for name, entry in dist_checkpointing.load_tensors_metadata(str(checkpoint)).items()
+        if "optimizer." not in name  # a chain of them begins otherwise
+    }
+    found = dist_checkpointing.load(wanted, str(checkpoint), validate_access_integrity=False)
+    return {name: found[name] for name in wanted if isinstance(found[name], torch.Tensor)}
+
+
+def _apart(name: str, whole: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """megatron-core saves the layers of a stack, and the experts of a layer, as one tensor with an axis in front."""
+    if _STACK.search(name):
+        for number, layer in enumerate(whole):
+            yield from _apart(_STACK.sub(rf"\1.{number}.", name), layer)
+    elif _EXPERTS.search(name):
+        for number, expert in enumerate(whole):
+            yield _EXPERTS.sub(f".experts.local_experts.{number}.", name), expert.contiguous()
+    else:
+        yield name, whole.contiguous()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

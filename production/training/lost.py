@@ -1,0 +1,149 @@
+"""Who is missing when a collective fails: ranks give signs of life over the store, and say why they stop before they do.
+
+A sign a second a rank costs the store one small message; a failing job takes 5 s more to say which rank it was.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from torch import distributed
+
+from production.errors import PackproofError
+
+HEARTBEAT_SECONDS = 1.0
+"""Between two signs of life of a rank."""
+SILENT_SECONDS = 5.0
+"""A rank that gave none for so long is named as gone."""
+TOLD = "told by another rank"
+"""Note of an error that another rank has raised in the same words: to be printed once."""
+
+
+class RankLost(PackproofError):  # noqa: N818 - says what happened
+    """A collective failed because of another rank; names it."""
+
+
+@contextlib.contextmanager
+def naming_the_lost() -> Iterator[None]:
+    """Turns the error of a collective into RankLost with the ranks that are gone, that stopped and why, or that hang.
+
+    Enter it in the default process group; with one rank it does nothing.
+    """
+    if distributed.get_world_size() == 1:
+        yield
+        return
+    watch = _Watch()
+    try:
+        yield
+    except BaseException as error:
+        if isinstance(error, PackproofError | KeyboardInterrupt | SystemExit) or not _is_of_a_collective(error):
+            watch.stops_for(error)
+            raise
+        lost = watch.verdict()
+        if lost is None:
+            raise
+        watch.marks_if_told(lost)
+        raise lost from error
+    finally:
+        watch.end()
+
+
+class _Watch:
+    """Tells the store every second that this rank lives, and asks it about the others."""
+
+    def __init__(self) -> None:
+        self._store: Any = distributed.distributed_c10d._get_default_store()  # noqa: SLF001 - the one that init made
+        self._rank, self._size = distributed.get_rank(), distributed.get_world_size()
+        # Jobs one after the other in one process group share its store.
+        self._job = self._store.add(f"packproof/jobs/{self._rank}", 1)
+        self._beat()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="packproof-heartbeat", daemon=True)
+        self._thread.start()
+
+    def stops_for(self, error: BaseException) -> None:
+        """Say why this rank stops, for those that will wait for it."""
+        with contextlib.suppress(Exception):  # the store may be gone
+            self._store.set(self._key("stopped", self._rank), _short(error))
+            self.marks_if_told(error)
+
+    def marks_if_told(self, error: BaseException) -> None:
+        """Note on an error that another rank has raised it too."""
+        with contextlib.suppress(Exception):
+            if self._store.add(self._key("told", _short(error)), 1) > 1:
+                error.add_note(TOLD)
+
+    def verdict(self) -> RankLost | None:
+        """Who is at fault, after having waited for a sign of life; None where nobody is known to be."""
+        try:
+            self._store.set(self._key("waited", self._rank), "")
+            before = self._counts()
+            time.sleep(SILENT_SECONDS)
+            after = self._counts()
+            others = [rank for rank in range(self._size) if rank != self._rank]
+            waited = {rank for rank in others if self._store.check([self._key("waited", rank)])}
+            stopped = {
+                rank: self._store.get(self._key("stopped", rank)).decode()
+                for rank in others
+                if self._store.check([self._key("stopped", rank)])
+            }
+        except Exception:  # noqa: BLE001 - whatever a store raises that nobody serves any more
+            gone = "the store is gone, which the machine of rank 0 serves"
+            return _lost(gone, "that machine")
+        rest = [rank for rank in others if rank not in waited and rank not in stopped]
+        gone_ranks = [rank for rank in rest if before[rank] == after[rank]]
+        hung = [rank for rank in rest if rank not in gone_ranks]
+        told = [f"rank {rank} stopped: {why}" for rank, why in stopped.items()]
+        if gone_ranks:
+            told.append(f"{_ranks(gone_ranks)} gone: no sign of life for {SILENT_SECONDS:g} s")
+        if hung and not told:
+            told.append(f"{_ranks(hung)} alive and did not come to the collective that others wait in")
+        return _lost("; ".join(told), "that rank") if told else None
+
+    def end(self) -> None:
+        self._ended.set()
+        self._thread.join(timeout=SILENT_SECONDS)
+
+    def _run(self) -> None:
+        while not self._ended.wait(HEARTBEAT_SECONDS):
+            try:
+                self._beat()
+            except Exception:  # noqa: BLE001 - the store is gone, which a collective will find out
+                return
+
+    def _beat(self) -> None:
+        self._store.add(self._key("alive", self._rank), 1)
+
+    def _counts(self) -> list[int]:
+        return [int(self._store.add(self._key("alive", rank), 0)) for rank in range(self._size)]
+
+    def _key(self, what: str, whose: int | str) -> str:
+        return f"packproof/{self._job}/{what}/{whose}"
+
+
+def _lost(what: str, whose: str) -> RankLost:
+    return RankLost(
+        what=what,
+        where="a collective of the job",
+        mend=f"see what {whose} printed last (killed for memory? a lost machine?), then start the job again: it goes on from "
+        "its newest checkpoint",
+    )
+
+
+def _ranks(numbers: list[int]) -> str:
+    return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))} {'are' if len(numbers) > 1 else 'is'}"
+
+
+def _short(error: BaseException) -> str:
+    return f"{'' if isinstance(error, PackproofError) else f'{type(error).__name__}: '}{error}"[:2000]
+
+
+def _is_of_a_collective(error: BaseException) -> bool:
+    """Backends raise RuntimeError, or what torch's checkpoints make of it, with nothing but words to tell it by."""
+    said = f"{type(error).__name__} {error}".lower()
+    words = ("connection", "gloo", "nccl", "timed out", "timeout", "peer", "socket", "distbackend")
+    return not isinstance(error, OSError) and any(word in said for word in words)

@@ -1,0 +1,138 @@
+"""How a run begins: from nothing, from weights, or from its newest checkpoint, where what it is has stayed the same."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed
+
+from production.errors import PackproofError
+from production.parallel import Place
+from production.training.checkpoint import CheckpointRefused, Checkpoints, Manifest, load_weights, restore, verify
+from production.training.config import Job
+from production.training.engine import Engine
+from production.training.feed import Feed
+
+METRICS = ("train:loss", "val:val_loss")
+"""What the best checkpoints can be chosen by."""
+
+_FREE = ("recompute", "overlap", "log_", "barrier", "timers")
+"""Beginnings of options that change no number."""
+
+
+def check_loss(job: Job) -> None:
+    """The online path's loss stands outside the model and knows one divisor. Raises PackproofError."""
+    if not job.is_packed and job.loss.normalization != "global_valid_tokens":
+        raise PackproofError(
+            what=f"the online path has no normalization {job.loss.normalization}",
+            where=job.where("loss.normalization"),
+            mend="set it to global_valid_tokens, or train on packed rows",
+        )
+
+
+def checkpoints_of(job: Job) -> Checkpoints:
+    """The job's checkpoints. Raises PackproofError for a metric that no run has."""
+    given = job.checkpointing
+    if given.enabled and given.metric_name is not None and given.metric_name not in METRICS:
+        raise PackproofError(
+            what=f"{given.metric_name!r} is no metric of a run",
+            where=job.where("checkpointing.metric_name"),
+            mend=f"choose one of {', '.join(METRICS)}, or null for the newest",
+        )
+    return Checkpoints(
+        folder=Path(given.checkpoint_dir),
+        keep=given.keep_top_k,
+        metric=given.metric_name,
+        higher_is_better=given.higher_is_better,
+        with_optimizer=given.save_optimizer,
+        sharding_type=given.optimizer_format,
+    )
+
+
+def found_checkpoint(job: Job, checkpoints: Checkpoints) -> tuple[Path, Manifest] | None:
+    """The newest one, every byte of it verified. Raises CheckpointRefused for a damaged one, and for any where the job is to begin anew."""
+    if not job.checkpointing.enabled:
+        return None
+    path = checkpoints.newest()
+    if path is None:
+        return None
+    if not job.checkpointing.resume:
+        raise CheckpointRefused(
+            what=f"the folder has checkpoints of another run, the newest {path.name}",
+            where=job.where("checkpointing.checkpoint_dir"),
+            mend="give a folder of its own to a run that begins anew, or move them away, or set checkpointing.resume=true",
+        )
+    return path, verify(path)
+
+
+def identity(job: Job, feed: Feed, place: Place, *, vocab_size: int) -> dict[str, Any]:
+    """All that decides a number of the run, flat, by readable names: what a resume is held against.
+
+    How long the run is, how often it reports, validates and saves, recomputation and overlap are not part of it.
+    """
+    megatron, model = job.megatron, dataclasses.asdict(job.model)
+    parts = {
+        "model": {**model, "initial": None, "initial_path": None, "vocab_size": vocab_size},
+        "multi_token": {
+            name: getattr(megatron, name)
+            for name in ("mtp_num_layers", "mtp_loss_scaling_factor", "mtp_use_repeated_layer")
+        },
+        "transformer": megatron.transformer,
+        "optimizer": megatron.optimizer,
+        "scheduler": dataclasses.asdict(megatron.scheduler),
+        "loss": dataclasses.asdict(job.loss),
+        "fp8": dataclasses.asdict(megatron.fp8_cfg),
+    }
+    flat = {
+        f"{part}.{name}": value
+        for part, values in parts.items()
+        for name, value in values.items()
+        if value is not None and not name.startswith(_FREE)
+    }
+    return {**feed.identity(), "world_size": place.world_size, "precision": job.policy.precision, **flat}
+
+
+def check_same(identity: Mapping[str, Any], place: Place) -> None:
+    """All ranks must read the same rows: nothing is broadcast later. One exchange, before the model is built.
+
+    Raises PackproofError that names what differs and the rank.
+    """
+    everyone: list[Mapping[str, Any] | None] = [None] * place.world_size
+    distributed.all_gather_object(everyone, dict(identity))
+    first = everyone[0]
+    assert first is not None
+    for rank, other in enumerate(everyone):
+        differing = [key for key in first if other is not None and other.get(key) != first[key]]
+        if differing:
+            raise PackproofError(
+                what=f"ranks do not read the same data: {', '.join(differing)} differ",
+                where=f"rank 0 and rank {rank}",
+                mend="give all ranks the same files and the same tokenizer (a shared folder, or equal copies)",
+            )
+
+
+def build(job: Job, place: Place, *, vocab_size: int, found: tuple[Path, Manifest] | None) -> Engine:
+    """Model, optimizer and schedule: as the checkpoint left them, or with the weights that the job begins with."""
+    if found is not None:
+        engine = Engine(job, place, vocab_size=vocab_size)
+        restore(found[0], engine, found[1])
+        return engine
+    if job.model.initial == "scratch":
+        return Engine(job, place, vocab_size=vocab_size)
+    return Engine(job, place, vocab_size=vocab_size, prepare=lambda model: _load(job, model))
+
+
+def _load(job: Job, model: torch.nn.Module) -> None:
+    if job.model.initial == "huggingface":
+        from production.training.bridge import load_huggingface  # noqa: PLC0415 - an extra
+
+        load_huggingface(model, job.model.initial_path or job.policy.model_name or "")
+        return
+    assert job.model.initial_path is not None
+    path = Path(job.model.initial_path)
+    verify(path)
+    load_weights(path, model)

@@ -1,0 +1,193 @@
+"""Checkpoints on disk: which stay, what of a damaged one is said, and the weights of one in a file of their own."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from safetensors import safe_open
+
+from equivalence.workers import Deadlines, open_world, preload
+
+sys.path.insert(0, str(Path(__file__).parent))
+import training_job_worlds as jobs
+
+pytestmark = [
+    pytest.mark.xdist_group("gloo"),
+    pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning"),
+]
+
+MEGATRON = "policy.megatron_cfg"
+
+
+@pytest.fixture(scope="module")
+def world():
+    """Runs a target in a new world of so many ranks: a job leaves some hundred threads of megatron-core's groups behind."""
+    preload(*jobs.MODULES)
+
+    def run(size, target, payload):
+        with open_world(size, deadlines=Deadlines(open_s=120, case_s=300, idle_s=60)) as opened:
+            return opened.run(f"training_job_worlds:{target}", payload)
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def saved(world, tmp_path_factory):
+    """A job of tp 2 with a gated MLP, experts and a depth, with a checkpoint after each of two steps, and its weights at its end."""
+    folder = tmp_path_factory.mktemp("saved")
+    changes = {
+        f"{MEGATRON}.mtp_num_layers": 1,
+        f"{MEGATRON}.tensor_model_parallel_size": 2,
+        "model.num_moe_experts": 2,
+        "model.moe_ffn_hidden_size": 16,
+        f"{MEGATRON}.moe_layer_freq": [0, 1],
+        "model.gated_linear_unit": True,
+        "model.activation": "silu",
+        "checkpointing.save_period": 1,
+        "sft.max_num_steps": 2,
+    }
+    config = jobs.write_job(folder, jobs.write_rows(folder / "rows.jsonl"), **changes)
+    results = world(2, "weights", {"config": str(config), "after": True})
+    assert results[0][0]["step"] == 2
+    return folder, results
+
+
+@pytest.fixture
+def folder(saved, tmp_path):
+    """A copy of it that may be damaged."""
+    shutil.copytree(saved[0] / "checkpoints", tmp_path / "checkpoints")
+    config = json.loads((saved[0] / "job.yaml").read_text())
+    config["checkpointing"]["checkpoint_dir"] = str(tmp_path / "checkpoints")
+    config["logger"]["log_dir"] = str(tmp_path / "logs")
+    (tmp_path / "job.yaml").write_text(json.dumps(config))
+    return tmp_path
+
+
+def go_on(world, folder, *overrides):
+    payload = {"config": str(folder / "job.yaml"), "overrides": ["sft.max_num_steps=3", *overrides]}
+    return world(2, "train", payload | {"overrides": [*payload["overrides"], LENGTH]})
+
+
+LENGTH = f"{MEGATRON}.scheduler.lr_decay_iters=2"
+
+
+def flipped(path, at):
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+def test_a_checkpoint_goes_on_where_nothing_is_wrong_with_it(world, folder):
+    assert [found["step"] for found in go_on(world, folder)] == [3, 3]
+
+
+def test_a_flipped_byte_in_any_file_is_found_before_anything_is_loaded(world, folder):
+    newest = folder / "checkpoints" / "step_00000002"
+    names = sorted(path.name for path in newest.iterdir())
+    assert any(name.endswith(".distcp") for name in names)
+    for name in names:
+        path = newest / name
+        whole = path.read_bytes()
+        flipped(path, len(whole) // 2)
+        for found in go_on(world, folder):
+            assert found["kind"] == "CheckpointRefused", (name, found)
+            assert name in found["refused"]
+            assert "step_00000002" in found["refused"]
+            assert "the one before" in found["refused"]
+        path.write_bytes(whole)
+
+
+def test_a_missing_file_is_refused_and_the_checkpoint_before_serves_once_it_is_moved_away(world, folder):
+    newest = folder / "checkpoints" / "step_00000002"
+    (newest / ".metadata").unlink()
+    for found in go_on(world, folder):
+        assert ".metadata is missing" in found["refused"]
+    newest.rename(folder / "away")
+    for found in go_on(world, folder):
+        assert list(found["losses"]) == [2, 3]
+
+
+def test_a_folder_without_its_manifest_is_passed_over(world, folder):
+    (folder / "checkpoints" / "step_00000002" / "packproof.json").unlink()
+    for found in go_on(world, folder):
+        assert list(found["losses"]) == [2, 3]
+
+
+def test_a_checkpoint_without_optimizer_is_refused_for_a_resume(world, tmp_path):
+    rows = jobs.write_rows(tmp_path / "rows.jsonl")
+    config = jobs.write_job(tmp_path / "bare", rows, **{"checkpointing.save_optimizer": False, "sft.max_num_steps": 1})
+    first, again = world(1, "train_in_turn", [{"config": str(config)}] * 2)[0]
+    assert first["step"] == 1
+    assert "without the optimizer's state" in again["refused"]
+
+
+@pytest.mark.parametrize(("better", "kept"), [("false", ["2", "5"]), ("true", ["3", "5"])])
+def test_the_best_and_the_newest_stay(world, tmp_path, better, kept):
+    rows = jobs.write_rows(tmp_path / "rows.jsonl")
+    changes = {
+        "sft.max_num_steps": 5,
+        "checkpointing.save_period": 1,
+        "checkpointing.keep_top_k": 2,
+        "checkpointing.metric_name": "train:loss",
+        "checkpointing.higher_is_better": better == "true",
+    }
+    config = jobs.write_job(tmp_path, rows, **changes)
+    losses = {1: 3.0, 2: 1.0, 3: 9.0, 4: float("nan"), 5: 2.0}
+    (found,) = world(1, "train_measured", {"config": str(config), "losses": losses})
+    assert found["step"] == 5
+    assert sorted(path.name[-1] for path in (tmp_path / "checkpoints").iterdir()) == kept
+
+
+def test_the_newest_stay_where_no_metric_is_named(world, tmp_path):
+    rows = jobs.write_rows(tmp_path / "rows.jsonl")
+    config = jobs.write_job(tmp_path, rows, **{"checkpointing.save_period": 1, "checkpointing.keep_top_k": 2})
+    world(1, "train", {"config": str(config)})
+    assert sorted(path.name[-1] for path in (tmp_path / "checkpoints").iterdir()) == ["3", "4"]
+
+
+def test_a_metric_that_no_run_has_is_refused(world, tmp_path):
+    rows = jobs.write_rows(tmp_path / "rows.jsonl")
+    config = jobs.write_job(tmp_path, rows, **{"checkpointing.metric_name": "train:accuracy"})
+    (found,) = world(1, "train", {"config": str(config)})
+    assert "'train:accuracy' is no metric of a run" in found["refused"]
+
+
+def test_exported_weights_are_those_of_the_unsharded_model(saved, tmp_path):
+    folder, results = saved
+    out = tmp_path / "weights.safetensors"
+    command = [sys.executable, "-m", "production.training.export"]
+    done = subprocess.run(
+        [*command, str(folder / "checkpoints" / "step_00000002"), str(out)],
+        capture_output=True, text=True, check=False, cwd=Path(__file__).parents[2],
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+    with safe_open(out, "pt") as file:
+        found = {name: file.get_tensor(name).numpy().tobytes() for name in file.keys()}  # noqa: SIM118 - safetensors is no dict
+        assert file.metadata()["step"] == "2"
+    # Checkpoints name norms as Transformer Engine's fused layers have them, whichever layers wrote them, and a depth's layer of old.
+    stored = {
+        ".mtp_model_layer.": ".transformer_layer.",
+        ".input_layernorm.weight": ".self_attention.linear_qkv.layer_norm_weight",
+        ".pre_mlp_layernorm.weight": ".mlp.linear_fc1.layer_norm_weight",
+    }
+    expected = {}
+    for name, values in jobs.together(results).items():
+        renamed = name
+        for own, other in stored.items():
+            if renamed not in found:
+                renamed = renamed.replace(own, other)
+        expected[renamed] = values
+    assert any(".local_experts.1." in name for name in found)
+    assert sorted(found) == sorted(expected)
+    assert found == expected
+
+
+def test_a_hugging_face_checkpoint_without_megatron_bridge_is_refused_by_name(world, tmp_path):
+    rows = jobs.write_rows(tmp_path / "rows.jsonl")
+    config = jobs.write_job(tmp_path, rows, **{"model.initial": "huggingface", "model.initial_path": "some/model"})
+    (found,) = world(1, "train", {"config": str(config)})
+    assert "Megatron-Bridge cannot be imported" in found["refused"]
+    assert "megatron-bridge" in found["refused"]

@@ -1,0 +1,263 @@
+"""The training job in forked worlds: what it reports, feeds, saves, and how it ends."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from equivalence.workers import CaseFailed, Deadlines, open_world, preload
+
+sys.path.insert(0, str(Path(__file__).parent))
+import training_job_worlds as jobs
+
+pytestmark = [
+    pytest.mark.xdist_group("gloo"),
+    pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning"),
+]
+
+MEGATRON = "policy.megatron_cfg"
+MTP = {f"{MEGATRON}.mtp_num_layers": 2, f"{MEGATRON}.mtp_use_repeated_layer": True}
+DISTRIBUTED = {f"{MEGATRON}.optimizer.use_distributed_optimizer": True}
+EXPERTS = {"model.num_moe_experts": 2, "model.moe_ffn_hidden_size": 16}
+PIPELINE = {f"{MEGATRON}.pipeline_model_parallel_size": 2}
+UNSAVED = {"checkpointing.enabled": False}
+PER_TOKEN = {"overrides": ["loss.normalization=per_token"]}
+DDP = f"{MEGATRON}.distributed_data_parallel_config"
+
+
+@pytest.fixture(scope="module")
+def world():
+    """Runs a target in a new world of so many ranks: a job leaves some hundred threads of megatron-core's groups behind."""
+    preload(*jobs.MODULES)
+
+    def run(size, target, payload, **deadlines):
+        with open_world(size, deadlines=Deadlines(open_s=120, case_s=300, idle_s=60, **deadlines)) as opened:
+            return opened.run(f"training_job_worlds:{target}", payload)
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory):
+    return jobs.write_rows(tmp_path_factory.mktemp("rows") / "rows.jsonl")
+
+
+@pytest.fixture
+def train(world, rows, tmp_path):
+    """Runs jobs that differ from the small one so; what came of each on rank 0."""
+
+    def run(size, *several, data=rows, target="train_in_turn"):
+        payload = [
+            {"config": str(jobs.write_job(tmp_path / f"job_{number}", data, **changes))}
+            for number, changes in enumerate(several)
+        ]
+        if target != "train_in_turn":
+            return world(size, target, payload[0])
+        return world(size, "train_in_turn", payload)[0]
+
+    return run
+
+
+RECOMPUTED = {
+    "full, with depths": (MTP, {f"{MEGATRON}.activation_checkpointing": True}),
+    "selective, with depths": (MTP, {f"{MEGATRON}.recompute_granularity": "selective"}),
+    "selective experts, with depths": (
+        MTP | EXPERTS,
+        {f"{MEGATRON}.recompute_granularity": "selective", f"{MEGATRON}.recompute_modules": ["moe"]},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", RECOMPUTED)
+def test_recomputed_activations_give_the_same_losses(train, case):
+    changes, recomputed = RECOMPUTED[case]
+    without, with_it = train(1, UNSAVED | changes, UNSAVED | changes | recomputed)
+    assert len(without["losses"]) == 4
+    for step, (loss, depths, norm, rate) in with_it["losses"].items():
+        assert (loss, depths, rate) == (*without["losses"][step][:2], without["losses"][step][3])
+        # Around recomputed experts autograd adds the parts of a gradient in another order.
+        assert norm == pytest.approx(without["losses"][step][2], rel=1e-6 if EXPERTS.items() <= changes.items() else 0)
+
+
+def test_overlapped_reduction_and_gather_give_the_same_losses(train):
+    changes = UNSAVED | DISTRIBUTED | MTP
+    overlapped = {f"{DDP}.overlap_grad_reduce": True, f"{DDP}.overlap_param_gather": True}
+    without, reduced, gathered = train(2, changes, changes | {f"{DDP}.overlap_grad_reduce": True}, changes | overlapped)
+    assert len(without["losses"]) == 4
+    assert reduced["losses"] == without["losses"]
+    assert gathered["losses"] == without["losses"]
+
+
+@pytest.mark.parametrize("overlapped", [False, True])
+def test_a_validation_changes_nothing_of_the_training(train, rows, overlapped):
+    changes = UNSAVED | MTP | DISTRIBUTED
+    if overlapped:
+        changes |= {f"{DDP}.overlap_grad_reduce": True, f"{DDP}.overlap_param_gather": True}
+    validated = {
+        "data.validation.dataset_name": "megatron_sft_packed",
+        "data.validation.data_path": str(rows),
+        "sft.val_period": 1,
+        "sft.val_at_start": True,
+    }
+    without, with_it = train(2, changes, changes | validated)
+    assert with_it["losses"] == without["losses"]
+
+
+def test_the_validation_loss_does_not_depend_on_dp(train, tmp_path):
+    seven = jobs.write_rows(tmp_path / "seven.jsonl", rows=7, first=3)
+    changes = UNSAVED | {
+        "sft.max_num_steps": 1,
+        "data.validation.dataset_name": "megatron_sft_packed",
+        "data.validation.data_path": str(seven),
+        "sft.val_at_start": True,
+    }
+    losses = []
+    for size in (1, 2):
+        train(size, changes)
+        *_, last = jobs.records(tmp_path / "job_0", "validation")
+        losses.append(last["validation_loss"])
+    assert losses[0] > 0
+    # Sums in float32 in another order: two roundings of at most 7 rows' sums.
+    assert losses[0] == pytest.approx(losses[1], rel=2e-7)
+
+
+def test_a_report_of_several_steps_gives_the_numbers_of_each(train):
+    each, together = train(2, UNSAVED | MTP, UNSAVED | MTP | {"logger.report_period": 3})
+    assert list(together["losses"]) == [1, 2, 3, 4]
+    for step, (loss, depths, norm, rate) in together["losses"].items():
+        # Reported together, ranks' sums are added in another order.
+        assert (loss, *depths) == pytest.approx((each["losses"][step][0], *each["losses"][step][1]), rel=2e-7)
+        assert (norm, rate) == each["losses"][step][2:]
+
+
+def test_a_step_waits_for_the_device_as_often_with_one_microbatch_as_with_four(train):
+    waits = {}
+    for microbatches in (1, 4):
+        changes = UNSAVED | MTP | {"policy.train_global_batch_size": microbatches, "sft.max_num_steps": 2}
+        ((found, counts, objects),) = train(1, changes, target="counted")
+        assert len(found["losses"]) == len(counts) == 2
+        assert objects == []
+        waits[microbatches] = counts
+    assert waits[1] == waits[4]
+
+
+def test_steps_send_no_objects(train):
+    for found, _, objects in train(2, UNSAVED | PIPELINE | MTP, target="counted"):
+        assert len(found["losses"]) == 4
+        assert objects == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "steps"),
+    [
+        ({"sft.max_num_epochs": 2, "sft.max_num_steps": None}, 4),
+        ({"sft.max_num_epochs": 2, "sft.max_num_steps": None, "data.last_batch": "wrap"}, 5),
+        ({"sft.max_num_epochs": 2, "sft.max_num_steps": 3}, 3),
+    ],
+)
+def test_epochs_end_a_job(train, changes, steps):
+    (found,) = train(1, UNSAVED | {"policy.train_global_batch_size": 5} | changes)
+    assert (found["reason"], found["step"]) == ("finished", steps)
+
+
+def test_several_files_are_read_end_to_end_and_blends_by_weight(train, tmp_path):
+    parts = [jobs.write_rows(tmp_path / f"{first}.jsonl", rows=6, first=2 * first) for first in (0, 6)]
+    blend = {
+        "data.train.data_path": [
+            {"path": str(path), "weight": weight} for path, weight in zip(parts, (3, 1), strict=True)
+        ],
+        "data.last_batch": "wrap",
+        "logger.dump_batch_steps": [1],
+    }
+    one, several, blended = train(
+        1, UNSAVED, UNSAVED | {"data.train.data_path": [str(each) for each in parts]}, UNSAVED | blend
+    )
+    assert several["losses"] == one["losses"]
+    assert len(blended["losses"]) == 4
+    (told,) = (tmp_path / "job_2").rglob("rank_0.rows.json")
+    files = [Path(each["file"]).name for each in json.loads(told.read_text())["rows"]]
+    assert sorted(files) == ["0.jsonl", "0.jsonl", "0.jsonl", "6.jsonl"]
+
+
+def test_a_dump_holds_what_each_rank_fed(train, tmp_path):
+    train(2, UNSAVED | {f"{MEGATRON}.context_parallel_size": 2, "logger.dump_batch_steps": [2], "sft.max_num_steps": 2})
+    (folder,) = (tmp_path / "job_0").rglob("step_00000002")
+    told = [json.loads((folder / f"rank_{rank}.rows.json").read_text()) for rank in (0, 1)]
+    assert told[0]["rows"] == told[1]["rows"]
+    assert [each["line"] for each in told[0]["rows"]] == [5, 6, 7, 8]
+    fed = [load_file(folder / f"rank_{rank}.safetensors") for rank in (0, 1)]
+    for number in range(4):
+        row = fed[0][f"microbatch_{number}.row.input_ids"].flatten().tolist()
+        shares = [each[f"microbatch_{number}.share.input_ids"].flatten().tolist() for each in fed]
+        assert len(row) == jobs.PACK_LENGTH
+        assert sorted(shares[0] + shares[1]) == sorted(row)
+        assert shares[0] != shares[1]
+
+
+def test_a_signal_on_one_rank_saves_and_ends_all(world, rows, tmp_path):
+    config = jobs.write_job(tmp_path, rows)
+    payload = {"config": str(config), "step": 2, "rank": 1, "happens": "asks_to_end"}
+    for found in world(2, "train_disturbed", payload):
+        assert (found["reason"], found["step"]) == ("signal", 2)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_00000002"]
+    (end,) = jobs.records(tmp_path, "end")
+    assert end["reason"] == "signal"
+
+
+def test_the_time_to_save_by_ends_a_job_with_a_checkpoint(train, tmp_path):
+    (found,) = train(1, {"checkpointing.checkpoint_must_save_by": "0:0:0:0"})
+    assert (found["reason"], found["step"]) == ("time limit", 1)
+    assert [path.name for path in (tmp_path / "job_0" / "checkpoints").iterdir()] == ["step_00000001"]
+
+
+def test_a_loss_that_is_no_number_stops_the_job_with_its_batch(world, rows, tmp_path):
+    config = jobs.write_job(tmp_path, rows, **{"logger.report_period": 10, "checkpointing.save_period": 3})
+    payload = {"config": str(config), "step": 2, "happens": "poisons"}
+    for found in world(2, "train_disturbed", payload):
+        assert found["kind"] == "NotFinite"
+        assert "loss nan" in found["refused"]
+        assert "step 2" in found["refused"]
+    (folder,) = (tmp_path / "logs" / "dumps").iterdir()
+    assert folder.name == "step_00000002"
+    lines = [
+        each["line"] for rank in (0, 1) for each in json.loads((folder / f"rank_{rank}.rows.json").read_text())["rows"]
+    ]
+    assert sorted(lines) == [5, 6, 7, 8]
+    assert not (tmp_path / "checkpoints").exists()
+
+
+def test_a_rank_that_stops_is_named_with_its_reason_by_those_that_wait(world, rows, tmp_path):
+    config = jobs.write_job(tmp_path, rows)
+    payload = {"config": str(config), "step": 2, "rank": 1, "happens": "stops", "folder": str(tmp_path)}
+    with pytest.raises(CaseFailed):
+        world(2, "train_disturbed_apart", payload, after_failure_s=60)
+    waiting, stopped = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1))
+    assert stopped["refused"].startswith("line 7: a row that cannot be")
+    assert waiting["kind"] == "RankLost"
+    assert "rank 1 stopped: line 7: a row that cannot be" in waiting["refused"]
+
+
+def test_the_online_path_trains_and_resumes(world, tmp_path):
+    chat = jobs.write_chat(tmp_path / "chat.jsonl")
+    changes = {
+        "data.train.dataset_name": "openai_format",
+        "policy.sequence_packing.enabled": True,
+        "data.default.megatron_sft_prompt_format": None,
+        "loss.normalization": "global_valid_tokens",
+        f"{MEGATRON}.scheduler.lr_decay_iters": 4,
+    }
+    config = str(jobs.write_job(tmp_path / "online", chat, **changes))
+    parts = str(jobs.write_job(tmp_path / "parts", chat, **changes))
+    payload = [
+        {"config": config},
+        {"config": parts, "overrides": ["sft.max_num_steps=2", "data.num_workers=2"]},
+        {"config": parts, "overrides": ["data.num_workers=0"]},
+    ]
+    *found, (refused,) = [*world(2, "train_in_turn", payload), world(1, "train_in_turn", [payload[0] | PER_TOKEN])[0]]
+    assert "no normalization per_token" in refused["refused"]
+    for whole, first, rest in found:
+        assert "refused" not in whole | first | rest, (whole, first, rest)
+        assert list(rest["losses"]) == [3, 4]
+        assert whole["losses"] == first["losses"] | rest["losses"]

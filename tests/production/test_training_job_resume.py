@@ -1,0 +1,184 @@
+"""A resumed job is the job that was never stopped, to the bit; what is not that job is refused with both values named."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from equivalence.workers import CaseFailed, Deadlines, open_world, preload
+
+sys.path.insert(0, str(Path(__file__).parent))
+import training_job_worlds as jobs
+
+pytestmark = [
+    pytest.mark.xdist_group("gloo"),
+    pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning"),
+]
+
+MEGATRON = "policy.megatron_cfg"
+MTP = {f"{MEGATRON}.mtp_num_layers": 2, f"{MEGATRON}.mtp_use_repeated_layer": True}
+DISTRIBUTED = {f"{MEGATRON}.optimizer.use_distributed_optimizer": True}
+EXPERTS = {"model.num_moe_experts": 2, "model.moe_ffn_hidden_size": 16}
+OVERLAP = {
+    f"{MEGATRON}.distributed_data_parallel_config.overlap_grad_reduce": True,
+    f"{MEGATRON}.distributed_data_parallel_config.overlap_param_gather": True,
+}
+
+
+def split(dimension):
+    return {f"{MEGATRON}.{dimension}_parallel_size": 2}
+
+
+CELLS = {
+    "dp 2, distributed optimizer, depths": DISTRIBUTED | MTP,
+    "dp 2, distributed optimizer, overlapped": DISTRIBUTED | OVERLAP,
+    "tp 2, distributed optimizer, depths": split("tensor_model") | DISTRIBUTED | MTP,
+    "cp 2, plain optimizer, depths, recomputed": split("context")
+    | MTP
+    | {f"{MEGATRON}.activation_checkpointing": True},
+    "pp 2, plain optimizer, depths": split("pipeline_model") | MTP,
+    "ep 2, distributed optimizer, experts": split("expert_model") | DISTRIBUTED | EXPERTS,
+}
+
+
+@pytest.fixture(scope="module")
+def world():
+    """Runs a target in a new world of so many ranks: a job leaves some hundred threads of megatron-core's groups behind."""
+    preload(*jobs.MODULES)
+
+    def run(size, target, payload):
+        with open_world(size, deadlines=Deadlines(open_s=120, case_s=300, idle_s=60)) as opened:
+            return opened.run(f"training_job_worlds:{target}", payload)
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory):
+    return jobs.write_rows(tmp_path_factory.mktemp("rows") / "rows.jsonl")
+
+
+def resumed(folder, rows, changes, *, first=2, last=4, workers=(1, 2, 0)):
+    """Payloads: never stopped, stopped after `first` steps, gone on; each with another number of workers."""
+    whole, parts = jobs.write_job(folder / "whole", rows, **changes), jobs.write_job(folder / "parts", rows, **changes)
+    length = [f"{MEGATRON}.scheduler.lr_decay_iters={last}"]
+    return [
+        {"config": str(path), "overrides": [*length, f"sft.max_num_steps={steps}", f"data.num_workers={count}"]}
+        for path, steps, count in zip((whole, parts, parts), (last, first, last), workers, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_a_resumed_job_gives_the_losses_of_one_that_was_never_stopped(world, rows, tmp_path, cell):
+    payload = resumed(tmp_path, rows, CELLS[cell])
+    for whole, first, rest in world(2, "train_in_turn", payload):
+        assert list(first["losses"]) == [1, 2], first
+        assert list(rest["losses"]) == [3, 4], rest
+        assert whole["losses"] == first["losses"] | rest["losses"]
+
+
+def test_a_job_can_be_resumed_after_any_step(world, rows, tmp_path):
+    changes = MTP | EXPERTS | {"checkpointing.save_period": 1, "checkpointing.keep_top_k": None}
+    whole = resumed(tmp_path / "any", rows, changes)[0]
+    (before,) = world(1, "train", whole)
+    kept = sorted((tmp_path / "any" / "whole" / "checkpoints").iterdir())
+    assert [path.name for path in kept] == [f"step_0000000{step}" for step in (1, 2, 3, 4)]
+    for step in (3, 2, 1):
+        kept.pop().rename(tmp_path / f"away_{step}")
+        (again,) = world(1, "train", whole)
+        assert again["losses"] == {each: before["losses"][each] for each in range(step + 1, 5)}
+        for path in (tmp_path / "any" / "whole" / "checkpoints").iterdir():
+            if path not in kept:
+                path.rename(tmp_path / f"again_{step}_{path.name}")
+
+
+@pytest.fixture(scope="module")
+def stopped(world, rows, tmp_path_factory):
+    """A job of dp 2 with a checkpoint after its first step."""
+    folder = tmp_path_factory.mktemp("stopped")
+    config = jobs.write_job(folder, rows, **DISTRIBUTED)
+    world(2, "train", {"config": str(config), "overrides": ["sft.max_num_steps=1"]})
+    return config
+
+
+REFUSED = {
+    "another dp size and layout": ([f"{MEGATRON}.tensor_model_parallel_size=2"], "data_parallel_size: saved 2, now 1"),
+    "another pack length": (["policy.max_total_sequence_length=128"], "pack_length: saved 64, now 128"),
+    "another preset": (["data.default.semantics=strict"], "semantics: saved"),
+    "another global batch size": (["policy.train_global_batch_size=2"], "global_batch_size: saved 4, now 2"),
+    "another learning rate": ([f"{MEGATRON}.optimizer.lr=0.5"], "optimizer.lr: saved 0.002, now 0.5"),
+    "another shape": (["model.hidden_size=32"], "model.hidden_size: saved 16, now 32"),
+    "another order": (["data.shuffle=true"], 'order: saved "sequential", now "shuffle"'),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_resume_of_something_else_is_refused_with_both_values(world, stopped, case):
+    overrides, named = REFUSED[case]
+    for found in world(2, "train", {"config": str(stopped), "overrides": overrides}):
+        assert found["kind"] == "ResumeRefused", found
+        assert named in found["refused"]
+
+
+def test_another_file_or_tokenizer_is_refused_at_a_resume(world, stopped, tmp_path):
+    other = jobs.write_rows(tmp_path / "other.jsonl", first=5)
+    tokenizer = tmp_path / "tokenizer"
+    tokenizer.mkdir()
+    for path in Path(jobs.TOKENIZER).iterdir():
+        (tokenizer / path.name).write_bytes(path.read_bytes())
+    settings = json.loads((tokenizer / "tokenizer_config.json").read_text())
+    (tokenizer / "tokenizer_config.json").write_text(json.dumps(settings | {"eos_token": "<SPECIAL_10>"}))
+    for override, named in (
+        (f"data.train.data_path={other}", "files: saved"),
+        (f"policy.tokenizer.name={tokenizer}", "tokenizer: saved"),
+    ):
+        payload = {"config": str(stopped), "overrides": [override]}
+        for found in world(2, "train", payload):
+            assert found["kind"] == "ResumeRefused", found
+            assert named in found["refused"]
+
+
+def test_ranks_that_read_different_files_do_not_begin(world, rows, tmp_path):
+    other = jobs.write_rows(tmp_path / "other.jsonl", first=5)
+    configs = [str(jobs.write_job(tmp_path / path.stem, path)) for path in (rows, other)]
+    for found in world(2, "unlike", {"configs": configs}):
+        assert "files differ" in found["refused"]
+        assert "rank 0 and rank 1" in found["refused"]
+
+
+def test_a_run_that_begins_anew_does_not_write_among_another_ones_checkpoints(world, stopped):
+    payload = {"config": str(stopped), "overrides": ["checkpointing.resume=false"]}
+    for found in world(2, "train", payload):
+        assert "checkpoints of another run" in found["refused"]
+
+
+def test_a_rank_killed_while_it_saves_leaves_the_checkpoint_before(world, rows, tmp_path):
+    changes = DISTRIBUTED | {"checkpointing.save_period": 1}
+    whole, _, rest = resumed(tmp_path, rows, changes)
+    with pytest.raises(CaseFailed, match="rank 0"):
+        world(2, "train_killed_in_save", rest | {"killed_at": 2})
+    checkpoints = tmp_path / "parts" / "checkpoints"
+    assert sorted(path.name for path in checkpoints.iterdir()) == [".step_00000002.writing", "step_00000001"]
+    both = world(2, "train_in_turn", [whole, rest])
+    for never_stopped, gone_on in both:
+        assert gone_on["losses"] == {step: never_stopped["losses"][step] for step in (2, 3, 4)}
+    assert not list(checkpoints.glob(".*"))
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [("pipeline_model", None), ("tensor_model", None), (None, "tensor_model")]
+)
+def test_weights_of_a_checkpoint_start_a_run_in_another_layout(world, rows, tmp_path, before, after):
+    changes = MTP | {"sft.max_num_steps": 1}
+    saved = jobs.write_job(tmp_path / "saved", rows, **changes | (split(before) if before else {}))
+    started = jobs.write_job(tmp_path / "started", rows, **changes | (split(after) if after else {}))
+    size = 2 if before else 1
+    ended = world(size, "weights", {"config": str(saved), "after": True})
+    start = [
+        "model.initial=megatron",
+        f"model.initial_path={tmp_path / 'saved' / 'checkpoints' / 'step_00000001'}",
+    ]
+    begun = world(2 if after else 1, "weights", {"config": str(started), "overrides": start})
+    assert begun[0][0]["step"] == 1
+    assert jobs.together(ended) == jobs.together(begun)

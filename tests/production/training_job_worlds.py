@@ -1,0 +1,336 @@
+"""What ranks of a world do in the tests of the training job, and the small job that they run."""
+
+import json
+from pathlib import Path
+
+import torch
+
+TOKENIZER = str(Path(__file__).parents[2] / "examples" / "tokenizers" / "nemotron-mini")
+WORDS = [
+    "river",
+    "stone",
+    "lamp",
+    "cloud",
+    "paper",
+    "seven",
+    "green",
+    "quick",
+    "under",
+    "table",
+    "music",
+    "north",
+    "apple",
+    "winter",
+    "glass",
+]
+ROWS = 12
+PACK_LENGTH = 64
+MODULES = (
+    "production.training.loop",
+    "production.training.dumps",
+    "equivalence.layout_runs",
+    "transformers.models.auto.tokenization_auto",
+    "transformers.tokenization_utils_tokenizers",
+    "rich.progress",
+    "torch.distributed.checkpoint",
+)
+
+
+def words(number, count):
+    return " ".join(WORDS[(number * 7 + place * place + place) % len(WORDS)] for place in range(count))
+
+
+def conversation(number):
+    return [
+        {"role": "system", "content": ""},
+        {"role": "user", "content": words(number, 2)},
+        {"role": "assistant", "content": words(number + 1, 4 + number % 3)},
+    ]
+
+
+def write_rows(path, rows=ROWS, first=0):
+    """Packed rows that fit PACK_LENGTH."""
+    lines = [
+        json.dumps({"messages": [*conversation(first + 2 * row), *conversation(first + 2 * row + 1)]})
+        for row in range(rows)
+    ]
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def write_chat(path, rows=ROWS):
+    path.write_text("\n".join(json.dumps({"messages": conversation(row)[1:]}) for row in range(rows)) + "\n")
+    return path
+
+
+def settings(folder, data, **changes):
+    """The small job as nested mappings: two layers, two repeated depths, dropout."""
+    keys = {
+        "sft.max_num_steps": 4,
+        "sft.max_num_epochs": None,
+        "policy.tokenizer.name": TOKENIZER,
+        "policy.train_global_batch_size": 4,
+        "policy.max_total_sequence_length": PACK_LENGTH,
+        "policy.precision": "float32",
+        "policy.megatron_cfg.optimizer.optimizer": "adam",
+        "policy.megatron_cfg.optimizer.lr": 2e-3,
+        "policy.megatron_cfg.optimizer.clip_grad": 1.0,
+        "model.vocab_size": 4096,
+        "model.num_layers": 2,
+        "model.hidden_size": 16,
+        "model.ffn_hidden_size": 32,
+        "model.num_attention_heads": 2,
+        "model.hidden_dropout": 0.1,
+        "data.train.dataset_name": "megatron_sft_packed",
+        "data.train.data_path": str(data),
+        "data.default.megatron_sft_prompt_format": "nemotron-nano-v2",
+        "data.num_workers": 1,
+        "checkpointing.checkpoint_dir": str(folder / "checkpoints"),
+        "logger.log_dir": str(folder / "logs"),
+        "logger.tensorboard_enabled": False,
+        "logger.progress": False,
+        "cluster.device": "cpu",
+        **changes,
+    }
+    nested = {}
+    for key, value in keys.items():
+        *parents, name = key.split(".")
+        section = nested
+        for parent in parents:
+            section = section.setdefault(parent, {})
+        section[name] = value
+    return nested
+
+
+def write_job(folder, data, **changes):
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "job.yaml"
+    path.write_text(json.dumps(settings(folder, data, **changes)))
+    return path
+
+
+def losses(outcome):
+    """What must be equal to the bit."""
+    return {each.step: (each.loss, each.mtp_losses, each.gradient_norm, each.learning_rate) for each in outcome.numbers}
+
+
+def train(payload, worker):  # noqa: ARG001 - as a world calls it
+    """Run the job of a file with overrides; gives how it ended, or what it was refused with."""
+    from production.errors import PackproofError
+    from production.training.config import load
+    from production.training.loop import run
+
+    try:
+        outcome = run(load(payload["config"], payload.get("overrides", ())))
+    except PackproofError as error:
+        return {"refused": str(error), "kind": type(error).__name__}
+    return {"step": outcome.step, "reason": outcome.reason, "losses": losses(outcome)}
+
+
+def train_in_turn(payload, worker):
+    """Several jobs one after the other."""
+    return [train(each, worker) for each in payload]
+
+
+def train_disturbed(payload, worker):
+    """`train`, with something that happens on `rank` when its step `step` begins."""
+    from unittest import mock
+
+    from production.training.engine import Engine
+
+    whole, taken = Engine.step, 0
+
+    def step(self, batches):
+        nonlocal taken
+        taken += 1
+        if taken == payload["step"] and worker.rank == payload.get("rank", worker.rank):
+            globals()[payload["happens"]](self)
+        return whole(self, batches)
+
+    with mock.patch.object(Engine, "step", step):
+        return train(payload, worker)
+
+
+def train_disturbed_apart(payload, worker):
+    """`train_disturbed` for the last case of a world: each rank leaves a file and ends, as a process of its own would."""
+    import os
+
+    found = train_disturbed(payload, worker)
+    Path(payload["folder"], f"{worker.rank}.json").write_text(json.dumps(found))
+    os._exit(0)
+
+
+def asks_to_end(_engine):
+    import os
+    import signal
+
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def poisons(engine):
+    """A weight that every token meets becomes NaN."""
+    with torch.no_grad():
+        for parameter in engine.model.parameters():
+            parameter.fill_(torch.nan)
+        engine.optimizer.reload_model_params()
+
+
+def stops(_engine):
+    from production.errors import PackproofError
+
+    raise PackproofError(what="a row that cannot be", where="line 7", mend="take it out")
+
+
+def train_killed_in_save(payload, worker):
+    """Rank 0 is killed when tensors are written and the manifest is not."""
+    import os
+    import signal
+    from unittest import mock
+
+    from production.training import checkpoint
+
+    writes = checkpoint._write
+
+    def killed(path, data):
+        if f"step_{payload['killed_at']:08d}" in str(path):
+            os.kill(os.getpid(), signal.SIGKILL)
+        writes(path, data)
+
+    with mock.patch.object(checkpoint, "_write", killed):
+        return train(payload, worker)
+
+
+def weights(payload, worker):
+    """What came of a job, with the parts of the whole model's weights that this rank held: as it began, or `after` its last step."""
+    from unittest import mock
+
+    from production.training.engine import Engine
+    from production.weights import shards
+
+    parts, made, whole = [], Engine.__init__, Engine.step
+
+    def keep(engine):
+        parts[:] = [
+            (each.name, each.shape, each.part, each.values.detach().clone())
+            for each in shards(engine.model)
+            if each.is_main
+        ]
+
+    def begun(self, *args, **options):
+        made(self, *args, **options)
+        keep(self)
+
+    def stepped(self, batches):
+        found = whole(self, batches)
+        if payload.get("after"):
+            keep(self)
+        return found
+
+    with mock.patch.object(Engine, "__init__", begun), mock.patch.object(Engine, "step", stepped):
+        return train(payload, worker), [(*each[:2], [(at.start, at.stop) for at in each[2]], each[3]) for each in parts]
+
+
+def together(results):
+    """The whole model's weights as bytes by name."""
+    from production.weights import put_together
+
+    found = {}
+    for _, parts in results:
+        for name, shape, part, values in parts:
+            found.setdefault(name, []).append((shape, tuple(slice(*each) for each in part), values))
+    return {name: tensor.numpy().tobytes() for name, tensor in put_together(found).items()}
+
+
+def counted(payload, worker):
+    """How often a job's steps wait for the device, and which collectives of objects they call.
+
+    Not counted is what reads the host's memory on any device, the making of a microbatch, and what stands on the CPU for fused
+    kernels: the attention, and megatron-core's rotary embedding (`apply_rope_fusion`), which cuts a row by segments.
+    """
+    import functools
+    from unittest import mock
+
+    from megatron.core.models.common.embeddings import rope_utils
+    from torch import distributed
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    from production.device.attention import SegmentAttention
+    from production.training import engine
+    from production.training import step as steps
+
+    waits, objects, on_host = [], [], [0]
+
+    def aside(function):
+        @functools.wraps(function)
+        def call(*args, **options):
+            on_host[0] += 1
+            try:
+                return function(*args, **options)
+            finally:
+                on_host[0] -= 1
+
+        return call
+
+    class Count(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            if function._schema.name in {"aten::_local_scalar_dense", "aten::item", "aten::equal", "aten::nonzero"}:
+                waits[-1] += not on_host[0]
+            return function(*args, **(kwargs or {}))
+
+    whole = engine.forward_backward
+
+    def forward_backward(*args, **options):
+        waits.append(0)
+        with Count():
+            return whole(*args, **options)
+
+    def naming(name):
+        original = getattr(distributed, name)
+
+        def call(*args, **options):
+            objects.append(name)
+            return original(*args, **options)
+
+        return call
+
+    step = engine.Engine.step
+
+    def stepped(self, batches):
+        names = ("broadcast_object_list", "all_gather_object", "gather_object", "scatter_object_list")
+        with mock.patch.multiple(distributed, **{name: naming(name) for name in names}):
+            return step(self, batches)
+
+    with (
+        mock.patch.object(engine, "forward_backward", forward_backward),
+        mock.patch.object(steps, "process_microbatch", aside(steps.process_microbatch)),
+        mock.patch.object(SegmentAttention, "forward", aside(SegmentAttention.forward)),
+        mock.patch.object(rope_utils, "_apply_rotary_pos_emb_thd", aside(rope_utils._apply_rotary_pos_emb_thd)),
+        mock.patch.object(engine.Engine, "step", stepped),
+    ):
+        found = train(payload, worker)
+    return found, waits, objects
+
+
+def unlike(payload, worker):
+    """A job whose ranks are given different files."""
+    return train({"config": payload["configs"][worker.rank]}, worker)
+
+
+def records(folder, kind):
+    lines = (folder / "logs" / "metrics.jsonl").read_text().splitlines()
+    return [each for each in map(json.loads, lines) if each["kind"] == kind]
+
+
+def train_measured(payload, worker):
+    """`train` whose checkpoints are told these losses by step."""
+    from unittest import mock
+
+    from production.training.checkpoint import Checkpoints
+
+    whole = Checkpoints.save
+
+    def save(self, engine, **options):
+        return whole(self, engine, **options | {"metrics": {"train:loss": payload["losses"][options["step"]]}})
+
+    with mock.patch.object(Checkpoints, "save", save):
+        return train(payload, worker)
