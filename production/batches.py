@@ -102,7 +102,7 @@ def collate(rows: Sequence[Row | Sample]) -> Batch:
 
 
 def flatten(batch: Batch) -> FlatBatch:
-    """The batch as one sequence (R-BATCH-2): rows keep their boundaries and never merge."""
+    """The batch as one sequence (R-BATCH-2): rows keep their boundaries and never merge. Raises ValueError where those leave int32."""
     count, length = batch.input_ids.shape
     entries = torch.arange(batch.packed_cu_seqlens.shape[1])
     is_own = entries < batch.packed_cu_seqlens_lengths[:, None]
@@ -121,7 +121,7 @@ def flatten(batch: Batch) -> FlatBatch:
 
 
 def take_rank(batch: Batch, *, rank: int, size: int) -> Batch:
-    """The rows of data-parallel rank `rank` of `size`: `rank, rank + size, …` (R-BATCH-3), as views."""
+    """The rows of data-parallel rank `rank` of `size`: `rank, rank + size, …` (R-BATCH-3), as views. Raises ValueError where `size` does not divide them."""
     if not 0 <= rank < size:
         raise ValueError(f"data-parallel rank {rank} of {size}: ranks run from 0 to {size - 1}")
     count = len(batch.sample_mask)

@@ -29,6 +29,7 @@ class Layout:
     """How a sequence is cut: each unit into equal pieces, and which of them a rank owns, in that order."""
 
     name: str
+    """What configurations call it."""
     unit: Literal["segment", "row"]
     """What is cut into pieces; its length must be divisible by their number."""
     pieces: Callable[[int], int]
@@ -194,7 +195,7 @@ def partitioned_indices(cu_seqlens: torch.Tensor, total_tokens: int, size: int, 
 
 
 def check_boundaries(boundaries: torch.Tensor, pieces: int, *, rows: int, total: int) -> None:
-    """Refuse what are no boundaries of `rows` rows and `total` tokens in segments that `pieces` divides: BatchRefused."""
+    """Refuse `boundaries` [K] int64 that are none of `rows` rows and `total` tokens in segments that `pieces` divides: BatchRefused."""
     ends = boundaries[:: max(len(boundaries) - 1, 1)].tolist()
     is_torn = ends != [0, total] or int(boundaries.diff().amin()) < 0
     if rows > 1:

@@ -23,8 +23,11 @@ class Exchange:
     """How the ranks' shares [t, ...] and the whole row [T, ...], T = size · t, become each other. Not differentiable."""
 
     group: distributed.ProcessGroup
+    """The ranks that share the row."""
     rank: int
+    """This rank's place in the group."""
     size: int
+    """Ranks of the group."""
     order: torch.Tensor
     """[T] int64: the positions that rank 0 owns, then those of rank 1, and so on."""
 
@@ -60,7 +63,7 @@ def exchange(
     rows: int = 1,
     device: torch.device | None = None,
 ) -> Exchange:
-    """The exchange of one sequence of `total_tokens` with these boundaries among the ranks of `group`.
+    """The exchange of one sequence of `total_tokens` with these boundaries [K] among the ranks of `group`.
 
     Raises BatchRefused as `context_parallel.shard_index`: where the boundaries do not divide, or are not those of a
     sequence of this length.

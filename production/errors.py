@@ -7,8 +7,11 @@ class PackproofError(ValueError):
     """Base of every error that a user can mend; `str()` of it says all three fields on one line."""
 
     what: str
+    """What is wrong."""
     where: str
+    """Where it stands: file and line, row, setting or rank."""
     mend: str
+    """How to mend it."""
 
     def __init__(self, *, what: str, where: str, mend: str) -> None:
         super().__init__(f"{where}: {what}. To mend it: {mend}")
@@ -25,7 +28,9 @@ class BadInput(PackproofError):  # noqa: N818 - reads as the verdict it is
     """A file that cannot be read as packed rows (SPEC R-FILE); nothing of the row is used."""
 
     kind: str
+    """One word for the fault, of SPEC R-FILE."""
     file: str
+    """The path as the user wrote it."""
     line: int | None
     byte: int | None
 
@@ -46,6 +51,7 @@ class RowRefused(PackproofError):  # noqa: N818 - reads as the verdict it is
     """A row that can be read but must not be trained on, such as one with an empty assistant turn."""
 
     kind: str
+    """One word for the fault, of SPEC section 9."""
     conversation: int | None
     turn: int | None
 
@@ -64,6 +70,7 @@ class BatchRefused(PackproofError):  # noqa: N818 - reads as the verdict it is
     """Rows that cannot be one batch, found on the host before any copy to a device."""
 
     kind: str
+    """One word for the fault, of R-GUARD-1."""
     row: int | None
 
     def __init__(self, *, kind: str, what: str, where: str, mend: str, row: int | None = None) -> None:

@@ -14,7 +14,9 @@ class Laid:
     """The conversations of a row that were begun, before padding."""
 
     tokens: Ids
+    """[T] int64: the conversations' tokens, end to end."""
     targets: Ids
+    """[T] int64: the same with -100 where nothing is trained, not shifted yet."""
     lengths: Ids
     """[C]: tokens of each."""
     ends: Ids

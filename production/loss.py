@@ -67,6 +67,8 @@ def auxiliary_scale(
 ) -> Callable[[], torch.Tensor] | None:
     """What `mtp_grad_scale_func` and `moe_grad_scale_func` of the model's config must be in this global batch; None leaves them unset.
 
+    `global_valid_tokens` is a scalar (R-BATCH-5).
+
     With `global_valid_tokens` the schedule counts no tokens, so nothing divides the gradients of losses that are computed
     inside the model: they come out as in `per_token` only with this scale (R-LOSS-6).
     """
@@ -89,6 +91,7 @@ def loss_function(
     The output is token losses [1, n] on the direct path, logits [1, n, V / tp] on the online one. `global_valid_tokens`
     (scalar, R-BATCH-5 or R-ONLINE-6) is needed for `global_valid_tokens`, and the online path knows no other.
     The groups are megatron-core's; `tensor_group` None takes the current one, `context_group` is needed online at cp > 1.
+    Raises PackproofError where a divisor or a group is missing, or the online path is asked for another normalization.
     """
     if microbatch.row is None:
         return lambda output: direct_loss(
@@ -156,7 +159,8 @@ def token_log_probabilities(
 def gather_context(share: torch.Tensor, row: OnlineRow, settings: LossSettings, *, group: Any = None) -> torch.Tensor:
     """The whole row's log-probabilities [1, T] from every rank's share [1, T / cp], in the order of the row (R-CP-5).
 
-    All ranks compute the same loss from it, so each keeps the gradient of its own share, without a message.
+    All ranks compute the same loss from it, so each keeps the gradient of its own share, without a message. Raises
+    PackproofError where `group` is not the row's.
     """
     if settings.context_parallel_size == 1:
         return share
@@ -200,7 +204,10 @@ def training_loss(reports: Sequence[torch.Tensor], *, group: Any = None) -> torc
 
 
 def validation_loss(reports: Sequence[torch.Tensor], *, group: Any = None) -> torch.Tensor:
-    """Megatron-LM's validation loss of SFT: the unweighted mean over microbatches and dp x cp ranks of sum / count (R-LOSS-8)."""
+    """Megatron-LM's validation loss of SFT: the unweighted mean over microbatches and dp x cp ranks of sum / count (R-LOSS-8).
+
+    `reports` and `group` as in `training_loss`; a scalar.
+    """
     each = torch.stack(list(reports))
     mean = (each[:, 0] / each[:, 1].clamp(min=1)).mean()
     if group is not None:
@@ -212,7 +219,7 @@ def validation_loss(reports: Sequence[torch.Tensor], *, group: Any = None) -> to
 def reported_valid_tokens_loss(
     reports: Sequence[torch.Tensor], global_valid_tokens: torch.Tensor, *, online: bool, group: Any = None
 ) -> torch.Tensor:
-    """The loss that the direct and online path report: all sums over the global divisor, which is not counted again (R-LOSS-9)."""
+    """The loss that the direct and online path report: all sums over the global divisor, a scalar that is not counted again (R-LOSS-9)."""
     total = torch.stack(list(reports))[:, 0].sum()
     if group is not None:
         distributed.all_reduce(total, group=group)

@@ -29,6 +29,7 @@ class MicrobatchSettings:
     """What a microbatch is made for: this rank's place, and how multi-token prediction gets its tensors."""
 
     context_parallel_rank: int = 0
+    """Which share of the row, from 0."""
     context_parallel_size: int = 1
     """cp."""
     layout: str = "zigzag"

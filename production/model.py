@@ -51,7 +51,9 @@ class ModelSettings:
     tie_embeddings: bool = False
     """Whether the output layer is the embedding."""
     rotary_percent: float = 1.0
+    """Share of a head's channels that turn, 0 to 1."""
     rotary_base: int = 10_000
+    """Base of the rotary frequencies."""
     transformer: Mapping[str, Any] = field(default_factory=dict)
     """Fields of megatron-core's TransformerConfig by name, without DERIVED."""
 

@@ -105,7 +105,7 @@ class DepthFeed:
     def answer(
         self, tensor: torch.Tensor | None, *, shifts: int, dims: int, size: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The next table and its sum, for megatron-core's roll of `tensor`. Raises PackproofError where it cannot be that one."""
+        """The next table [B, n] and its sum, for megatron-core's roll of `tensor`. Raises PackproofError where it cannot be that one."""
         if not self._slots:
             raise _unexpected("a roll, and the tables have no depth", "no call")
         name, depth = self._slots[self._next]

@@ -62,7 +62,7 @@ def first_fit_decreasing(lengths: Sequence[int], capacity: int) -> Bins:
 
 
 def first_fit(lengths: Sequence[int], capacity: int, *, order: Iterable[int]) -> Bins:
-    """In the order given, each into the first bin with room: with `shuffled`, R-PACK-3."""
+    """In the order given, each into the first bin with room: with `shuffled`, R-PACK-3. Raises PackproofError for an order that is none."""
     check_lengths(lengths, capacity)
     order = list(order)
     if sorted(order) != list(range(len(lengths))):
@@ -148,7 +148,7 @@ def raise_bin_count(bins: Bins, multiple_of: int) -> Bins:
 
 
 def take_rank(bins: Bins, *, rank: int, size: int) -> Bins:
-    """The bins of data-parallel rank `rank` of `size`: `rank, rank + size, …` (R-PACK-6)."""
+    """The bins of data-parallel rank `rank` of `size`: `rank, rank + size, …` (R-PACK-6). Raises PackproofError where `size` does not divide them."""
     if not 0 <= rank < size:
         raise PackproofError(
             what=f"rank {rank} of {size}", where="data-parallel rank", mend="give one from 0 to size - 1"

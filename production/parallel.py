@@ -61,14 +61,23 @@ class Place:
     """Where this rank stands in each dimension."""
 
     rank: int
+    """In the world."""
     world_size: int
+    """Ranks of the world."""
     tensor_rank: int
+    """Among the ranks that share each layer's weights."""
     context_rank: int
+    """Among the ranks that share a row."""
     context_size: int
+    """cp."""
     data_rank: int
+    """Which replica of the model, and so which rows."""
     data_size: int
+    """dp."""
     pipeline_rank: int
+    """Which stage."""
     pipeline_size: int
+    """pp."""
 
     @property
     def is_first_stage(self) -> bool:

@@ -110,7 +110,7 @@ def render_messages(conversation: Conversation, prompt_format: PromptFormat, num
 
 
 def render_template(conversation: Conversation, tokenizer: Any, number: int) -> str:
-    """The text of a conversation through the tokenizer's own template (R-RENDER-4)."""
+    """The text of a conversation through the tokenizer's own template (R-RENDER-4). Raises RowRefused where there is none or it fails."""
     template = tokenizer.chat_template
     if template is None:
         raise refusal("no_chat_template", "the tokenizer has no chat template", conversation=number)

@@ -43,7 +43,7 @@ def kernel_for(device: torch.device) -> Kernel:
 def merge(
     first: tuple[torch.Tensor, torch.Tensor], second: tuple[torch.Tensor, torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output and log-sum-exp of the same queries over both blocks of keys; outputs come in any dtype, and leave wide."""
+    """Output [..., n, d] and log-sum-exp [..., n] of the same queries over both blocks of keys; outputs come in any dtype, and leave wide."""
     total = torch.logaddexp(first[1], second[1])
     shares = [(each - total).exp_().unsqueeze(-1) for each in (first[1], second[1])]
     return first[0] * shares[0] + second[0] * shares[1], total

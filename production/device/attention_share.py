@@ -27,6 +27,7 @@ class Run:
     length: int
     """Of each, in tokens."""
     count: int
+    """How many segments."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,11 +35,13 @@ class Place:
     """Where one owned chunk of each segment of a run lies, and which keys it sees."""
 
     run: Run
+    """The run that the chunk's segments are of."""
     owned: tuple[int, int]
     """How many chunks of a segment the rank owns, and which of them this is."""
     chunk: int
     """Tokens of the chunk."""
     local_start: int
+    """Where the run begins in what the rank holds, in tokens."""
     before: int
     """Tokens of the segment before the chunk."""
 
@@ -68,10 +71,13 @@ class Share:
     """What a rank attends to of a row."""
 
     runs: Sequence[Run]
+    """All segments of the row, in order."""
     exchange: Exchange | None
     """None where the rank holds the whole row."""
     rank: int
+    """This rank among those that share the row."""
     size: int
+    """How many share it."""
 
     def places(self) -> Iterator[Place]:
         """Each run's owned chunks, in the order in which the rank holds them."""

@@ -34,6 +34,7 @@ class Identity:
     """xxh3-128 of all bytes."""
 
     layout: ClassVar[struct.Struct] = struct.Struct("<qq16s16s")
+    """How it is written in an index: size, time, sample, content."""
 
     @property
     def stamp(self) -> tuple[int, int]:
@@ -52,7 +53,7 @@ class Identity:
 
 
 def open_for_reading(path: Path, name: str) -> int:
-    """A descriptor of a regular file; `name` is what errors call it."""
+    """A descriptor of a regular file; `name` is what errors call it. Raises BadInput where there is none to be read."""
     try:
         if not stat.S_ISREG(path.stat().st_mode):
             raise bad_file("not_a_file", "it is a folder" if path.is_dir() else "it is no regular file", file=name)

@@ -30,7 +30,9 @@ class LineFile:
     name: str
     """The path as the user wrote it."""
     header: IndexHeader
+    """What its index says of the file."""
     index_path: Path
+    """Where the index lies."""
     plain_path: Path
     """The file that is read: the unpacked copy where the named one is compressed."""
     built: bool

@@ -30,6 +30,7 @@ class Location(NamedTuple):
     """Where a row stands."""
 
     file: str
+    """The path as the user wrote it."""
     line: int
     """1-based."""
     byte_start: int
@@ -42,11 +43,13 @@ class SkippedRow(NamedTuple):
     """A line that `on_bad_row="skip"` left out."""
 
     file: str
+    """The path as the user wrote it."""
     line: int
     """1-based."""
     byte: int
     """0-based offset of the fault, in the unpacked file."""
     kind: str
+    """One word for the fault, of R-FILE."""
 
 
 def open_source(

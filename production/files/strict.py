@@ -30,6 +30,7 @@ class StrictJson:
     """One line, parsed: `value` is what it says, `offset_of` where each part of it stands."""
 
     value: Any
+    """What the line says, as Python's own types."""
 
     def __init__(self, text: str) -> None:
         """Parse `text`; LineError for the first thing that is not JSON, a duplicate key or half of a surrogate pair."""

@@ -23,6 +23,7 @@ class BadLine(NamedTuple):
     byte: int
     """0-based offset of the fault in the file."""
     kind: str
+    """One word for the fault, of R-FILE."""
 
 
 class _Verdicts(msgspec.Struct, frozen=True, kw_only=True):
