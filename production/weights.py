@@ -27,7 +27,7 @@ class Shard:
     part: tuple[slice, ...]
     """Where this rank's values lie in it."""
     values: torch.Tensor
-    """This rank's values, a view: writing changes the model."""
+    """This rank's values, of any shape and dtype, a view: writing changes the model."""
     is_main: bool
     """Whether this rank counts: of several with the same part, one does."""
 
@@ -35,7 +35,7 @@ class Shard:
 def shards(
     model: torch.nn.Module, *, of: Callable[[torch.nn.Parameter], torch.Tensor] | None = None
 ) -> Iterator[Shard]:
-    """The parts of this rank's model; `of` takes something else of a parameter's shape, such as its gradient."""
+    """The parts of this rank's model; `of` takes something else of any shape that a parameter has, such as its gradient."""
     inner = unwrap(model)
     parameters = dict(inner.named_parameters())
     for local_name, entry in inner.sharded_state_dict().items():
@@ -74,7 +74,7 @@ def fill(model: torch.nn.Module, whole: Callable[[str, tuple[int, ...]], torch.T
 
 
 def drawn(seed: int, *, scale: float = 0.02) -> Callable[[str, tuple[int, ...]], torch.Tensor]:
-    """Weights by name from a seed, the same in every layout: float64, norms around 1, others around 0."""
+    """Weights of any shape by name from a seed, the same in every layout: float64, norms around 1, others around 0."""
 
     def draw(name: str, shape: tuple[int, ...]) -> torch.Tensor:
         generator = torch.Generator().manual_seed(_mix(seed, name))
@@ -87,7 +87,7 @@ def drawn(seed: int, *, scale: float = 0.02) -> Callable[[str, tuple[int, ...]],
 def put_together(
     parts: Mapping[str, list[tuple[tuple[int, ...], tuple[slice, ...], torch.Tensor]]],
 ) -> dict[str, torch.Tensor]:
-    """Whole tensors from the parts of all ranks: shape, part and values by name. Raises PackproofError where some is missing."""
+    """Whole tensors of any shape from the parts of all ranks: shape, part and values by name. Raises PackproofError where some is missing."""
     whole = {}
     for name, pieces in parts.items():
         shape, dtype = pieces[0][0], pieces[0][2].dtype

@@ -107,7 +107,7 @@ def forward_backward(
     """Run this data-parallel rank's microbatches and, but for `forward_only`, leave the finished gradients in the buffers.
 
     `batches` are on the host, one for each microbatch: a row of the direct path or a bin of the online one, the same on
-    all ranks that share it. Every rank of the world must call it, with as many microbatches.
+    all ranks that share it. Every rank of the world must call it, with as many microbatches. Raises PackproofError where there is none.
     Raises PackproofError for none, or for stages that cannot know each other's lengths.
     """
     if not batches:
