@@ -16,6 +16,8 @@ from equivalence.subjects import PROMPT_FORMATS
 
 PLAIN_EVERY = 5.0
 """Seconds between plain lines."""
+TELLING_SHARE = 0.1
+"""Of a run, before which no time left is told."""
 STYLES = {"equal": "bold green", "interrupted": "bold yellow"}
 
 
@@ -71,8 +73,10 @@ class Reporter:
         if outcome.rate:
             parts.append(f"{outcome.rate:,.0f} generated rows/s")
         if outcome.planned and outcome.done:
-            left = elapsed * (outcome.planned - outcome.done) / outcome.done
-            parts.append(f"{100 * outcome.done / outcome.planned:.0f} %, {_clock(left)} left")
+            share = outcome.done / outcome.planned
+            # What the first pieces cost says little of the rest: loading dominates them.
+            left = f", {_clock(elapsed / share - elapsed)} left" if share >= TELLING_SHARE else ""
+            parts.append(f"{100 * share:.0f} %{left}")
         if count := sum(outcome.tally.differing.values()):
             parts.append(f"{count} differing")
         return ", ".join(parts)
@@ -88,8 +92,9 @@ def show(summary: dict[str, Any], console: Console, files: list[str]) -> None:
     console.print(_checks(summary))
     if summary["layouts"]:
         console.print(_layouts(summary))
+        console.print(Text("third witness of steps: the installed package's own pieces, but for", "dim"))
         for name, what in summary["third_witness"]["stand_ins"].items():
-            console.print(Text(f"third witness of steps, not as it comes: {name}: {what}", "dim"))
+            console.print(Text(f"  {name}: {what}", "dim"))
     console.print(_classes(summary), highlight=False)
     _differences(summary, console)
     for each in summary["unhit"]:

@@ -27,7 +27,7 @@ from production.training.launch import Launched, launched, world_size
 from production.training.loggers import Loggers, LoggerSettings, MlflowSettings, Record, WandbSettings, open_loggers
 from production.training.metrics import FlopsOf, Group, StepMetrics, Timing
 from production.training.progress import RunProgress
-from production.training.start import build, check_loss, check_same, checkpoints_of, found_checkpoint, identity
+from production.training.start import build, check_same, checkpoints_of, found_checkpoint, identity
 from production.training.step_numbers import StepNumbers
 from production.training.summary import close_run
 
@@ -53,7 +53,6 @@ class Outcome:
 def run(job: Job) -> Outcome:
     """Train as the job says, in the world that torchrun started. Raises PackproofError, before any model is built, for what is refused."""
     validate(job, world_size(), device=device_here(job))
-    check_loss(job)
     layout = sizes(job)
     with (
         launched(

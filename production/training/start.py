@@ -17,32 +17,13 @@ from production.training.config import Job
 from production.training.engine import Engine
 from production.training.feed import Feed
 
-METRICS = ("train:loss", "val:val_loss")
-"""What the best checkpoints can be chosen by."""
-
 _FREE = ("recompute", "overlap", "log_", "barrier", "timers")
 """Beginnings of options that change no number."""
 
 
-def check_loss(job: Job) -> None:
-    """The online path's loss stands outside the model and knows one divisor. Raises PackproofError."""
-    if not job.is_packed and job.loss.normalization != "global_valid_tokens":
-        raise PackproofError(
-            what=f"the online path has no normalization {job.loss.normalization}",
-            where=job.where("loss.normalization"),
-            mend="set it to global_valid_tokens, or train on packed rows",
-        )
-
-
 def checkpoints_of(job: Job) -> Checkpoints:
-    """The job's checkpoints. Raises PackproofError for a metric that no run has."""
+    """Where and how the job keeps its checkpoints."""
     given = job.checkpointing
-    if given.enabled and given.metric_name is not None and given.metric_name not in METRICS:
-        raise PackproofError(
-            what=f"{given.metric_name!r} is no metric of a run",
-            where=job.where("checkpointing.metric_name"),
-            mend=f"choose one of {', '.join(METRICS)}, or null for the newest",
-        )
     return Checkpoints(
         folder=Path(given.checkpoint_dir),
         keep=given.keep_top_k,

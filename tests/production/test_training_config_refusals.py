@@ -14,7 +14,11 @@ MEGATRON = "policy.megatron_cfg"
 OPTIMIZER = f"{MEGATRON}.optimizer"
 DDP = f"{MEGATRON}.distributed_data_parallel_config"
 TRANSFORMER = f"{MEGATRON}.transformer"
-ONLINE = ["data.train.dataset_name=openai_format", "policy.sequence_packing.enabled=true"]
+ONLINE = [
+    "data.train.dataset_name=openai_format",
+    "policy.sequence_packing.enabled=true",
+    "loss.normalization=global_valid_tokens",
+]
 EXPERTS = ["model.num_moe_experts=4", "model.moe_ffn_hidden_size=64"]
 PLAIN = f"{OPTIMIZER}.use_distributed_optimizer=false"
 PACKED = "{dataset_name: megatron_sft_packed, data_path: x}"
@@ -109,7 +113,9 @@ REFUSED = [
     (["policy.train_global_batch_size=0", "sft.val_global_batch_size=8"], 1, "global_batch_size", "policy.train_global_batch_size"),
     (["sft.val_global_batch_size=6"], 4, "global_batch_size", "sft.val_global_batch_size"),
     (["policy.sequence_packing.enabled=true"], 1, "sequence_packing", "policy.sequence_packing.enabled"),
-    (["data.train.dataset_name=openai_format"], 1, "sequence_packing", "policy.sequence_packing.enabled"),
+    (["data.train.dataset_name=openai_format", "loss.normalization=global_valid_tokens"], 1, "sequence_packing",
+     "policy.sequence_packing.enabled"),
+    (ONLINE[:2], 1, "online_normalization", "loss.normalization"),
     ([*ONLINE, "policy.sequence_packing.sequence_length_round=64"], 1, "sequence_length_round",
      "policy.sequence_packing.sequence_length_round"),
     # R-SETUP-10
@@ -192,6 +198,7 @@ REFUSED = [
     (["checkpointing.keep_top_k=0"], 1, "checkpoint", "checkpointing.keep_top_k"),
     (["checkpointing.metric_name=loss"], 1, "checkpoint", "checkpointing.metric_name"),
     (["checkpointing.metric_name=val:loss"], 1, "checkpoint", "checkpointing.metric_name"),
+    (["checkpointing.metric_name=val:val_loss"], 1, "checkpoint", "checkpointing.metric_name"),
     (["checkpointing.checkpoint_must_save_by=4h"], 1, "checkpoint", "checkpointing.checkpoint_must_save_by"),
     (["checkpointing.optimizer_format=fully_reshardable"], 1, "checkpoint", "checkpointing.optimizer_format"),
     ([f"{MEGATRON}.pipeline_model_parallel_size=2"], 2, "checkpoint", f"{OPTIMIZER}.use_distributed_optimizer"),

@@ -40,6 +40,10 @@ def check_batches(setup: Setup) -> Iterator[SetupRefused]:
     if not job.is_packed and not packing.enabled:
         what, mend = f"{CHAT} without packing: the online path always packs", "set it to true"
         yield setup.refuse("sequence_packing", "policy.sequence_packing.enabled", what, mend)
+    if not job.is_packed and job.loss.normalization != "global_valid_tokens":
+        what = f"the online path has no normalization {job.loss.normalization}: its loss stands outside the model"
+        mend = "set it to global_valid_tokens, or train on packed rows"
+        yield setup.refuse("online_normalization", "loss.normalization", what, mend)
     if packing.sequence_length_round not in {None, policy.make_sequence_length_divisible_by}:
         what = f"{packing.sequence_length_round}, where lengths are rounded up to {policy.make_sequence_length_divisible_by}"
         mend = "leave it out: policy.make_sequence_length_divisible_by says it"

@@ -12,6 +12,8 @@ from production.training.config.settings import uses_distributed_optimizer
 _MEGATRON = "policy.megatron_cfg"
 _OPTIMIZER = f"{_MEGATRON}.optimizer"
 _SCHEDULER = f"{_MEGATRON}.scheduler"
+METRICS = ("train:loss", "val:val_loss")
+"""What the best checkpoints can be chosen by."""
 _DURATION = re.compile(r"\d+:\d{1,2}:\d{1,2}:\d{1,2}")
 
 
@@ -85,10 +87,10 @@ def check_checkpoints(setup: Setup) -> Iterator[SetupRefused]:
         what, mend = f"{saved.keep_top_k} checkpoints kept", "give 1 or more, or null for all"
         yield setup.refuse("checkpoint", "checkpointing.keep_top_k", what, mend)
     metric = saved.metric_name
-    if metric is not None and not metric.startswith(("val:", "train:")):
-        what, mend = f"{metric!r} names no metric", "write val: or train: and the metric's name, such as val:val_loss"
+    if metric is not None and metric not in METRICS:
+        what, mend = f"{metric!r} is no metric of a run", f"choose one of {', '.join(METRICS)}, or null for the newest"
         yield setup.refuse("checkpoint", "checkpointing.metric_name", what, mend)
-    if metric is not None and metric.startswith("val:") and not job.sft.val_period:
+    if metric == "val:val_loss" and not job.sft.val_period:
         what, mend = f"{metric} of a job that never validates on the way", "set sft.val_period, or metric_name to null"
         yield setup.refuse("checkpoint", "checkpointing.metric_name", what, mend)
     if saved.checkpoint_must_save_by is not None and not _DURATION.fullmatch(saved.checkpoint_must_save_by):
