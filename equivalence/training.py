@@ -51,7 +51,7 @@ class TrainingCase:
     def reference_settings(self) -> Settings:
         """What the reference trains with."""
         return Settings(
-            schedule=self.schedule,
+            schedule=dataclasses.replace(self.schedule, rows_per_step=len(self.model.rows)),
             beta1=self.beta1,
             beta2=self.beta2,
             epsilon=self.epsilon,

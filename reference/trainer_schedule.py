@@ -30,6 +30,8 @@ class Schedule:
     """One of LAST_STYLES; only under WSD."""
     last_steps: int | None = None
     """Length of the final decay; only under WSD."""
+    rows_per_step: int = 1
+    """The global batch size: Megatron-LM counts in rows, which shows in the last place of a root. R-TRAIN-2."""
     weight_decay: float = 0.0
     """That of the first step."""
     end_weight_decay: float | None = None
@@ -62,9 +64,8 @@ class Schedule:
         if step > self.decay_steps:
             return self.min_lr
         if self.style == "inverse-square-root":
-            return max(
-                self.min_lr, self.max_lr * math.pow(max(self.warmup_steps, 1), 0.5) / math.pow(max(step, 1), 0.5)
-            )
+            warmed, passed = self.warmup_steps * self.rows_per_step, step * self.rows_per_step
+            return max(self.min_lr, self.max_lr * math.pow(max(warmed, 1), 0.5) / math.pow(max(passed, 1), 0.5))
         return self.min_lr + self._share(step) * (self.max_lr - self.min_lr)
 
     def weight_decay_at(self, step: int) -> float:

@@ -86,6 +86,7 @@ class Engine:
         if self.model.ddp_config.overlap_param_gather:
             self.config.param_sync_func = self.model.start_param_sync
         self._began_to_wait = 0.0
+        self._rows_per_step = job.policy.train_global_batch_size
         MTPLossLoggingHelper.tracker.clear()  # of a job before in this process
 
     def step(self, batches: Sequence[Batch | Rectangle]) -> Stepped:
@@ -97,7 +98,7 @@ class Engine:
         report = forward_backward(self.model, batches, self._settings_now(), self.place)
         learning_rate = float(self.optimizer.param_groups[0]["lr"])
         _, gradient_norm, _ = self.optimizer.step()
-        self.scheduler.step(increment=1)
+        self.scheduler.step(increment=self._rows_per_step)
         return Stepped(
             report=report,
             gradient_norm=gradient_norm,
@@ -147,8 +148,11 @@ class Engine:
 
 
 def _scheduler(job: Job, optimizer: Any, config: OptimizerConfig) -> OptimizerParamScheduler:
-    """In steps. Where nothing decays its length has no meaning, and megatron-core wants one above the warm-up."""
-    schedule = job.megatron.scheduler
+    """In rows, as Megatron-LM counts it: under inverse-square-root that shows in the last place (R-TRAIN-2).
+
+    Where nothing decays its length has no meaning, and megatron-core wants one above the warm-up.
+    """
+    schedule, rows = job.megatron.scheduler, job.policy.train_global_batch_size
     decay = schedule.lr_decay_iters or max(job.sft.max_num_steps or 0, schedule.lr_warmup_iters + 1)
     first, last = schedule.start_weight_decay, schedule.end_weight_decay
     return OptimizerParamScheduler(
@@ -156,14 +160,14 @@ def _scheduler(job: Job, optimizer: Any, config: OptimizerConfig) -> OptimizerPa
         init_lr=schedule.lr_warmup_init,
         max_lr=config.lr,
         min_lr=config.min_lr if config.min_lr is not None else 0.0,
-        lr_warmup_steps=schedule.lr_warmup_iters,
-        lr_decay_steps=decay,
+        lr_warmup_steps=schedule.lr_warmup_iters * rows,
+        lr_decay_steps=decay * rows,
         lr_decay_style=schedule.lr_decay_style,
         start_wd=config.weight_decay if first is None else first,
         end_wd=config.weight_decay if last is None else last,
-        wd_incr_steps=decay,
+        wd_incr_steps=decay * rows,
         wd_incr_style=schedule.weight_decay_incr_style,
         use_checkpoint_opt_param_scheduler=True,
-        wsd_decay_steps=schedule.lr_wsd_decay_iters,
+        wsd_decay_steps=None if schedule.lr_wsd_decay_iters is None else schedule.lr_wsd_decay_iters * rows,
         lr_wsd_decay_style=schedule.lr_wsd_decay_style,
     )

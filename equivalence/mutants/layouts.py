@@ -1,0 +1,40 @@
+"""All faults of the layout kind by name, and what a rank of a world enters to have one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from equivalence.mutants.cut_faults import CUT_MUTANTS
+from equivalence.mutants.deal_faults import DEAL_MUTANTS
+from equivalence.mutants.layout_mutant import LayoutMutant
+from equivalence.mutants.loss_faults import LOSS_MUTANTS
+from equivalence.mutants.rank_faults import RANK_MUTANTS
+from production.parallel import Sizes
+
+LAYOUT_MUTANTS: tuple[LayoutMutant, ...] = (*CUT_MUTANTS, *DEAL_MUTANTS, *LOSS_MUTANTS, *RANK_MUTANTS)
+"""Each fault that has happened, or that a reader of SPEC could make."""
+
+
+def find(name: str) -> LayoutMutant:
+    """The fault of this name. ValueError for an unknown one."""
+    for mutant in LAYOUT_MUTANTS:
+        if mutant.name == name:
+            return mutant
+    raise ValueError(f"no fault is called {name!r}; choose one of {', '.join(each.name for each in LAYOUT_MUTANTS)}")
+
+
+def entered(name: str) -> Callable[[Sizes], tuple[str, Any]]:
+    """What `layout_runs.run_layout` takes as `entered`, for worlds whose ranks all have the fault."""
+    return lambda sizes: ("equivalence.mutants.layouts:enter", (name, sizes))
+
+
+@contextmanager
+def enter(entry: tuple[str, Sizes], worker: Any) -> Iterator[Any]:
+    """What each rank enters: the fault, then `equivalence.models.layout`."""
+    from equivalence.models import layout  # noqa: PLC0415 - the ranks' part
+
+    name, sizes = entry
+    with find(name).entered(), layout(sizes, worker) as place:
+        yield place
