@@ -28,10 +28,11 @@ def cut_rows(draw: st.DrawFn) -> CutRow:
     granularity = 1 if size == 1 else 2 * size
     pieces = draw(st.lists(st.integers(0, 4), min_size=1, max_size=8).filter(any))
     lengths = [granularity * each for each in pieces]
-    if draw(st.integers(0, 3)) == 3:
-        places, more = draw(st.permutations(range(len(lengths)))), draw(st.integers(1, granularity))
+    torn = draw(st.sampled_from(["", "", "row", "segments"]))
+    if torn and granularity > 1:
+        places, more = draw(st.permutations(range(len(lengths)))), draw(st.integers(1, granularity - 1))
         lengths[places[0]] += more
-        if len(places) > 1 and draw(st.booleans()):  # a row that divides, of segments that do not
+        if torn == "segments" and len(places) > 1:  # a row that divides, of segments that do not
             lengths[places[1]] += granularity - more
     total = sum(lengths)
     made = torch.Generator().manual_seed(draw(st.integers(0, 1000)))

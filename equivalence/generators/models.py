@@ -208,12 +208,15 @@ def path_cases(draw: st.DrawFn, layout: Layout, aim: Aim = Aim()) -> ModelCase:
         if sizes.pipeline > 1 and row[-1] > unit:
             true[-1] = draw(st.integers(1, row[-1]))
         lengths.append(tuple(true))
+    masked = [draw(st.sampled_from([0.5, 0.9, 1.0, 0.0])) for _ in cut]
+    if not any(masked):  # then nothing is compared but zeros: rarely, but it must be drawn
+        masked[0] = draw(st.sampled_from([0.0, 0.6, 0.6, 0.6]))
     return ModelCase(
         shape=shape,
         sizes=sizes,
         data_size=layout.data_size,
         rows=cut,
-        masked=tuple(draw(st.sampled_from([0.5, 0.9, 1.0, 0.0])) for _ in cut),
+        masked=tuple(masked),
         normalization="global_valid_tokens",
         seed=draw(st.integers(0, 2**31 - 1)),
         check="paths",
