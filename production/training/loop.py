@@ -55,6 +55,8 @@ def run(job: Job) -> Outcome:
     validate(job, world_size(), device=device_here(job))
     layout = sizes(job)
     with (
+        # Outermost: torchrun sends SIGTERM to the ranks that are left while they find out which one is gone.
+        asked_to_end() as asked,
         launched(
             layout,
             device=job.cluster.device,
@@ -64,11 +66,12 @@ def run(job: Job) -> Outcome:
         ) as rank,
         rolls_from_tables(),
     ):
-        return _Run(job, rank).run()
+        return _Run(job, rank, asked).run()
 
 
 class _Run:
-    def __init__(self, job: Job, rank: Launched) -> None:
+    def __init__(self, job: Job, rank: Launched, asked: list[str]) -> None:
+        self._asked = asked
         self._job, self._rank, self._place = job, rank, rank.place
         self._console = Console(stderr=True)
         self._started = time.monotonic()
@@ -84,7 +87,7 @@ class _Run:
         if found is not None:
             self._step, self._consumed = found[1].step, found[1].consumed_samples
             self._measured = {name: value for name, value in found[1].metrics.items() if value is not None}
-        with Feed(job, self._place, consumed_samples=self._consumed) as feed, asked_to_end() as asked:
+        with Feed(job, self._place, consumed_samples=self._consumed) as feed:
             self._feed = feed
             vocabulary = vocabulary_size(job, feed.tokenizer)
             self._identity = identity(job, feed, self._place, vocab_size=vocabulary)
@@ -92,7 +95,7 @@ class _Run:
             if found is not None:
                 check_resume(found[1].fingerprint, self._identity)
             self._ending = Ending(
-                asked=asked,
+                asked=self._asked,
                 must_save_by=job.checkpointing.checkpoint_must_save_by,
                 started=self._started,
                 device=self._rank.device,
