@@ -8,6 +8,7 @@ from typing import Self
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
+from rich.table import Column
 from rich.text import Text
 
 from production.training.step_numbers import StepNumbers
@@ -39,7 +40,11 @@ class RunProgress:
         self._told: float | None = None
         self._mean: float | None = None
         self._bar = Progress(
-            TextColumn("step {task.completed}/{task.total}", style="bold"),
+            TextColumn(
+                "step {task.completed}/{task.total}",
+                style="bold",
+                table_column=Column(no_wrap=True, min_width=len(f"step {total_steps}/{total_steps}")),
+            ),
             BarColumn(bar_width=24),
             TextColumn("{task.fields[said]}"),
             console=self._console,
