@@ -92,6 +92,7 @@ class Tally:
             self.seconds[name] += seconds
         for layout, counts in other.layouts.items():
             self.layouts[layout].update(counts)
+            self.layouts[layout]["ranks"] = counts["ranks"]  # a size, which does not add up
         self.messages += other.messages
         self.layers += other.layers
         self.differences += other.differences

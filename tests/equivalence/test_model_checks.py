@@ -232,3 +232,14 @@ def test_steps_of_the_smallest_run_are_equal_in_each_dimension(layout):
     assert {result.check for each in ran for result in each.results} >= {
         *("models", "third_witness", "invariance", "leaks", "paths")
     }
+
+
+def test_tallies_of_one_layout_add_up_but_for_its_number_of_ranks():
+    from equivalence.tally import Tally
+
+    whole = Tally()
+    for cases in (2, 3):
+        piece = Tally()
+        piece.layouts["cp2"].update({"ranks": 2, "cases": cases, "checks": 4})
+        whole.add(piece)
+    assert dict(whole.layouts["cp2"]) == {"ranks": 2, "cases": 5, "checks": 8}
