@@ -69,10 +69,11 @@ def check_resume(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
         return
     told = "; ".join(f"{key}: saved {_short(old)}, now {_short(new)}" for key, (old, new) in differing.items())
     mends = [
-        MEND.get(key, f"set {key} back to {_short(old)}, or begin a new run") for key, (old, _) in differing.items()
+        MEND.get(key, f"set {_option(key)} to {_short(old)} to go on, or begin a new run")
+        for key, (old, _) in differing.items()
     ]
     raise ResumeRefused(
-        what=f"the run's data is not what it was: {told}",
+        what=f"the run is not what it was: {told}",
         where="resume",
         mend="; ".join(dict.fromkeys(mends)),
         differing=differing,
@@ -100,6 +101,11 @@ def tokenizer_identity(tokenizer: Any) -> str:
     splits = getattr(tokenizer, "split_special_tokens", False)
     whole = [definition, special, getattr(tokenizer, "chat_template", None), splits]
     return xxhash.xxh3_128_hexdigest(json.dumps(whole, sort_keys=True).encode())
+
+
+def _option(key: str) -> str:
+    """Where a job's configuration says it."""
+    return f"policy.megatron_cfg.{key}" if key.startswith(("scheduler.", "optimizer.")) else key
 
 
 def _short(value: object) -> str:

@@ -76,7 +76,10 @@ def verdict(comparison: Comparison) -> str:
         return f"losses that are no numbers: {', '.join(who)}"
     if loss.first_at is None:
         return f"all {loss.steps} losses are equal, to the last recorded digit"
-    return f"losses first differ at step {loss.first_at}, by {loss.mean:.6f} on average and {loss.largest:.6f} at most (step {loss.largest_at})"
+    return (
+        f"losses first differ in these steps at step {loss.first_at}, by {loss.mean:.3g} on average and "
+        f"{loss.largest:.3g} at most (step {loss.largest_at})"
+    )
 
 
 def some(steps: Sequence[int]) -> str:
