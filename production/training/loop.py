@@ -31,6 +31,9 @@ from production.training.start import build, check_same, checkpoints_of, found_c
 from production.training.step_numbers import StepNumbers
 from production.training.summary import close_run
 
+VALIDATION = "val:val_loss"
+"""What the best checkpoints may be chosen by."""
+
 
 class NotFinite(PackproofError):  # noqa: N818 - reads as the verdict it is
     """A loss or a gradient norm is no number; what was fed in that step was dumped."""
@@ -117,7 +120,11 @@ class _Run:
 
     def _train(self) -> Reason:
         sft, saving, total = self._job.sft, self._job.checkpointing, self._total_steps()
-        if sft.val_at_start and self._step == 0:
+        if self._step == 0:
+            owed = sft.val_at_start
+        else:  # a signal may have ended the run before a validation that was due
+            owed = _is_due(self._step, sft.val_period) or (self._step == total and sft.val_at_end)
+        if owed and VALIDATION not in self._measured:
             self._validate()
         steps = self._feed.steps()
         self._ended = time.perf_counter()
@@ -147,6 +154,7 @@ class _Run:
         self._pending[step] = self._consumed
         self._engine.padding = fed.padding
         stepped = self._engine.step(fed.microbatches)
+        self._measured.pop(VALIDATION, None)  # it was of the weights before
         self._step, self._consumed = step, fed.consumed_samples
         if is_reported and self._rank.device.type == "cuda":
             torch.cuda.synchronize()  # so that the kernels of the steps since the last report are in their time
@@ -202,7 +210,7 @@ class _Run:
                 metrics.add_loss(pair[0], pair[1])
             batches += 1
         losses = metrics.report_losses()
-        self._measured["val:val_loss"] = losses.loss
+        self._measured[VALIDATION] = losses.loss
         values = {"validation_loss": losses.loss, "validation_batches": batches}
         self._log.log(Record(kind="validation", step=self._step, values=values))
         self._progress.say(f"validation after step {self._step}: loss {losses.loss:.4f}")

@@ -64,7 +64,9 @@ def identity(job: Job, feed: Feed, place: Place, *, vocab_size: int) -> dict[str
         },
         "transformer": megatron.transformer,
         "optimizer": megatron.optimizer,
-        "scheduler": dataclasses.asdict(megatron.scheduler),
+        "scheduler": _schedule(job),
+        "distributed_data_parallel_config": megatron.distributed_data_parallel_config,
+        **({} if job.is_packed else {"sequence_packing": _packing(job)}),
         "loss": dataclasses.asdict(job.loss),
         "fp8": dataclasses.asdict(megatron.fp8_cfg),
     }
@@ -75,6 +77,24 @@ def identity(job: Job, feed: Feed, place: Place, *, vocab_size: int) -> dict[str
         if value is not None and not name.startswith(_FREE)
     }
     return {**feed.identity(), "world_size": place.world_size, "precision": job.policy.precision, **flat}
+
+
+def _schedule(job: Job) -> dict[str, Any]:
+    """Where nothing decays or grows, its length has no meaning and may change."""
+    schedule = dataclasses.asdict(job.megatron.scheduler)
+    grows = job.megatron.scheduler.weight_decay_incr_style != "constant"
+    if job.megatron.scheduler.lr_decay_style == "constant" and not grows:
+        schedule["lr_decay_iters"] = None
+    return schedule
+
+
+def _packing(job: Job) -> dict[str, Any]:
+    """What decides which conversations of the online path share a row, and how it is padded."""
+    return {
+        **dataclasses.asdict(job.policy.sequence_packing),
+        "make_sequence_length_divisible_by": job.policy.make_sequence_length_divisible_by,
+        "max_input_seq_length": job.data.max_input_seq_length,
+    }
 
 
 def check_same(identity: Mapping[str, Any], place: Place) -> None:

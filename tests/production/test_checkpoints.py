@@ -191,3 +191,31 @@ def test_a_hugging_face_checkpoint_without_megatron_bridge_is_refused_by_name(wo
     (found,) = world(1, "train", {"config": str(config)})
     assert "Megatron-Bridge cannot be imported" in found["refused"]
     assert "megatron-bridge" in found["refused"]
+
+
+def test_a_validation_loss_belongs_to_the_step_it_was_made_at(world, tmp_path):
+    rows = jobs.write_rows(tmp_path / "rows.jsonl")
+    changes = {
+        "sft.max_num_steps": 5,
+        "sft.val_period": 2,
+        "data.validation.dataset_name": "megatron_sft_packed",
+        "data.validation.data_path": str(rows),
+        "checkpointing.save_period": 1,
+        "checkpointing.keep_top_k": 2,
+        "checkpointing.metric_name": "val:val_loss",
+    }
+    config = jobs.write_job(tmp_path, rows, **changes)
+    world(1, "train", {"config": str(config)})
+    kept = sorted((tmp_path / "checkpoints").iterdir())
+    assert [path.name[-1] for path in kept] == ["4", "5"], "the best that was measured, and the newest"
+    has = ["val:val_loss" in json.loads((path / "packproof.json").read_text())["metrics"] for path in kept]
+    assert has == [True, False]
+
+
+def test_a_run_whose_rate_does_not_decay_may_be_made_longer(world, tmp_path):
+    rows = jobs.write_rows(tmp_path / "rows.jsonl")
+    changes = {f"{MEGATRON}.scheduler.lr_decay_style": "constant", f"{MEGATRON}.optimizer.min_lr": None}
+    config = str(jobs.write_job(tmp_path, rows, **changes, **{"checkpointing.save_period": 2}))
+    steps = [{"config": config, "overrides": [f"sft.max_num_steps={last}"]} for last in (2, 3)]
+    first, longer = world(1, "train_in_turn", steps)[0]
+    assert (first["step"], longer.get("step"), longer.get("refused")) == (2, 3, None)

@@ -155,6 +155,8 @@ REFUSED = [
      "policy.make_sequence_length_divisible_by"),
     ([*ONLINE, "policy.sequence_packing.train_mb_tokens=4096"], 1, "bin", "policy.sequence_packing.train_mb_tokens"),
     ([*ONLINE, "data.max_input_seq_length=4096"], 1, "bin", "data.max_input_seq_length"),
+    ([*ONLINE, "policy.sequence_packing.train_mb_tokens=100", "policy.make_sequence_length_divisible_by=8",
+      "data.max_input_seq_length=100"], 1, "bin", "data.max_input_seq_length"),
     ([*ONLINE, f"{MEGATRON}.mtp_num_layers=1"], 1, "online_mtp", f"{MEGATRON}.mtp_num_layers"),
     # R-SETUP-12
     ([*EXPERTS, f"{TRANSFORMER}.overlap_moe_expert_parallel_comm=true", f"{MEGATRON}.mtp_num_layers=1"], 1, "overlap",
@@ -169,6 +171,7 @@ REFUSED = [
     (["policy.precision=bfloat16"], 1, "device", "policy.precision"),
     (["cluster.device=cuda", f"{MEGATRON}.fp8_cfg.enabled=true"], 1, "fp8", f"{MEGATRON}.fp8_cfg.enabled"),
     (["model.normalization=LayerNorm"], 1, "device", "model.normalization"),
+    (["model.attention_dropout=0.1"], 1, "device", "model.attention_dropout"),
     # R-SETUP-14
     ([f"{TRANSFORMER}.recompute_granularity=full"], 1, "megatron", f"{TRANSFORMER}"),
     ([f"{DDP}.reuse_grad_buf_for_mxfp8_param_ag=true"], 1, "megatron", DDP),
@@ -199,6 +202,8 @@ REFUSED = [
     (["checkpointing.metric_name=loss"], 1, "checkpoint", "checkpointing.metric_name"),
     (["checkpointing.metric_name=val:loss"], 1, "checkpoint", "checkpointing.metric_name"),
     (["checkpointing.metric_name=val:val_loss"], 1, "checkpoint", "checkpointing.metric_name"),
+    (["model.tie_embeddings=true", f"{MEGATRON}.mtp_num_layers=1", f"{MEGATRON}.pipeline_model_parallel_size=2", PLAIN], 2,
+     "checkpoint", "model.tie_embeddings"),
     (["checkpointing.checkpoint_must_save_by=4h"], 1, "checkpoint", "checkpointing.checkpoint_must_save_by"),
     (["checkpointing.optimizer_format=fully_reshardable"], 1, "checkpoint", "checkpointing.optimizer_format"),
     ([f"{MEGATRON}.pipeline_model_parallel_size=2"], 2, "checkpoint", f"{OPTIMIZER}.use_distributed_optimizer"),

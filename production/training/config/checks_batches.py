@@ -96,9 +96,11 @@ def check_length(setup: Setup) -> Iterator[SetupRefused]:
         what = f"bins of {bins} tokens, where a row has {length}"
         yield setup.refuse("bin", "policy.sequence_packing.train_mb_tokens", what, f"give at most {length}")
     longest = job.data.max_input_seq_length or length
-    if not 1 <= longest <= bins:
-        what = f"conversations of up to {longest} tokens, where a bin takes {bins}"
-        yield setup.refuse("bin", "data.max_input_seq_length", what, f"give at most {bins}")
+    padded = -(-longest // each) * each if each > 0 else longest
+    if longest < 1 or padded > bins:
+        what = f"conversations of up to {longest} tokens, padded to {padded}, where a bin takes {bins}"
+        mend = f"give at most {bins // max(each, 1) * max(each, 1)}"
+        yield setup.refuse("bin", "data.max_input_seq_length", what, mend)
     if multi_token_depths(job):
         key = "model.hybrid_layer_pattern" if job.model.hybrid_layer_pattern else f"{_MEGATRON}.mtp_num_layers"
         what = "multi-token prediction on the online path, whose labels stay outside the model"

@@ -132,6 +132,9 @@ def check_precision(setup: Setup) -> Iterator[SetupRefused]:
             yield setup.refuse("device", key, what, "set policy.precision to float32, or cluster.device to cuda")
         if is_fp8:
             yield setup.refuse("device", fp8_key, "fp8 on the CPU", "set it to false, or cluster.device to cuda")
+        if job.model.attention_dropout > 0:
+            what = f"attention dropout {job.model.attention_dropout} on the CPU, whose attention has none"
+            yield setup.refuse("device", "model.attention_dropout", what, "set it to 0 (hidden_dropout is there)")
         if job.model.normalization != "RMSNorm":
             what = f"{job.model.normalization} on the CPU, whose norm is an RMSNorm"
             yield setup.refuse("device", "model.normalization", what, "set it to RMSNorm")

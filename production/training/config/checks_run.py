@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from production.training.config.checks_setup import Setup
 from production.training.config.refusal import SetupRefused
-from production.training.config.settings import uses_distributed_optimizer
+from production.training.config.settings import multi_token_depths, uses_distributed_optimizer
 
 _MEGATRON = "policy.megatron_cfg"
 _OPTIMIZER = f"{_MEGATRON}.optimizer"
@@ -99,6 +99,10 @@ def check_checkpoints(setup: Setup) -> Iterator[SetupRefused]:
             'write "days:hours:minutes:seconds", in quotes',
         )
         yield setup.refuse("checkpoint", "checkpointing.checkpoint_must_save_by", what, mend)
+    if job.model.tie_embeddings and multi_token_depths(job) and job.megatron.pipeline_model_parallel_size > 1:
+        what = "a tied embedding with multi-token prediction over pipeline stages, which megatron-core cannot save"
+        mend = "set it to false, or take one stage, or set checkpointing.enabled to false"
+        yield setup.refuse("checkpoint", "model.tie_embeddings", what, mend)
     if saved.save_optimizer and uses_distributed_optimizer(job) and setup.device == "cpu":
         if saved.optimizer_format != "dp_reshardable":
             what = f"{saved.optimizer_format} of the distributed optimizer, which fails over gloo"
