@@ -27,6 +27,10 @@ class Bounds:
     """For each parameter, of the norm of the difference."""
     gradient_norm: float
     """Of the norm over all parameters."""
+    found_tokens: list[Tensor]
+    """What the reference itself finds, rounded as megatron-core rounds: the token losses that `tokens` bounds."""
+    found_gradients: dict[str, Tensor]
+    """The same of the gradients."""
 
 
 def bounds(
@@ -46,7 +50,7 @@ def bounds(
     rounded = [_result(model, run) for model in models]
     whole = sum(float(gradient.square().sum()) for gradient in exact.values()) ** 0.5
     tokens = [
-        3 * max(float((tokens[place] - losses).abs().max()) for tokens, _ in rounded)
+        3 * max(float((tokens[place].double() - losses.double()).abs().max()) for tokens, _ in rounded)
         + 3 * UNIT * float(losses.abs().max())
         for place, losses in enumerate(exact_tokens)
     ]
@@ -56,11 +60,18 @@ def bounds(
         + 2.0**-50 * whole  # what float64 itself rounds, where contributions cancel
         for name, gradient in exact.items()
     }
-    return Bounds(tokens=tokens, gradients=gradients, gradient_norm=sum(each**2 for each in gradients.values()) ** 0.5)
+    found_tokens, found_gradients = rounded[0]
+    return Bounds(
+        tokens=tokens,
+        gradients=gradients,
+        gradient_norm=sum(each**2 for each in gradients.values()) ** 0.5,
+        found_tokens=found_tokens,
+        found_gradients=found_gradients,
+    )
 
 
 def _result(
     model: Model, run: Callable[[Model], tuple[Sequence[Tensor], Tensor]]
 ) -> tuple[list[Tensor], dict[str, Tensor]]:
     tokens, loss = run(model)
-    return [each.detach().double() for each in tokens], model.gradients(loss)
+    return [each.detach() for each in tokens], model.gradients(loss)
