@@ -218,13 +218,13 @@ def _sequence_length(batches: Sequence[Batch | Rectangle], settings: StepSetting
     return max(batch.input_ids.numel() for batch in batches)
 
 
-def without_rows(batch: Batch, keep: slice) -> Batch:
+def split_rows(batch: Batch) -> list[Batch]:
+    """One batch for each row: a microbatch of micro batch size 1."""
+    return [_rows(batch, slice(row, row + 1)) for row in range(len(batch.sample_mask))]
+
+
+def _rows(batch: Batch, keep: slice) -> Batch:
     """Some rows of a batch, as views; boundaries keep their padding."""
     return dataclasses.replace(
         batch, **{each.name: getattr(batch, each.name)[keep] for each in dataclasses.fields(batch)}
     )
-
-
-def split_rows(batch: Batch) -> list[Batch]:
-    """One batch for each row: a microbatch of micro batch size 1."""
-    return [without_rows(batch, slice(row, row + 1)) for row in range(len(batch.sample_mask))]
