@@ -206,6 +206,19 @@ def test_a_signal_on_one_rank_saves_and_ends_all(world, rows, tmp_path):
     assert end["reason"] == "signal"
 
 
+def test_a_validation_that_a_signal_cut_off_is_made_up_for(world, rows, tmp_path):
+    validated = {
+        "data.validation.dataset_name": "megatron_sft_packed",
+        "data.validation.data_path": str(rows),
+        "sft.val_period": 2,
+    }
+    config = str(jobs.write_job(tmp_path, rows, **validated))
+    world(1, "train_disturbed", {"config": config, "step": 2, "happens": "asks_to_end"})
+    assert not jobs.records(tmp_path, "validation")
+    world(1, "train", {"config": config})
+    assert [each["step"] for each in jobs.records(tmp_path, "validation")] == [2, 4]
+
+
 def test_the_time_to_save_by_ends_a_job_with_a_checkpoint(train, tmp_path):
     (found,) = train(1, {"checkpointing.checkpoint_must_save_by": "0:0:0:0"})
     assert (found["reason"], found["step"]) == ("time limit", 1)
