@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 
-from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
 from equivalence.checks.context_parallel import check_context_parallel
@@ -16,6 +16,7 @@ from equivalence.checks.order import check_order
 from equivalence.checks.packing import check_packing
 from equivalence.checks.result import CheckResult
 from equivalence.checks.shares import check_shares
+from equivalence.generators.draws import each_drawn
 from equivalence.generators.layouts import CutRow, cut_rows, sequences
 from equivalence.generators.online import cross_entropies, direct_cases, loss_cases, meeting_cases, online_cases
 from equivalence.generators.orders import order_cases, shares_cases
@@ -79,18 +80,6 @@ def draw_layouts(check: str, *, number: int, examples: int, shrink: bool = True)
     results: list[tuple[CheckResult, str]] = []
     smallest: list[tuple[CheckResult, str]] = []
 
-    @seed(number)
-    @settings(
-        max_examples=examples,
-        database=None,
-        deadline=None,
-        derandomize=False,  # the seed decides
-        phases=(Phase.generate, Phase.shrink) if shrink else (Phase.generate,),
-        suppress_health_check=list(HealthCheck),
-        report_multiple_bugs=False,
-        print_blob=False,
-    )
-    @given(_DRAWN[check])
     def example(drawn: tuple[CheckResult, str]) -> None:
         if not drawn[0].equal:
             smallest[:] = [drawn]
@@ -98,16 +87,10 @@ def draw_layouts(check: str, *, number: int, examples: int, shrink: bool = True)
         if not smallest:
             results.append(drawn)
 
-    _until_differing(example)
+    with suppress(_Differs):
+        each_drawn(_DRAWN[check], example, number=number, examples=examples, shrink=shrink)
     yield from results
     yield from smallest
-
-
-def _until_differing(example: Callable[[], None]) -> None:
-    try:
-        example()
-    except _Differs:
-        return
 
 
 def _where(row: CutRow) -> str:

@@ -7,15 +7,15 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from hypothesis import HealthCheck, Phase, Verbosity, given, seed, settings
 from hypothesis.strategies import SearchStrategy
 
 from equivalence.cases import RowCase
 from equivalence.checks.result import CheckResult
+from equivalence.generators.draws import each_drawn
 from equivalence.tally import Tally
 
 SHRINK_SECONDS = 20.0
-"""After this, unseen smaller cases are no longer tried; the smallest differing one so far stands."""
+"""Of this process's own time, so that a busy machine finds the same; then no unseen smaller case is tried any more."""
 
 Check = Callable[[Any, Tally | None], tuple[CheckResult, RowCase]]
 """Checks what was drawn, counting into the tally unless there is none; gives the result and the case to keep."""
@@ -48,29 +48,16 @@ def search(
     known: dict[Any, Exception | None] = {}
     shrinking: list[float] = []
 
-    @seed(number)
-    @settings(
-        max_examples=examples,
-        database=None,
-        deadline=None,
-        derandomize=False,  # the seed decides
-        phases=(Phase.generate, Phase.shrink) if shrink else (Phase.generate,),
-        suppress_health_check=list(HealthCheck),
-        report_multiple_bugs=False,
-        print_blob=False,
-        verbosity=Verbosity.quiet,
-    )
-    @given(strategy)
     def example(drawn: Any) -> None:
         if not shrinking:
             error = _checked(check, drawn, tally)
             if error is not None:
-                shrinking.append(time.monotonic())
+                shrinking.append(time.process_time())
                 known[repr(drawn)] = error
         else:
             key = repr(drawn)
             if key not in known:
-                if time.monotonic() - shrinking[0] > SHRINK_SECONDS:
+                if time.process_time() - shrinking[0] > SHRINK_SECONDS:
                     return
                 known[key] = _checked(check, drawn, None)
             error = known[key]
@@ -78,7 +65,7 @@ def search(
             raise error
 
     try:
-        example()
+        each_drawn(strategy, example, number=number, examples=examples, shrink=shrink)
     except (Differs, CouldNotRun) as found:
         return found
     return None

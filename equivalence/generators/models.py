@@ -10,9 +10,9 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
+from equivalence.generators.draws import each_drawn
 from equivalence.model_cases import ModelCase, ModelShape, layout_name
 from production.parallel import Sizes
 
@@ -231,21 +231,7 @@ STRATEGIES = {"models": model_cases, "leaks": leak_cases, "paths": path_cases}
 def draw_cases(check: str, layout: Layout, aim: Aim, *, number: int, examples: int) -> Sequence[ModelCase]:
     """`examples` cases from the seed `number`."""
     found: list[ModelCase] = []
-
-    @seed(number)
-    @settings(
-        max_examples=examples + 1,
-        database=None,
-        deadline=None,
-        derandomize=False,  # the seed decides
-        phases=(Phase.generate,),
-        suppress_health_check=list(HealthCheck),
-    )
-    @given(STRATEGIES[check](layout, aim))
-    def example(case: ModelCase) -> None:
-        found.append(case)
-
-    example()
+    each_drawn(STRATEGIES[check](layout, aim), found.append, number=number, examples=examples + 1)
     return found[1:]  # the first is the simplest that there is, always
 
 
