@@ -56,6 +56,7 @@ def cpu_shim() -> Iterator[None]:
         _replace_tensors(undo)
         _replace_collectives(undo)
         _replace_random(undo, random)
+        _replace_kernels(undo)
         yield
 
 
@@ -201,6 +202,29 @@ def _replace_random(undo: contextlib.ExitStack, random: Any) -> None:
     tracker = CpuRandomStates()
     _replace(undo, random, "_CUDA_RNG_STATE_TRACKER", tracker)
     _replace(undo, random, "_CUDA_RNG_STATE_TRACKER_INITIALIZED", True)  # noqa: FBT003
+
+
+def _replace_kernels(undo: contextlib.ExitStack) -> None:
+    """What megatron-core's optimizers take of Transformer Engine or Apex where one is installed: CUDA's, also where there is none."""
+    from megatron.core import optimizer, utils  # noqa: PLC0415 - as above
+    from megatron.core.optimizer import clip_grads, distrib_optimizer  # noqa: PLC0415
+    from megatron.core.optimizer import optimizer as base  # noqa: PLC0415
+
+    tensors = {
+        "multi_tensor_applier": utils.local_multi_tensor_applier,
+        "multi_tensor_scale_impl": utils.local_multi_tensor_scale,
+    }
+    norms = {"l2_norm_impl": utils.local_multi_tensor_l2_norm, "multi_tensor_scale_tensor_impl": None}
+    plain = {"Adam": torch.optim.AdamW, "SGD": torch.optim.SGD, "USING_PYTORCH_OPTIMIZER": True}
+    none_fused = {"HAVE_APEX_OR_TE": False, "USING_TE_OPTIMIZER": False, "USING_APEX_OPTIMIZER": False}
+    for module, names in (
+        (base, tensors),
+        (clip_grads, tensors | norms),
+        (optimizer, plain),
+        (distrib_optimizer, none_fused | {"Adam": torch.optim.Adam}),
+    ):
+        for name, value in names.items():
+            _replace(undo, module, name, value)
 
 
 def _replace(undo: contextlib.ExitStack, owner: Any, name: str, value: Any) -> None:

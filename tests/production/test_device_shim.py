@@ -168,3 +168,50 @@ def test_without_a_state_of_that_name_a_fork_says_what_to_call():
                 return str(error)
 
     assert "model_parallel_cuda_manual_seed" in _inside(checks)
+
+
+def test_fused_kernels_that_megatron_core_found_give_way_to_its_own():
+    """As where Transformer Engine is installed beside a CPU: its kernels would refuse every tensor."""
+
+    def checks():
+        from megatron.core import optimizer
+        from megatron.core.optimizer import clip_grads, distrib_optimizer
+        from megatron.core.optimizer import optimizer as base
+
+        fused = object()
+        names = (
+            (clip_grads, ["multi_tensor_applier", "l2_norm_impl", "multi_tensor_scale_impl", "multi_tensor_scale_tensor_impl"]),
+            (base, ["multi_tensor_applier", "multi_tensor_scale_impl"]),
+            (optimizer, ["Adam", "SGD"]),
+            (distrib_optimizer, ["Adam"]),
+        )  # fmt: skip
+        for module, fakes in names:
+            for name in fakes:
+                setattr(module, name, fused)
+        optimizer.USING_PYTORCH_OPTIMIZER = False
+        distrib_optimizer.HAVE_APEX_OR_TE = distrib_optimizer.USING_TE_OPTIMIZER = True
+        with cpu_shim():
+            left = [
+                f"{module.__name__}.{name}"
+                for module, fakes in names
+                for name in fakes
+                if getattr(module, name) is fused
+            ]
+            flags = (
+                optimizer.USING_PYTORCH_OPTIMIZER,
+                distrib_optimizer.HAVE_APEX_OR_TE,
+                distrib_optimizer.USING_TE_OPTIMIZER,
+            )
+            norm, _ = clip_grads.multi_tensor_applier(
+                clip_grads.l2_norm_impl,
+                torch.zeros(1, dtype=torch.int),
+                [[torch.tensor([3.0]), torch.tensor([4.0])]],
+                False,  # noqa: FBT003 - as megatron-core calls it
+            )
+        return left, flags, float(norm), clip_grads.l2_norm_impl is fused
+
+    left, flags, norm, is_back = _inside(checks)
+    assert left == []
+    assert flags == (True, False, False)
+    assert norm == 5.0
+    assert is_back
