@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -114,6 +115,7 @@ class Step:
         """The masks of one depth, [rank][microbatch]."""
         return [[microbatch[depth] for microbatch in rank] for rank in self.shares]
 
+    @functools.cached_property
     def whole_weights(self) -> list[torch.Tensor]:
         """What each position of each row weighs, [row] is [D + 1, P]: the same in all layouts that train the same."""
         whole = [torch.zeros(len(masks), len(masks[0]), dtype=torch.float64) for masks in self.masks]
@@ -133,12 +135,8 @@ class Step:
         for row, boundaries in enumerate(self.boundaries):
             losses = model.losses(self.batch.input_ids[row], self.batch.target_ids[row], boundaries)
             self.gaps.append(losses.router_gap)
-            dp, microbatch = row % self.case.data_size, row // self.case.data_size
-            for depth, each in enumerate(losses.tokens):
-                tokens.append(each)
-                for cp, owned in enumerate(self.owned[row]):
-                    weight = self.weights[self.ranks.index((dp, cp))][microbatch][depth]
-                    objective = objective + (each[owned].double() * weight).sum()
+            tokens += losses.tokens
+            objective = objective + (torch.stack(losses.tokens).double() * self.whole_weights[row]).sum()
         return tokens, objective
 
     def _depth_masks(self, row: int) -> list[torch.Tensor]:

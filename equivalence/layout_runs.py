@@ -1,7 +1,7 @@
 """Runs cases with a model in one layout and checks what comes out: the one entry for the main job, the bench and faults put in.
 
     preload_models()
-    for ran in run_layout(cases):                       # all of one layout; opens a world of one rank, then the layout's
+    for ran in run_layout(cases):                       # all of one layout; in a world of one rank, then in the layout's
         ran.case, ran.results, ran.equal
 
 A fault is entered on every rank before its first case by another `entered`: a function from the sizes to what `open_world` takes as
@@ -32,19 +32,30 @@ from equivalence.checks.result import CheckResult, Finding
 from equivalence.compare import Difference
 from equivalence.expected_steps import expect
 from equivalence.model_cases import ModelCase
-from equivalence.models import RankOutcome, given, gradients
-from equivalence.workers import MOST_WORKERS, Case, CaseFailed, Failure, WorldNotOpened, preload, reopening_world
+from equivalence.models import GivenRows, RankOutcome, given, gradients
+from equivalence.workers import (
+    MOST_WORKERS,
+    Case,
+    CaseFailed,
+    Failure,
+    ReopeningWorld,
+    WorldNotOpened,
+    preload,
+    reopening_world,
+)
 from production.errors import PackproofError
 from production.parallel import Sizes
 
 MODULES = (
     "equivalence.models",
     "equivalence.baseline",
+    "production.device.shim",
     "production.training.step",
     "production.model",
     "production.weights",
+    "megatron.core.models.mimo.model.base",
 )
-"""What a rank needs beside megatron-core."""
+"""What a rank needs beside megatron-core, and what that itself imports only where it makes an optimizer."""
 CASE_SECONDS = 300.0
 """A hang is found by its idleness long before; a machine that is shared by many only makes a case slow."""
 WITNESS = "third_witness"
@@ -83,26 +94,22 @@ def has_witness(case: ModelCase) -> bool:
 
 
 def run_layout(cases: Sequence[ModelCase], *, entered: Entered = plain_layout) -> Generator[Ran]:
-    """Check cases that share a layout, one after another. Worlds are opened again after each failure; at most eight ranks live."""
-    if not cases:
-        return
-    with seats(max(case.world_size for case in cases)):
-        alone, seconds = _on_one_rank(cases, entered)
-        size, (enter, entry) = cases[0].world_size, entered(cases[0].sizes)
-        with reopening_world(size, enter=enter, entry=entry) as world:
+    """Check cases that share a layout, one after another. At most eight ranks live.
 
-            def run(target: str, payload: Any) -> list[RankOutcome]:
-                done = world.run(Case(target=target, payload=payload, deadline_s=CASE_SECONDS))
-                if done.failure is not None:
-                    raise CaseFailed(done.failure)
-                return list(done.results or ())
-
-            for number, case in enumerate(cases):
-                if (case.sizes, case.world_size) != (cases[0].sizes, size):
-                    raise ValueError(f"cases of two layouts: {case.layout} and {cases[0].layout}")
-                started = time.perf_counter()
-                results = _checked(case, run, alone[number])
-                yield Ran(case=case, results=results, seconds=time.perf_counter() - started + seconds[number])
+    Ranks first: they run all cases, up to one that fails; only when their world is closed does this process compute what is expected
+    of them, so that another worker's ranks run meanwhile. After a failure the cases that are left get new worlds.
+    """
+    for case in cases:
+        if (case.sizes, case.world_size) != (cases[0].sizes, cases[0].world_size):
+            raise ValueError(f"cases of two layouts: {case.layout} and {cases[0].layout}")
+    left = list(cases)
+    while left:
+        with seats(left[0].world_size):
+            asked = list(_asked(left, entered))
+        for case, (judge, seconds) in zip(left, asked, strict=False):
+            started = time.perf_counter()
+            yield Ran(case=case, results=_judged(case, judge), seconds=seconds + time.perf_counter() - started)
+        left = left[len(asked) :]
 
 
 def check_case(case: ModelCase, *, entered: Entered = plain_layout) -> list[CheckResult]:
@@ -144,59 +151,107 @@ def _take(seat: int) -> bool:
     return True
 
 
+Judge = Callable[[], list[CheckResult]]
+"""What is left to do with a case once its ranks have run."""
+
+
+def _asked(cases: Sequence[ModelCase], entered: Entered) -> Iterator[tuple[Judge | Failure, float]]:
+    """Run the ranks' part of each case, with its seconds of wall time; the last one is the first that fails."""
+    alone = _on_one_rank(cases, entered)
+    enter, entry = entered(cases[0].sizes)
+    with reopening_world(cases[0].world_size, enter=enter, entry=entry) as world:
+
+        def run(target: str, payload: Any) -> list[RankOutcome]:
+            return _run(world, target, payload)
+
+        for case, (one_rank, seconds) in zip(cases, alone, strict=False):
+            started = time.perf_counter()
+            judge = one_rank if isinstance(one_rank, Failure) else _ask_or_fail(case, run, one_rank)
+            yield judge, seconds + time.perf_counter() - started
+            if isinstance(judge, Failure):
+                return
+
+
 def _on_one_rank(
     cases: Sequence[ModelCase], entered: Entered
-) -> tuple[list[list[RankOutcome] | Failure | None], list[float]]:
-    """What each case of `models` gives on one rank, or how it failed; None where it is not asked. Seconds of each."""
-    found: list[list[RankOutcome] | Failure | None] = [None] * len(cases)
-    seconds = [0.0] * len(cases)
+) -> list[tuple[list[RankOutcome] | Failure | None, float]]:
+    """What each case of `models` gives on one rank, None where it is not asked; the last one is the first that fails. Seconds of each."""
+    found: list[tuple[list[RankOutcome] | Failure | None, float]] = []
     enter, entry = entered(Sizes())
     with reopening_world(1, enter=enter, entry=entry) as world:
-        for number, case in enumerate(cases):
+        for case in cases:
+            started, one_rank = time.perf_counter(), None
             if case.check == "models" and case.world_size > 1:
                 try:
-                    done = world.run(Case(target=RUN, payload=case.on_one_rank(), deadline_s=CASE_SECONDS))
-                except WorldNotOpened as failed:
-                    found[number] = failed.failure
-                    continue
-                found[number] = done.failure or list(done.results or ())
-                seconds[number] = done.seconds
-    return found, seconds
+                    one_rank = _run(world, RUN, case.on_one_rank())
+                except (CaseFailed, WorldNotOpened) as failed:
+                    return [*found, (failed.failure, time.perf_counter() - started)]
+            found.append((one_rank, time.perf_counter() - started))
+    return found
 
 
-def _checked(case: ModelCase, run: Run, alone: list[RankOutcome] | Failure | None) -> list[CheckResult]:
+def _run(world: ReopeningWorld, target: str, payload: Any) -> list[RankOutcome]:
+    done = world.run(Case(target=target, payload=payload, deadline_s=CASE_SECONDS))
+    if done.failure is not None:
+        raise CaseFailed(done.failure)
+    return list(done.results or ())
+
+
+def _ask_or_fail(case: ModelCase, run: Run, alone: list[RankOutcome] | None) -> Judge | Failure:
     try:
-        if case.check == "leaks":
-            return [check_leaks(case, run)]
-        if case.check == "paths":
-            return [check_paths(case, run)]
-        if isinstance(alone, Failure):
-            return [failed_case(case, alone)]
-        return _models(case, run, alone)
+        return _ask(case, run, alone)
     except (CaseFailed, WorldNotOpened) as failed:
-        return [failed_case(case, failed.failure)]
-    except (PackproofError, ValueError) as error:  # parts of gradients that are no whole model, or not the reference's
-        return [_finding(case, "what all ranks give", "one model's gradients", str(error))]
+        return failed.failure
+    except (PackproofError, ValueError) as error:
+        results = [_no_model(case, error)]
+        return lambda: results
 
 
-def _models(case: ModelCase, run: Run, alone: list[RankOutcome] | None) -> list[CheckResult]:
+def _ask(case: ModelCase, run: Run, alone: list[RankOutcome] | None) -> Judge:
+    """All steps of a case on the ranks; `alone` is what one rank gave."""
+    if case.check != "models":  # these ask and judge in turn
+        result = {"leaks": check_leaks, "paths": check_paths}[case.check](case, run)
+        return lambda: [result]
     outcomes = run(RUN, case)
-    expected = expect(case, shapes_of(gradients(outcomes)))
-    results = [check_model(case, outcomes, expected=expected)]
-    if has_witness(case):
-        baseline = run("equivalence.models:run_baseline", case)
-        results.append(compare_outcomes(WITNESS, "production", outcomes, "megatron_lm", baseline))
-    if alone is not None:
-        results.append(check_invariance(case, outcomes, alone, expected))
-    if len(case.rows) > 1 and case.seed % 2:
-        order = [*range(1, len(case.rows)), 0]
-        rows = [row for rank in range(case.data_size) for row in case.rows_of_rank(rank)]
-        # Rank by rank, as they were dealt: row i stands at its rank's i // dp.
-        per_rank = len(case.rows) // case.data_size
-        by_number = [rows[(row % case.data_size) * per_rank + row // case.data_size] for row in range(len(case.rows))]
-        again = run(RUN, given(case, [by_number[row] for row in order]))
-        results.append(check_order(outcomes, again, order, case, expected))
-    return results
+    baseline = run("equivalence.models:run_baseline", case) if has_witness(case) else None
+    order = [*range(1, len(case.rows)), 0] if len(case.rows) > 1 and case.seed % 2 else []
+    again = run(RUN, _reordered(case, order)) if order else []
+
+    def judge() -> list[CheckResult]:
+        expected = expect(case, shapes_of(gradients(outcomes)))
+        results = [check_model(case, outcomes, expected=expected)]
+        if baseline is not None:
+            results.append(compare_outcomes(WITNESS, "production", outcomes, "megatron_lm", baseline))
+        if alone is not None:
+            results.append(check_invariance(case, outcomes, alone, expected))
+        if order:
+            results.append(check_order(outcomes, again, order, case, expected))
+        return results
+
+    return judge
+
+
+def _reordered(case: ModelCase, order: Sequence[int]) -> GivenRows:
+    """The case with row `order[i]` of the global batch at i."""
+    rows = [row for rank in range(case.data_size) for row in case.rows_of_rank(rank)]
+    # Rank by rank, as they were dealt: row i stands at its rank's i // dp.
+    per_rank = len(case.rows) // case.data_size
+    by_number = [rows[(row % case.data_size) * per_rank + row // case.data_size] for row in range(len(case.rows))]
+    return given(case, [by_number[row] for row in order])
+
+
+def _judged(case: ModelCase, judge: Judge | Failure) -> list[CheckResult]:
+    if isinstance(judge, Failure):
+        return [failed_case(case, judge)]
+    try:
+        return judge()
+    except (PackproofError, ValueError) as error:
+        return [_no_model(case, error)]
+
+
+def _no_model(case: ModelCase, error: Exception) -> CheckResult:
+    """Parts of gradients that are no whole model, or not the reference's."""
+    return _finding(case, "what all ranks give", "one model's gradients", str(error))
 
 
 def failed_case(case: ModelCase, failure: Failure) -> CheckResult:

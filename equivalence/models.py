@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -102,7 +103,11 @@ class RankOutcome:
 
 @contextlib.contextmanager
 def layout(sizes: Sizes, worker: Worker) -> Iterator[Place]:
-    """What a world enters before its first case: the CPU shim, the parallel state, rolls from tables."""
+    """What a world enters before its first case: the CPU shim, the parallel state, rolls from tables, no compiler.
+
+    All that a step on CPU would compile is a function of megatron-core's router that does nothing without an expert bias,
+    and that took every rank half a second.
+    """
     del worker
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: PLC0415 - megatron-core
 
@@ -110,7 +115,7 @@ def layout(sizes: Sizes, worker: Worker) -> Iterator[Place]:
     from production.multi_token_feed import rolls_from_tables  # noqa: PLC0415
     from production.parallel import parallel  # noqa: PLC0415
 
-    with cpu_shim(), parallel(sizes) as place, rolls_from_tables():
+    with cpu_shim(), parallel(sizes) as place, rolls_from_tables(), torch.compiler.set_stance("force_eager"):
         model_parallel_cuda_manual_seed(1)
         yield place
 
@@ -148,7 +153,7 @@ def run_online(case: GivenRectangles, worker: Worker) -> RankOutcome:
     from production.training.step import forward_backward, wrap  # noqa: PLC0415
 
     place: Place = worker.entered
-    settings = dataclasses.replace(_step_settings(case), mtp="upstream_roll", padding=case.padding)
+    settings = dataclasses.replace(_step_settings(case), padding=case.padding)
     model = wrap(_built(case), settings)
     model.zero_grad_buffer()
     bins = list(case.rectangles[place.data_rank :: place.data_size])
@@ -157,9 +162,11 @@ def run_online(case: GivenRectangles, worker: Worker) -> RankOutcome:
     def observe(_number: int, microbatch: Any, logits: torch.Tensor) -> None:
         group = parallel_state.get_tensor_model_parallel_group()
         found = token_log_probabilities(logits.detach().clone(), microbatch.target_ids, tensor_group=group)
-        losses.append([-found.reshape(-1)])
+        losses.append([-found.reshape(-1), *deeper])
+        deeper.clear()
 
-    report = forward_backward(model, bins, settings, place, observe=observe)
+    with _cross_entropies(model) as deeper:  # the model itself computes those of depths 1 to D only
+        report = forward_backward(model, bins, settings, place, observe=observe)
     return outcome(
         model,
         place,
@@ -302,22 +309,29 @@ def _token_losses(model: torch.nn.Module) -> Iterator[list[list[torch.Tensor]]]:
     """Collects the cross entropies of every microbatch, depth by depth: the model computes those of depths 1 to D first."""
     from production.weights import unwrap  # noqa: PLC0415 - megatron-core
 
+    depths = unwrap(model).config.mtp_num_layers or 0
+    found: list[list[torch.Tensor]] = []
+    with _cross_entropies(model) as calls:
+        yield found
+    found += [[each[-1], *each[:-1]] for each in itertools.batched(calls, depths + 1)]
+
+
+@contextlib.contextmanager
+def _cross_entropies(model: torch.nn.Module) -> Iterator[list[torch.Tensor]]:
+    """Collects all that the model itself computes, in order."""
+    from production.weights import unwrap  # noqa: PLC0415 - megatron-core
+
     inner = unwrap(model)
     upstream = inner.compute_language_model_loss
-    depths = inner.config.mtp_num_layers or 0
     calls: list[torch.Tensor] = []
-    found: list[list[torch.Tensor]] = []
 
     def compute(*args: Any, **options: Any) -> torch.Tensor:
         losses: torch.Tensor = upstream(*args, **options)
         calls.append(losses.detach().reshape(-1).clone())
-        if len(calls) == depths + 1:
-            found.append([calls[-1], *calls[:-1]])
-            calls.clear()
         return losses
 
     inner.compute_language_model_loss = compute
     try:
-        yield found
+        yield calls
     finally:
         del inner.compute_language_model_loss

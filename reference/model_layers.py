@@ -128,12 +128,14 @@ def rotate(heads: Tensor, cu_seqlens: Sequence[int], shape: Shape) -> Tensor:
 
 def attend(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Sequence[int]) -> Tensor:
     """Causal attention of each segment to itself alone: `[P, heads, channels]` three times, and back. R-MODEL-4."""
+    lengths = [end - start for start, end in itertools.pairwise(cu_seqlens)]
     parts = []
-    for start, end in itertools.pairwise(cu_seqlens):
-        scores = torch.einsum("qhc,khc->hqk", query[start:end], key[start:end]) / query.shape[-1] ** 0.5
-        later = torch.ones(end - start, end - start, dtype=torch.bool).triu(1)
+    # Split, not sliced: the gradient of each slice would be as long as the row.
+    for q, k, v in zip(*(torch.split(each, lengths) for each in (query, key, value)), strict=True):
+        scores = torch.einsum("qhc,khc->hqk", q, k) / query.shape[-1] ** 0.5
+        later = torch.ones(len(q), len(q), dtype=torch.bool).triu(1)
         share = scores.masked_fill(later, float("-inf")).softmax(-1)
-        parts.append(torch.einsum("hqk,khc->qhc", share, value[start:end]))
+        parts.append(torch.einsum("hqk,khc->qhc", share, v))
     return torch.cat(parts)
 
 

@@ -141,6 +141,51 @@ def test_a_rank_that_dies_is_a_failed_case_with_its_stack_and_the_next_case_runs
     assert {each.check for each in second.results} == {"models", "third_witness", "invariance"}
 
 
+def test_a_step_that_fails_on_one_rank_is_a_failed_case_and_the_next_ones_run(tmp_path):
+    from equivalence.layout_runs import preload_models, run_layout
+
+    preload_models()
+    cases = [dataclasses.replace(CASE, sizes=Sizes(context=2), seed=seed) for seed in (2, 4)]
+
+    def entered(sizes):
+        return "model_targets:fails_once_alone", (sizes, str(tmp_path / "failed"))
+
+    first, second = run_layout(cases, entered=entered)
+    (difference,) = first.results[0].findings[0].differences
+    assert difference.left == "a result, not RuntimeError"
+    assert "on 1 ranks" in difference.right
+    assert second.equal
+    assert {each.check for each in second.results} == {"models", "third_witness", "invariance"}
+
+
+def test_no_rank_lives_while_what_is_expected_of_its_steps_is_computed(monkeypatch):
+    from equivalence import layout_runs
+    from equivalence.workers import seats as workers
+
+    layout_runs.preload_models()
+    living = []
+    own = layout_runs.expect
+
+    def expect(case, shapes):
+        living.append(sum(workers._taken.values()))
+        return own(case, shapes)
+
+    monkeypatch.setattr(layout_runs, "expect", expect)
+    cases = [dataclasses.replace(CASE, sizes=Sizes(context=2), seed=seed) for seed in (2, 4)]
+    assert all(ran.equal for ran in layout_runs.run_layout(cases))
+    assert living == [0, 0]
+
+
+def test_a_rank_compiles_nothing():
+    from equivalence.layout_runs import preload_models
+    from equivalence.workers import open_world
+
+    preload_models()
+    case = dataclasses.replace(CASE, shape=dataclasses.replace(CASE.shape, experts=2))
+    with open_world(1, enter="equivalence.models:layout", entry=case.sizes) as world:
+        assert world.run("model_targets:compiled_functions", case) == [0]
+
+
 def test_a_fault_in_a_layout_is_found_counted_and_named(tmp_path):
     from equivalence.model_jobs import preload_models, run_drawn, run_saved
 
