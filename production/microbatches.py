@@ -16,8 +16,8 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from production.batches import Batch, FlatBatch, flatten
 from production.context_parallel import check_boundaries, find_layout, shard_batch, shard_tensors
 from production.errors import BatchRefused, PackproofError
-from production.multi_token import DepthTables, depth_tables
-from production.multi_token_feed import Stage, Weights, multi_token_params
+from production.multi_token import DepthTables, depth_tables, derive_labels
+from production.multi_token_feed import MultiTokenParams, Stage, Weights, multi_token_params
 from production.rectangle import Rectangle
 from production.squeeze import Padding, squeeze
 
@@ -87,7 +87,8 @@ class Microbatch:
     labels: torch.Tensor | None
     """[1, n] int64, what the model is given; None online, where the loss is computed outside (R-MEET-2)."""
     loss_mask: torch.Tensor | None
-    """[1, n] float32, what the model is given: it reads only multi-token prediction's counts from it. Not what the loss counts."""
+    """[1, n] float32, what the model is given: it reads only multi-token prediction's counts from it, online the tokens' own mask
+    (R-ONLINE-7), which it shifts. Not what the loss counts."""
     packed_seq_params: PackedSeqParams
     """`thd`, the same boundaries four times; with depths and tables a `MultiTokenParams`."""
     total_tokens: int
@@ -147,18 +148,9 @@ def _direct_with_tables(
     flat: FlatBatch, tables: DepthTables, settings: MicrobatchSettings, device: torch.device | str | None
 ) -> Microbatch:
     """Depth 0 of the tables is what the model is given, so that its rolls can be answered from the others."""
-    moved: dict[str, Any] = {**_move({name: getattr(tables, name) for name in _TABLES}, device)}
-    tables = dataclasses.replace(tables, **moved)
+    tables = _moved(tables, device)
     total = tables.input_ids[0].numel()
-    plain = _thd(flat.cu_seqlens, flat.max_seqlen, total, device)
-    params = multi_token_params(
-        dataclasses.replace(flat, cu_seqlens=plain.cu_seqlens_q),
-        tables,
-        weights=settings.weights,
-        stage=settings.stage,
-        verify=settings.verify,
-    )
-    params.total_tokens, params.seq_idx = plain.total_tokens, plain.seq_idx
+    params = _thd_with_tables(flat, tables, settings, total, device)
     return Microbatch(
         input_ids=tables.input_ids[0],
         position_ids=tables.position_ids[0],
@@ -175,34 +167,31 @@ def _direct_with_tables(
 def _online(batch: Rectangle, settings: MicrobatchSettings, device: torch.device | str | None) -> Microbatch:
     """Squeezed now; labels and mask stay outside the model, but for the mask that multi-token prediction needs (R-ONLINE-7)."""
     _check_host({field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)})
-    if settings.depths and settings.mtp == "tables":
-        raise PackproofError(
-            what="tables of depths are made from labels, and the online path gives the model none",
-            where="mtp=tables",
-            mend="take mtp=upstream_roll: megatron-core then derives the labels from the ids; or the direct path",
-        )
     row = squeeze(batch, settings.padding)
-    whole = {
-        name: getattr(row, name) for name in ("input_ids", "position_ids", "target_ids", "target_mask", "token_mask")
-    }
-    cut = shard_tensors(
-        whole,
-        row.cu_seqlens_padded,
-        settings.context_parallel_rank,
-        settings.context_parallel_size,
-        layout=settings.layout,
-    )
-    share = _move(
-        cut if settings.depths else {name: cut[name] for name in ("input_ids", "target_ids", "target_mask")}, device
-    )
-    outside = _move({name: whole[name] for name in ("input_ids", "target_ids", "target_mask")}, device)
+    whole = {name: getattr(row, name) for name in ("input_ids", "target_ids", "target_mask")}
+    given = {name: getattr(row, name) for name in ("position_ids", "token_mask")} if settings.depths else {}
+    rank, size = settings.context_parallel_rank, settings.context_parallel_size
+    cut = shard_tensors(whole | given, row.cu_seqlens_padded, rank, size, layout=settings.layout)
     total = row.input_ids.numel()
+    if settings.depths and settings.mtp == "tables":
+        flat = derive_labels(row)
+        tables = depth_tables(flat, settings.depths, rank=rank, size=size, layout=settings.layout)
+        tables = _moved(dataclasses.replace(tables, own_mask=cut.pop("token_mask")[None]), device)
+        params: PackedSeqParams = _thd_with_tables(flat, tables, settings, total, device)
+        # What stands in the tables too is given from there: the feed knows it by its memory.
+        del cut["input_ids"], cut["position_ids"]
+        share = _move(cut, device) | {"input_ids": tables.input_ids[0], "position_ids": tables.position_ids[0]}
+        share["token_mask"] = params.feed.loss_mask
+    else:
+        params = _thd(row.cu_seqlens_padded, row.max_seqlen, total, device)
+        share = _move(cut, device)
+    outside = _move(whole, device)
     return Microbatch(
         input_ids=share["input_ids"],
         position_ids=share.get("position_ids"),
         labels=None,
         loss_mask=share.get("token_mask"),
-        packed_seq_params=_thd(row.cu_seqlens_padded, row.max_seqlen, total, device),
+        packed_seq_params=params,
         total_tokens=total,
         target_ids=share["target_ids"],
         target_mask=share["target_mask"],
@@ -226,6 +215,28 @@ def _one_row(tables: DepthTables) -> DepthTables:
     names = ("input_ids", "position_ids", "target_ids", "token_mask")
     flat: dict[str, Any] = {name: getattr(tables, name).reshape(tables.depths + 1, 1, -1) for name in names}
     return dataclasses.replace(tables, **flat)
+
+
+def _moved(tables: DepthTables, device: torch.device | str | None) -> DepthTables:
+    names = _TABLES if tables.own_mask is None else (*_TABLES, "own_mask")
+    moved: dict[str, Any] = {**_move({name: getattr(tables, name) for name in names}, device)}
+    return dataclasses.replace(tables, **moved)
+
+
+def _thd_with_tables(
+    flat: FlatBatch, tables: DepthTables, settings: MicrobatchSettings, total: int, device: torch.device | str | None
+) -> MultiTokenParams:
+    """The boundaries four times with the tables that lie on the device."""
+    plain = _thd(flat.cu_seqlens, flat.max_seqlen, total, device)
+    params = multi_token_params(
+        dataclasses.replace(flat, cu_seqlens=plain.cu_seqlens_q),
+        tables,
+        weights=settings.weights,
+        stage=settings.stage,
+        verify=settings.verify,
+    )
+    params.total_tokens, params.seq_idx = plain.total_tokens, plain.seq_idx
+    return params
 
 
 def _thd(cu_seqlens: torch.Tensor, max_seqlen: int, total: int, device: torch.device | str | None) -> PackedSeqParams:

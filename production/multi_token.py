@@ -13,6 +13,7 @@ import torch
 from production.batches import Batch, FlatBatch, flatten
 from production.context_parallel import Layout, check_boundaries, find_layout, shard_index
 from production.errors import PackproofError
+from production.squeeze import Squeezed
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -35,6 +36,8 @@ class DepthTables:
     """[D + 1] float32: sums of the mask over all ranks, the same on each."""
     size: int
     """cp: context parallel ranks that share the rows."""
+    own_mask: torch.Tensor | None = None
+    """[1, B, n] float32: the mask of the tokens themselves, where the model is given no labels and derives depth 0 from ids and this (R-ONLINE-7)."""
 
     @property
     def depths(self) -> int:
@@ -90,6 +93,22 @@ def depth_tables(
         rank_counts=token_mask.sum(dim=(1, 2)),
         row_counts=_row_counts(flat.token_mask.reshape(-1), boundaries, depths),
         size=size,
+    )
+
+
+def derive_labels(row: Squeezed) -> FlatBatch:
+    """A row of the online path [1, T] with the labels that megatron-core derives from its ids: those one place on, 0 behind a sequence's
+    padding (R-ONLINE-7). The loss outside the model has another label there, a sequence's first id, and counts neither.
+    """
+    labels = row.input_ids.roll(-1, dims=-1)
+    labels[0, row.cu_seqlens_padded[1:].long() - 1] = 0
+    return FlatBatch(
+        input_ids=row.input_ids,
+        position_ids=row.position_ids,
+        target_ids=labels,
+        token_mask=row.target_mask,
+        cu_seqlens=row.cu_seqlens_padded,
+        max_seqlen=row.max_seqlen,
     )
 
 

@@ -39,7 +39,8 @@ class DepthFeed:
     """The tables of one microbatch on one rank, handed out in the order of megatron-core's calls.
 
     That order is ids, positions (and padding mask) at each depth in the block, then labels, mask at each depth in the
-    loss. After the last it begins again, for a forward pass that is computed again as a whole.
+    loss: from depth 1, or from 0 where the model is given no labels and rolls them out of the ids (`tables.own_mask`).
+    After the last it begins again, for a forward pass that is computed again as a whole.
 
     `weights` says what a token's MTP loss is divided by (R-MTP-3): `rank` is
     megatron-core's own, sums of the mask over one rank and microbatch; `rows` takes them over all ranks that share the
@@ -60,12 +61,12 @@ class DepthFeed:
         # With one rank both weights are the same, to the bit.
         self._scale = tables.size if weights == "rows" else 1
         embedding = (*_EMBEDDING, "padding_mask") if tables.padding_mask is not None else _EMBEDDING
-        depths = range(1, tables.depths + 1)
+        derives_labels = tables.own_mask is not None
         self._slots = [
             (name, depth)
-            for part, names in (("embedding", embedding), ("loss", _LOSS))
+            for part, names, first in (("embedding", embedding, 1), ("loss", _LOSS, 0 if derives_labels else 1))
             if part in stage
-            for depth in depths
+            for depth in range(first, tables.depths + 1)
             for name in names
         ]
         self._known = {
@@ -73,7 +74,9 @@ class DepthFeed:
             for name in (*embedding, *_LOSS)
             for depth in range(tables.depths + 1)
         }
-        if self._scale != 1:
+        if tables.own_mask is not None:
+            self._known[tables.own_mask[0].data_ptr()] = ("own_mask", 0)
+        elif self._scale != 1:
             whole = "token_mask, where the model must be given the feed's own loss_mask,"
             self._known[tables.token_mask[0].data_ptr()] = (whole, 0)
         self._next = 0
@@ -82,8 +85,14 @@ class DepthFeed:
     def loss_mask(self) -> torch.Tensor:
         """[B, n] float32: what the model must be given as `loss_mask`, from which it takes the sum at depth 0.
 
-        With `weights="rows"` only its sum has a meaning; the loss outside the model takes `tables.token_mask[0]`.
+        With `weights="rows"` only its sum has a meaning; the loss outside the model takes `tables.token_mask[0]`. A model
+        without labels is given the tokens' own mask.
         """
+        return self._counting_mask if self.tables.own_mask is None else self.tables.own_mask[0]
+
+    @property
+    def _counting_mask(self) -> torch.Tensor:
+        """[B, n] float32: the mask of depth 0 as the loss must see it."""
         if self._scale == 1:
             return self.tables.token_mask[0]
         # The mask of each depth is handed out times cp, so that reported losses average to those of the rows.
@@ -117,6 +126,8 @@ class DepthFeed:
             return table, table.sum()
         if self._scale == 1:
             return table, self.tables.rank_counts[depth]
+        if depth == 0:
+            return self._counting_mask, self.tables.row_counts[0]
         return table * self._scale, self.tables.row_counts[depth]
 
     def _fault(
@@ -136,22 +147,31 @@ class DepthFeed:
             return f"a roll by {shifts} over dimension {dims}"
         if size != self.tables.size:
             return f"a roll over {size} context parallel ranks, and the tables were cut for {self.tables.size}"
-        before = getattr(self.tables, name)[depth - 1]
+        origin = _origin(name, depth)
+        before = getattr(self.tables, origin[0])[origin[1]]
         if tensor.shape != before.shape or tensor.dtype != before.dtype or tensor.device != before.device:
             return f"a tensor {_describe(tensor)}, and the tables are {_describe(before)}"
         # Where a tensor was not cloned on the way, its memory says which it is.
         known = self._known.get(tensor.data_ptr())
-        if known is not None and known != (name, depth - 1):
+        if known is not None and known != origin:
             return f"the roll of {known[0]} from depth {known[1]}"
         if self.verify and not torch.equal(tensor, self._before(name, depth)):
-            return f"values that are not {name} at depth {depth - 1}"
+            return f"values that are not {origin[0]} at depth {origin[1]}"
         return None
 
     def _before(self, name: str, depth: int) -> torch.Tensor:
         """What a call for this depth must bring."""
-        if name != "token_mask" or self._scale == 1:
-            return cast("torch.Tensor", getattr(self.tables, name)[depth - 1])
-        return self.loss_mask if depth == 1 else self.tables.token_mask[depth - 1] * self._scale
+        origin, at = _origin(name, depth)
+        if origin != "token_mask" or self._scale == 1:
+            return cast("torch.Tensor", getattr(self.tables, origin)[at])
+        return self._counting_mask if at == 0 else self.tables.token_mask[at] * self._scale
+
+
+def _origin(name: str, depth: int) -> tuple[str, int]:
+    """The table, and its depth, that megatron-core rolls to get this one."""
+    if depth:
+        return name, depth - 1
+    return ("input_ids", 0) if name == "target_ids" else ("own_mask", 0)
 
 
 def multi_token_params(batch: FlatBatch, tables: DepthTables, **options: Any) -> MultiTokenParams:
@@ -219,5 +239,5 @@ def _unexpected(found: str, expected: str) -> PackproofError:
         what=f"{found} came where {expected} was expected",
         where="multi-token prediction",
         mend="say which stage this is (stage), cut the tables for the model's cp, and give the model exactly depth 0 of the "
-        "tables with labels; or leave the feed out, which takes megatron-core's own roll",
+        "tables, with labels (without them where the tables have an own_mask); or leave the feed out, which takes megatron-core's own roll",
     )

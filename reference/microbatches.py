@@ -6,7 +6,7 @@ Lists and loops, a sequence at a time; every rank's share is cut out of the whol
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -82,7 +82,7 @@ class Microbatch:
     target_mask: torch.Tensor
     """Which targets the loss counts."""
     depths: list[Depth]
-    """Depths 1 to D, on the direct path."""
+    """Depths 1 to D."""
     row: Squeezed | None
     """Online: what the loss outside the model needs."""
 
@@ -214,8 +214,20 @@ def process_microbatch(
         total_tokens=len(row.input_ids),
         target_ids=share(row.target_ids),
         target_mask=share(row.target_mask),
-        depths=[],
+        depths=[cut_depth(each, share) for each in online_depths(row, depths)],
         row=row,
+    )
+
+
+def online_depths(row: Squeezed, count: int) -> list[Depth]:
+    """Depths 1 to `count` of a squeezed row: a token's label is the id one place on, its mask that id's own. R-ONLINE-7."""
+    return multi_token.depths(
+        input_ids=row.input_ids,
+        target_ids=multi_token.shift(row.input_ids, row.cu_seqlens_padded, 1),
+        token_mask=multi_token.shift(row.token_mask, row.cu_seqlens_padded, 1),
+        position_ids=row.position_ids,
+        cu_seqlens=row.cu_seqlens_padded,
+        count=count,
     )
 
 
@@ -250,16 +262,18 @@ def direct(batch: Batch, rank: int, context_parallel_size: int, depths: int, lay
         total_tokens=len(own["input_ids"]),
         target_ids=own["target_ids"],
         target_mask=own["token_mask"],
-        depths=[
-            Depth(
-                input_ids=share(each.input_ids),
-                target_ids=share(each.target_ids),
-                token_mask=share(each.token_mask),
-                position_ids=share(each.position_ids),
-            )
-            for each in shifted
-        ],
+        depths=[cut_depth(each, share) for each in shifted],
         row=None,
+    )
+
+
+def cut_depth(depth: Depth, share: Callable[[torch.Tensor], torch.Tensor]) -> Depth:
+    """A rank's share of one depth, cut with the row's index. R-MTP-2."""
+    return Depth(
+        input_ids=share(depth.input_ids),
+        target_ids=share(depth.target_ids),
+        token_mask=share(depth.token_mask),
+        position_ids=share(depth.position_ids),
     )
 
 

@@ -27,8 +27,8 @@ def shift(tensor: torch.Tensor, cu_seqlens: Sequence[int], depth: int) -> torch.
     """`x[i + depth]` where that lies in the segment of `i`, else 0, for a tensor `[P]`. R-MTP-1."""
     shifted = torch.full_like(tensor, FILL)
     for start, end in itertools.pairwise(cu_seqlens):
-        for position in range(start, end - depth):
-            shifted[position] = tensor[position + depth]
+        last = max(start, end - depth)
+        shifted[start:last] = tensor[start + depth : end]
     return shifted
 
 

@@ -148,13 +148,9 @@ def _production(case: MeetingCase) -> Side:
     padding = squeeze.Padding(sequence_multiple=unit, row_length=pack_length)
     online = rectangle.build_rectangle(tokenized, make_sequence_length_divisible_by=unit)
 
-    def settings(rank: int, mtp: str = "upstream_roll") -> production.MicrobatchSettings:
+    def settings(rank: int) -> production.MicrobatchSettings:
         return production.MicrobatchSettings(
-            context_parallel_rank=rank,
-            context_parallel_size=case.size,
-            padding=padding,
-            depths=case.depths,
-            mtp=mtp,  # type: ignore[arg-type] # one of the two
+            context_parallel_rank=rank, context_parallel_size=case.size, padding=padding, depths=case.depths
         )
 
     def share(made: production.Microbatch) -> Share:
@@ -169,7 +165,7 @@ def _production(case: MeetingCase) -> Side:
 
     boundaries = built.cu_seqlens.clone()
     return Side(
-        direct=[share(production.process_microbatch(batch, settings(rank, "tables"))) for rank in range(case.size)],
+        direct=[share(production.process_microbatch(batch, settings(rank))) for rank in range(case.size)],
         online=[share(production.process_microbatch(online, settings(rank))) for rank in range(case.size)],
         lengths=lengths,
         padded=boundaries.tolist(),

@@ -1,12 +1,13 @@
 """Microbatches: both paths give every rank the same tensors and boundaries on every side (R-ONLINE, R-MEET-1).
 
-Third witness of the direct path are megatron-core's flatten, its roll of the whole row, and its rotary embedding's index. Its
+Third witness of the direct path are megatron-core's flatten, its roll of the whole row, and its rotary embedding's index; online of the depths its roll. Its
 `get_batch_on_this_tp_rank` only broadcasts, on a CUDA device, what tensor-parallel rank 0 has: nothing of it runs on data alone.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -41,10 +42,20 @@ def check_direct_microbatches(case: DirectCase) -> CheckResult:
 
 
 def check_online_microbatches(case: OnlineCase) -> CheckResult:
-    """Conversations from the rectangle to every rank's share; a refusal is named by the step that refuses."""
-    return _compared(
-        "online_microbatches", {"reference": _reference_online(case), "production": _production_online(case)}
-    )
+    """Conversations from the rectangle to every rank's share and depth; a refusal is named by the step that refuses.
+
+    Third witness of the depths is megatron-core's roll of ids and mask, as its multi-token loss has them where it is given no labels. What
+    production gives the model is the same where megatron-core rolls for itself.
+    """
+    rows: list[tuple[tuple[int, int], reference.Squeezed]] = []
+    sides: dict[str, Side] = {
+        "reference": _reference_online(case, rows),
+        "production": _production_online(case, "tables"),
+    }
+    if case.depths and not isinstance(sides["reference"], str):
+        sides["megatron_lm"] = _megatron_depths(case, rows)
+        sides["production, upstream_roll"] = _production_online(case, "upstream_roll")
+    return _compared("online_microbatches", sides)
 
 
 def _compared(check: str, sides: dict[str, Side]) -> CheckResult:
@@ -137,7 +148,27 @@ def _megatron_direct(case: DirectCase) -> Side:
     return found
 
 
-def _reference_online(case: OnlineCase) -> Side:
+def _megatron_depths(case: OnlineCase, rows: Sequence[tuple[tuple[int, int], reference.Squeezed]]) -> Side:
+    """Every depth of these rows, which the reference squeezed: labels are the ids rolled once, their mask the tokens' mask rolled along."""
+    found: dict[str, torch.Tensor] = {}
+    for place, row in rows:
+        boundaries = row.cu_seqlens_padded
+        params = PackedSeqParams(qkv_format="thd", cu_seqlens_q=torch.tensor(boundaries, dtype=torch.int32))
+        rolled = {"input_ids": row.input_ids, "position_ids": row.position_ids}
+        rolled["target_ids"], _ = roll_tensor(row.input_ids, -1, -1, None, params)
+        rolled["token_mask"], _ = roll_tensor(row.token_mask, -1, -1, None, params)
+        cuts = [rotary_index(boundaries, rank, case.size) for rank in range(case.size)]
+        found |= {_name("cu_seqlens", (*place, rank)): params.cu_seqlens_q for rank in range(case.size)}
+        for depth in range(1, case.depths + 1):
+            rolled = {name: roll_tensor(tensor, -1, -1, None, params)[0] for name, tensor in rolled.items()}
+            for rank, index in enumerate(cuts):
+                for name, tensor in rolled.items():
+                    found[_name(f"{name} at depth {depth}", (*place, rank))] = tensor[index]
+    return found
+
+
+def _reference_online(case: OnlineCase, rows: list[tuple[tuple[int, int], reference.Squeezed]]) -> Side:
+    """Puts every squeezed row with its place into `rows`."""
     try:
         whole = reference.rectangle(case.conversations, case.multiple)
         whole.sample_mask[case.uncounted] = 0
@@ -172,12 +203,14 @@ def _reference_online(case: OnlineCase) -> Side:
                         depths=case.depths,
                     )
                     found |= _reference_share(made, (data_rank, number, rank))
+                    if rank == 0 and made.row is not None:
+                        rows.append(((data_rank, number), made.row))
     except RowRefused as refused:
         return refused.kind
     return found
 
 
-def _production_online(case: OnlineCase) -> Side:
+def _production_online(case: OnlineCase, mtp: production.Mtp) -> Side:
     try:
         whole = rectangle.build_rectangle(
             [
@@ -223,7 +256,7 @@ def _production_online(case: OnlineCase) -> Side:
                         context_parallel_size=case.size,
                         padding=padding,
                         depths=case.depths,
-                        mtp="upstream_roll",
+                        mtp=mtp,
                     )
                     made = production.process_microbatch(rectangle.take_sequences(whole, members), settings)
                     found |= _production_share(made, (data_rank, number, rank))

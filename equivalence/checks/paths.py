@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Sequence
 
 import torch
 
 from equivalence.checks.invariance import ranks_of
 from equivalence.checks.leaks import RUN, Run
-from equivalence.checks.models import ROUTER_TIE, bits, compare_gradients, difference, near, result, shapes_of
+from equivalence.checks.models import ROUTER_TIE, bits, compare_gradients, difference, near, paired, result, shapes_of
 from equivalence.checks.result import CheckResult
 from equivalence.compare import Difference
 from equivalence.expected_steps import Expected, expect
@@ -19,6 +18,8 @@ from equivalence.models import GivenRectangles, ModelCase, RankOutcome, given, g
 from production.batches import Batch
 from production.rectangle import Rectangle
 from production.squeeze import Padding
+from reference import microbatches as reference
+from reference import multi_token
 from reference.context_parallel import owned_positions
 
 RUN_ONLINE = "equivalence.models:run_online"
@@ -27,28 +28,32 @@ DIRECT_PADDING_ID = 1
 
 
 def check_paths(case: ModelCase, run: Run) -> CheckResult:
-    """The same sequences through both paths, in `global_valid_tokens`, without multi-token prediction (R-ONLINE-7 has no tables).
+    """The same sequences through both paths, in `global_valid_tokens`, with the multi-token prediction that the case has.
 
-    Token losses where a target counts, sums and counts of each microbatch, and every gradient agree: to the bit in a dense model, within
-    R-MODEL-11's bounds with experts, which padding is dealt to as well. The direct path is held against the reference too.
+    Token losses where a target counts, sums and counts of each microbatch and depth, and every gradient agree: to the bit in a dense model, within
+    R-MODEL-11's bounds with experts, which padding is dealt to as well. The direct path takes its depths from tables, the online one as the
+    case says, from tables or from megatron-core's own roll. Both are held against the reference, whose rows it squeezes and shifts itself.
     """
     bins = rectangles(case)
     rows = [direct_row(case, number, each) for number, each in enumerate(bins)]
-    direct_case = given(case, rows)
-    direct = run(RUN, direct_case)
-    expected = expect(direct_case, shapes_of(gradients(direct)))
+    direct = run(RUN, dataclasses.replace(given(case, rows), mtp="tables"))
+    found = gradients(direct)
+    expected = expect(
+        given(case, [reference_row(case, number, each) for number, each in enumerate(bins)]), shapes_of(found)
+    )
     if expected.is_tie:
         return CheckResult(check="paths", refused=ROUTER_TIE)
     fields = {each.name: getattr(case, each.name) for each in dataclasses.fields(ModelCase)}
     # With stages all rows have one length, which the last sequence of each fills (R-ONLINE-5).
     padding = Padding(sequence_multiple=case.multiple, row_length=case.pack_length if case.sizes.pipeline > 1 else None)
     online = run(RUN_ONLINE, GivenRectangles(**fields, rectangles=tuple(bins), padding=padding))
-    differences = _tokens(case, rows, direct, online, expected)
+    differences = [*_tokens(case, rows, direct, online, expected), *_reports(case, direct, online, expected)]
+    there = gradients(online)
+    differences += compare_gradients(expected.gradients, there, expected.gradient_bounds)
     if case.shape.experts:
-        differences += compare_gradients(gradients(direct), gradients(online), expected.gradient_bounds)
+        differences += compare_gradients(found, there, expected.gradient_bounds)
     else:
-        there = gradients(online)
-        for name, each in gradients(direct).items():
+        for name, each in found.items():
             differences += bits(f"gradient of {name}", each, there[name])
     padded = sum(sum(row) - sum(true) for row, true in zip(case.rows, case.lengths, strict=True))
     fired = {
@@ -95,6 +100,22 @@ def direct_row(case: ModelCase, row: int, bin_: Rectangle) -> Batch:
     return batch_of([case.rows[row]], ids, targets, mask)
 
 
+def reference_row(case: ModelCase, row: int, bin_: Rectangle) -> Batch:
+    """The row as the reference squeezes it (R-ONLINE-4), with the labels and masks that it shifts to its depths (R-ONLINE-7)."""
+    squeezed = reference.squeeze(
+        reference.Rectangle(
+            input_ids=bin_.input_ids,
+            token_mask=bin_.token_mask,
+            input_lengths=bin_.input_lengths.tolist(),
+            sample_mask=bin_.sample_mask,
+        ),
+        reference.Padding(sequence_multiple=case.multiple, row_multiple=1, row_length=case.pack_length),
+    )
+    labels = multi_token.shift(squeezed.input_ids, squeezed.cu_seqlens_padded, 1)
+    mask = multi_token.shift(squeezed.token_mask, squeezed.cu_seqlens_padded, 1)
+    return batch_of([case.rows[row]], squeezed.input_ids[None], labels[None], mask[None])
+
+
 def _tokens(
     case: ModelCase,
     rows: Sequence[Batch],
@@ -102,23 +123,41 @@ def _tokens(
     online: Sequence[RankOutcome],
     expected: Expected,
 ) -> list[Difference]:
+    """Token losses at every depth where a target counts: of both paths against each other, and of the online one against the reference."""
     differences: list[Difference] = []
     for row, batch in enumerate(rows):
+        boundaries, microbatch = case.boundaries[row], row // case.data_size
+        masks = [multi_token.shift(batch.token_mask[0], boundaries, depth) for depth in range(case.shape.depths + 1)]
         for one, other in zip(ranks_of(case, row, direct), ranks_of(case, row, online), strict=True):
-            owned = owned_positions(case.boundaries[row], one.place.context_rank, one.place.context_size)
-            counted = batch.token_mask[0, owned] == 1
-            microbatch, where = row // case.data_size, f"row {row} on rank {one.place.rank}"
-            a, b = one.token_losses[microbatch][0][counted], other.token_losses[microbatch][0][counted]
-            sums = one.reports[microbatch], other.reports[microbatch]
-            if case.shape.experts:
-                differences += near(f"{where} token losses", a, b, expected.token_bound)
-                bound = expected.token_bound * max(1, int(counted.sum()))
-                differences += near(f"{where} reported", sums[0].double(), sums[1].double(), bound)
-            else:
-                differences += bits(f"{where} token losses", a, b)
-                differences += bits(f"{where} reported", *sums)
-    for one, other in itertools.chain(zip(direct, online, strict=True)):
+            place = one.place
+            owned = owned_positions(boundaries, place.context_rank, place.context_size)
+            theirs = expected.token_losses[place.data_rank * place.context_size + place.context_rank][microbatch]
+            sides = zip(masks, one.token_losses[microbatch], other.token_losses[microbatch], theirs, strict=True)
+            for depth, (mask, *each) in enumerate(sides):
+                a, b, c = (side[mask[owned] == 1] for side in each)
+                name = f"row {row} on rank {place.rank} depth {depth} token losses"
+                differences += near(name, a, b, expected.token_bound) if case.shape.experts else bits(name, a, b)
+                differences += near(f"{name}, reference", c, b, expected.token_bound)
+    return differences
+
+
+def _reports(
+    case: ModelCase, direct: Sequence[RankOutcome], online: Sequence[RankOutcome], expected: Expected
+) -> list[Difference]:
+    """What each rank reports: sums and counts of its microbatches, the mean of each depth, and how many tokens count."""
+    differences: list[Difference] = []
+    for one, other in zip(direct, online, strict=True):
+        where = f"rank {one.place.rank}"
         if one.valid_tokens != other.valid_tokens:
-            name = f"rank {one.place.rank} valid tokens"
-            differences.append(difference(name, None, one.valid_tokens, other.valid_tokens))
+            differences.append(difference(f"{where} valid tokens", None, one.valid_tokens, other.valid_tokens))
+        pairs = list(paired(f"{where} microbatch", one.reports, other.reports, differences))
+        if one.mtp_losses is not None and other.mtp_losses is not None:
+            pairs.append((f"{where} depths", one.mtp_losses, other.mtp_losses))
+        for name, a, b in pairs:
+            if case.shape.experts:
+                # A sum is off by at most what each of its tokens is; a depth's mean by less.
+                bound = expected.token_bound * max(1.0, one.valid_tokens)
+                differences += near(f"{name} reported", a.double(), b.double(), bound)
+            else:
+                differences += bits(f"{name} reported", a, b)
     return differences

@@ -200,7 +200,8 @@ def path_cases(draw: st.DrawFn, layout: Layout, aim: Aim = Aim()) -> ModelCase:
     sizes = layout.sizes
     factor = domain_factor(sizes)
     unit = factor * (draw(st.sampled_from([1, 3, 4])) if factor <= 4 else 1)
-    shape = draw(shapes(layout, Aim(architecture=aim.architecture, experts=aim.experts, depths=(0,))))
+    shape = draw(shapes(layout, aim))
+    weights = draw(st.sampled_from(["rank", "rows"])) if shape.depths else "rank"
     cut = draw(rows(layout, segment_unit=unit))
     lengths = []
     for row in cut:
@@ -218,6 +219,8 @@ def path_cases(draw: st.DrawFn, layout: Layout, aim: Aim = Aim()) -> ModelCase:
         rows=cut,
         masked=tuple(masked),
         normalization="global_valid_tokens",
+        mtp_weights=weights,
+        mtp=draw(st.sampled_from(["tables", "tables", "upstream_roll"])) if weights == "rank" else "tables",
         seed=draw(st.integers(0, 2**31 - 1)),
         check="paths",
         lengths=tuple(lengths),
@@ -240,6 +243,8 @@ def features(case: ModelCase) -> Iterator[str]:
     shape, layout = case.shape, case.sizes
     if case.check != "models":
         yield case.check
+        if case.check == "paths" and shape.depths:
+            yield f"paths with depths, {case.mtp}"
         return
     yield shape.architecture
     yield "experts" if shape.experts else "dense"
@@ -287,7 +292,7 @@ FEATURES = (
     *("cp, depths weighed by rank", "cp, depths weighed by rows", "cp, tables", "cp, upstream_roll"),
     *("a row all masked", "one long segment", "many short segments", "uneven microbatches"),
     *("a cp rank's share all masked", "a depth with no target"),
-    *("tp", "cp", "pp", "dp", "ep", "leaks", "paths"),
+    *("tp", "cp", "pp", "dp", "ep", "leaks", "paths", "paths with depths, tables", "paths with depths, upstream_roll"),
 )
 """What a whole run must have had."""
 VARIES = "the layout changes the gradient"

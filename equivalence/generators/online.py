@@ -146,7 +146,7 @@ def online_cases(draw: st.DrawFn) -> OnlineCase:
         pipeline_parallel_size=draw(st.sampled_from([1, 1, 2])),
         precision=draw(st.sampled_from(["unquantized", *PRECISIONS])),
         hybrid_expert_parallel=draw(st.sampled_from([False, False, False, True])),
-        depths=draw(st.sampled_from([0, 0, 1])),
+        depths=draw(st.sampled_from([0, 0, 1, 3])),
     )
 
 

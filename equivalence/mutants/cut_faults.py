@@ -150,6 +150,25 @@ def _positions_run_on(sound: Any) -> Any:
     return squeeze
 
 
+def _mask_of_tokens(sound: Any) -> Any:
+    def derive_labels(row: Any) -> Any:
+        return dataclasses.replace(sound(row), token_mask=row.token_mask)
+
+    return derive_labels
+
+
+def _mask_of_targets(sound: Any) -> Any:
+    def process_microbatch(batch: Any, settings: Any, **options: Any) -> Any:
+        made = sound(batch, settings, **options)
+        return (
+            made
+            if made.row is None or made.loss_mask is None
+            else dataclasses.replace(made, loss_mask=made.target_mask)
+        )
+
+    return process_microbatch
+
+
 def _tail_apart(sound: Any) -> Any:
     def squeeze(rectangle: Any, padding: Any) -> Any:
         row = sound(rectangle, padding)
@@ -286,6 +305,21 @@ CUT_MUTANTS = (
         target="production.squeeze:squeeze",
         wrong=_positions_run_on,
         first="meeting",
+    ),
+    LayoutMutant(
+        name="online_mtp_mask_of_tokens",
+        story="every depth of the online path has the mask of the token before its target",
+        target="production.multi_token:derive_labels",
+        wrong=_mask_of_tokens,
+        first="online_microbatches",
+    ),
+    LayoutMutant(
+        name="online_mtp_mask_shifted_again",
+        story="the model is given the mask of the targets, which megatron-core shifts along with the ids once more",
+        target="production.microbatches:process_microbatch",
+        wrong=_mask_of_targets,
+        first="online_microbatches",
+        raises=("PackproofError",),  # tables know the mask that they were made with
     ),
     LayoutMutant(
         name="online_tail_is_a_segment",

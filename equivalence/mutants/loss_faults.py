@@ -73,12 +73,12 @@ def _no_count(sound: Any) -> Any:
 
 
 def _count_of_all_ranks(sound: Any) -> Any:
-    def loss_mask(self: Any) -> torch.Tensor:
+    def counting_mask(self: Any) -> torch.Tensor:
         mask: torch.Tensor = sound.fget(self)
         # Only the feed that weighs by rows makes a mask of its own.
-        return mask if mask is self.tables.token_mask[0] or self._scale == 1 else mask * self._scale
+        return mask if self._scale == 1 else mask * self._scale
 
-    return property(loss_mask)
+    return property(counting_mask)
 
 
 def _by_rank(sound: Any) -> Any:
@@ -158,7 +158,7 @@ LOSS_MUTANTS = (
     LayoutMutant(
         name="rows_weights_without_context_scale",
         story="weights by rows count all ranks' tokens on each rank",
-        target="production.multi_token_feed:DepthFeed.loss_mask",
+        target="production.multi_token_feed:DepthFeed._counting_mask",
         wrong=_count_of_all_ranks,
         first="loss",
     ),

@@ -22,7 +22,7 @@ STEP = ModelCase(
 LEAKS = dataclasses.replace(STEP, sizes=Sizes(), check="leaks", normalization="per_token", trained=())
 PATHS = dataclasses.replace(
     STEP,
-    shape=dataclasses.replace(SHAPE, depths=0),
+    shape=dataclasses.replace(SHAPE, depths=2),
     normalization="global_valid_tokens",
     check="paths",
     trained=(),
@@ -130,3 +130,13 @@ def test_another_divisor_of_the_online_path_is_found():
     named = tensors(found)
     assert named
     assert all(each.startswith("gradient of") for each in named), "token losses stay as they are"
+
+
+def test_masks_of_other_depths_are_found_on_the_online_path():
+    from equivalence.layout_runs import check_case
+    from equivalence.mutants.layouts import entered
+
+    (found,) = check_case(PATHS, entered=entered("online_mtp_mask_of_tokens"))
+    named = tensors(found)
+    assert any(each.startswith("gradient of mtp.") for each in named), named
+    assert any(each.endswith("depths reported") for each in named), named

@@ -10,9 +10,10 @@ from megatron.core.transformer.multi_token_prediction import process_mtp_loss
 
 from equivalence.generators import tokenizers
 from production import batches, chat, rectangle, squeeze
+from production.context_parallel import shard_index
 from production.errors import BatchRefused, PackproofError, RowRefused
 from production.microbatches import Microbatch, MicrobatchSettings, process_microbatch
-from production.multi_token_feed import MultiTokenParams
+from production.multi_token_feed import MultiTokenParams, rolls_from_tables
 
 CONVERSATIONS = [([1, 2, 3, 4, 5], [0, 0, 1, 1, 1]), ([6, 7, 8], [0, 1, 1]), ([9, 10], [1, 1])]
 FOUR = squeeze.Padding(sequence_multiple=4)
@@ -204,21 +205,88 @@ def test_r_meet_1_the_direct_path_feeds_multi_token_prediction_from_tables(weigh
     assert plain.loss_mask.tolist() == [[1, 1, 1, 1]]
 
 
-def test_r_online_7_the_model_gets_the_tokens_mask_only_for_multi_token_prediction():
+@pytest.mark.parametrize("mtp", ["tables", "upstream_roll"])
+def test_r_online_7_the_model_gets_the_tokens_mask_only_for_multi_token_prediction(mtp):
     assert (online(0).labels, online(0).loss_mask, online(0).position_ids) == (None, None, None)
-    deep = online(0, depths=1, mtp="upstream_roll")
+    deep = online(0, depths=1, mtp=mtp)
     assert deep.labels is None
+    assert deep.input_ids.tolist() == [[1, 2, 0, 0, 6, 0, 9, 0]]
     assert deep.loss_mask.tolist() == [[0, 0, 0, 0, 0, 0, 1, 0]]
     assert deep.position_ids.tolist() == [[0, 1, 0, 0, 0, 0, 0, 0]]
-    with pytest.raises(PackproofError, match="made from labels"):
-        online(0, depths=1)
+    assert deep.packed_seq_params.total_tokens == deep.total_tokens == 16
+    assert deep.packed_seq_params.seq_idx.tolist() == online(0).packed_seq_params.seq_idx.tolist()
 
 
-def test_r_online_7_megatron_core_derives_labels_and_masks_from_what_it_is_given():
+def test_r_online_7_depths_are_those_of_the_ids_within_padded_sequences():
+    tables = online(0, size=1, depths=2, verify=True).packed_seq_params.feed.tables
+    assert tables.target_ids[:, 0].tolist() == [
+        [2, 3, 4, 5, 0, 0, 0, 0, 7, 8, 0, 0, 10, 0, 0, 0],  # 0 where the loss outside has a sequence's first id
+        [3, 4, 5, 0, 0, 0, 0, 0, 8, 0, 0, 0, 0, 0, 0, 0],
+        [4, 5, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0],
+    ]
+    assert tables.token_mask[:, 0].tolist() == [
+        [0, 1, 1, 1, 0, 0, 0, 0, 1, 1, 0, 0, 1, 0, 0, 0],
+        [1, 1, 1, 0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0],
+    ]
+    assert tables.position_ids[1, 0].tolist() == [1, 2, 3, 4, 0, 0, 0, 0, 1, 2, 0, 0, 1, 0, 0, 0]
+    assert tables.own_mask[0].tolist() == [[0, 0, 1, 1, 1, 0, 0, 0, 0, 1, 1, 0, 1, 1, 0, 0]]
+    assert tables.row_counts.tolist() == [6, 4, 2]
+    shares = [online(rank, depths=2).packed_seq_params.feed.tables for rank in range(2)]
+    assert [each.rank_counts.tolist() for each in shares] == [[3, 3, 2], [3, 1, 0]]
+    assert all(each.row_counts.tolist() == [6, 4, 2] for each in shares)
+    assert shares[1].target_ids[1].tolist() == [[5, 0, 0, 0, 0, 0, 0, 0]]
+
+
+@pytest.mark.parametrize("mtp", ["tables", "upstream_roll"])
+def test_r_online_7_megatron_core_derives_labels_and_masks_from_what_it_is_given(mtp):
     """Its own `process_mtp_loss` without labels: at depth 1 the target is two tokens on, and its mask decides."""
-    found = online(0, size=1, depths=1, mtp="upstream_roll")
+    found = online(0, size=1, depths=1, mtp=mtp, verify=True, stage="loss")
+    with rolls_from_tables():
+        shown, gradient = derived(found)
+    assert shown[0].tolist() == [[3, 4, 5, 0, 0, 0, 0, 0, 8, 0, 0, 0, 0, 0, 0, 0]]
+    # β/D · n₀/n₁ with n₀ 6, the divisor's count (R-ONLINE-6), and n₁ 4: targets 3 4 5 and 8.
+    expected = torch.zeros(16).index_fill_(0, torch.tensor([0, 1, 2, 8]), 0.5 * 6 / 4)
+    assert gradient.tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("per_token", [True, False])
+def test_r_mtp_3_weights_by_rows_do_not_depend_on_cp_online(per_token):
+    cuts = [shard_index(online(0).packed_seq_params.cu_seqlens_q, rank, 2) for rank in range(2)]
+    whole = torch.zeros(16)
+    with rolls_from_tables():
+        for rank, index in enumerate(cuts):
+            found = online(rank, depths=2, weights="rows", verify=True, stage="loss")
+            assert found.loss_mask.tolist() == online(rank, depths=2).loss_mask.tolist(), "the tokens' own mask"
+            _, whole[index] = derived(found, size=2, per_token=per_token)
+        _, alone = derived(online(0, size=1, depths=2, stage="loss"), per_token=per_token)
+    # Where losses are means, DDP averages over cp.
+    torch.testing.assert_close(whole if per_token else whole / 2, alone, rtol=1e-6, atol=0)
+
+
+def test_tables_of_the_online_path_refuse_labels_and_another_mask():
+    found = online(0, size=1, depths=1, stage="loss")
+    with rolls_from_tables(), pytest.raises(PackproofError, match="values that are not input_ids at depth 0"):
+        derived(online(0, size=1, depths=1, verify=True, stage="loss"), input_ids=found.target_ids)
+    refused = "the roll of token_mask from depth 0 came where token_mask at depth 0"
+    with pytest.raises(PackproofError, match=refused), rolls_from_tables():
+        derived(found, loss_mask=found.packed_seq_params.feed.tables.token_mask[0])
+    fresh = online(0, size=1, depths=1, stage="loss")
+    with (
+        pytest.raises(PackproofError, match="the end of the pass came where target_ids at depth 1"),
+        rolls_from_tables(),
+    ):
+        derived(fresh, labels=fresh.target_ids)
+
+
+def derived(found, size=1, *, per_token=True, **given):
+    """What megatron-core's own multi-token loss labels its first depth with, and the sum over depths of each token's weight."""
+    depths, count = (
+        found.packed_seq_params.feed.tables.depths if hasattr(found.packed_seq_params, "feed") else 1,
+        16 // size,
+    )
     shown = []
-    hidden = torch.ones(2 * 16, 1, 1, requires_grad=True)
+    hidden = torch.ones((depths + 1) * count, 1, 1, requires_grad=True)
 
     def token_losses(labels, states):
         shown.append(labels)
@@ -226,24 +294,23 @@ def test_r_online_7_megatron_core_derives_labels_and_masks_from_what_it_is_given
 
     main = process_mtp_loss(
         hidden_states=hidden,
-        labels=found.labels,
-        loss_mask=found.loss_mask,
+        **{"labels": found.labels, "loss_mask": found.loss_mask, "input_ids": found.input_ids} | given,
         output_layer=lambda states, **_: (states, None),
         output_weight=None,
         runtime_gather_output=None,
         is_training=False,
         compute_language_model_loss=token_losses,
         config=SimpleNamespace(
-            mtp_num_layers=1, mtp_loss_scaling_factor=0.5, mtp_detach_heads=False, calculate_per_token_loss=True
+            mtp_num_layers=depths,
+            mtp_loss_scaling_factor=0.5,
+            mtp_detach_heads=False,
+            calculate_per_token_loss=per_token,
         ),
+        cp_group=SimpleNamespace(size=lambda: size),
         packed_seq_params=found.packed_seq_params,
-        input_ids=found.input_ids,
     )
     main.sum().backward()
-    assert shown[0].tolist() == [[3, 4, 5, 0, 0, 0, 0, 0, 8, 0, 0, 0, 0, 0, 0, 0]]
-    # β/D · n₀/n₁ with n₀ 6, the divisor's count (R-ONLINE-6), and n₁ 4: targets 3 4 5 and 8.
-    expected = torch.zeros(16).index_fill_(0, torch.tensor([0, 1, 2, 8]), 0.5 * 6 / 4)
-    assert hidden.grad[16:, 0, 0].tolist() == expected.tolist()
+    return shown, hidden.grad[count:, 0, 0].view(depths, count).sum(dim=0)
 
 
 def test_r_meet_2_total_tokens_differ_and_what_megatron_core_makes_of_them_does_not():
@@ -264,6 +331,7 @@ def test_everything_moves_to_the_device_once_and_nothing_is_read_there():
             (rows(), {"depths": 2, "mtp": "upstream_roll"}),
             (sequences(), {}),
             (sequences(), {"depths": 1, "mtp": "upstream_roll"}),
+            (sequences(), {"depths": 2, "weights": "rows"}),
         )
     ]
     for found in made:

@@ -107,6 +107,18 @@ def test_r_online_7_and_r_meet_2_labels_stay_outside_but_for_the_mask_of_multi_t
     assert deep.labels is None
     assert deep.loss_mask.tolist() == [0, 0, 0, 0, 0, 0, 1, 0]  # of the tokens 1 2 _ _ 6 _ 9 _
     assert deep.position_ids.tolist() == [0, 1, 0, 0, 0, 0, 0, 0]
+    assert found.depths == []
+
+
+def test_r_online_7_a_depth_has_the_id_that_is_further_on_and_that_ids_mask():
+    first, second = online(rank=0, context_parallel_size=1, depths=2).depths
+    assert first.target_ids.tolist() == [3, 4, 5, 0, 0, 0, 0, 0, 8, 0, 0, 0, 0, 0, 0, 0]
+    assert first.token_mask.tolist() == [1, 1, 1, 0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0]
+    assert first.input_ids.tolist() == [2, 3, 4, 5, 0, 0, 0, 0, 7, 8, 0, 0, 10, 0, 0, 0]
+    assert first.position_ids.tolist() == [1, 2, 3, 4, 0, 0, 0, 0, 1, 2, 0, 0, 1, 0, 0, 0]
+    assert second.target_ids.tolist() == [4, 5, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0]
+    assert second.token_mask.tolist() == [1, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0]
+    assert online(rank=1, context_parallel_size=2, depths=1).depths[0].target_ids.tolist() == [5, 0, 0, 0, 0, 0, 0, 0]
 
 
 def test_r_meet_1_stored_boundaries_are_reused_and_a_filling_row_counts_nowhere():
