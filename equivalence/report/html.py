@@ -7,6 +7,7 @@ from typing import Any
 
 import jinja2
 
+from equivalence.report.summary import alike
 from equivalence.subjects import PROMPT_FORMATS
 
 _HERE = Path(__file__).resolve().parent
@@ -25,6 +26,7 @@ def write_html(summary: dict[str, Any], path: Path) -> None:
     page = environment.get_template("report.html").render(
         formats=PROMPT_FORMATS,
         groups=_groups(summary),
+        kinds=alike(summary["differences"]),
         style=(_HERE / "report.css").read_text(encoding="utf-8"),
         **summary,
     )

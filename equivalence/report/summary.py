@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +92,18 @@ def summarise(outcome: Outcome, command: str) -> dict[str, Any]:
         "errors": tally.errors,
         "stopped_early": outcome.stopped,
     }
+
+
+def alike(differences: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """Differences of one kind together: the same sides, check, tensor and class. The kinds with most cases first, cases in order."""
+    found: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+    for each in differences:
+        first = each["first"]
+        # Where a tensor's name has the rank, row or depth in it, those are not another kind.
+        tensor = re.sub(r"\d+", "N", str(first["tensor"]))
+        key = (each["check"], each["left"], each["right"], tensor, str(first["class"]))
+        found.setdefault(key, []).append(each)
+    return sorted(found.values(), key=len, reverse=True)
 
 
 def write_json(summary: dict[str, Any], path: Path) -> None:

@@ -10,7 +10,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
-from equivalence.report.summary import WHAT
+from equivalence.report.summary import WHAT, alike
 from equivalence.run import Outcome
 from equivalence.subjects import PROMPT_FORMATS
 
@@ -38,6 +38,8 @@ class Reporter:
         )
         self._task = self._bar.add_task("starting", total=None, said="")
         self._title = "starting"
+        self._pace: list[tuple[float, float]] = []
+        """When, and how much was done then: from the first call on, before which all is loaded."""
 
     def __enter__(self) -> Self:
         """Show the line."""
@@ -51,8 +53,10 @@ class Reporter:
     def __call__(self, title: str, outcome: Outcome) -> None:
         """Say where the run is; `title` is what just ended, if anything did."""
         self._title = title.partition(" ")[0] or self._title
-        said = self._said(outcome)
         now = time.monotonic()
+        if not self._pace or outcome.done > self._pace[-1][1]:
+            self._pace.append((now, outcome.done))
+        said = self._said(outcome)
         if self._console.is_terminal:
             self._bar.update(
                 self._task,
@@ -74,12 +78,17 @@ class Reporter:
             parts.append(f"{outcome.rate:,.0f} generated rows/s")
         if outcome.planned and outcome.done:
             share = outcome.done / outcome.planned
-            # What the first pieces cost says little of the rest: loading dominates them.
-            left = f", {_clock(elapsed / share - elapsed)} left" if share >= TELLING_SHARE else ""
-            parts.append(f"{100 * share:.0f} %{left}")
+            left = self._left(outcome.planned) if share >= TELLING_SHARE else None
+            parts.append(f"{100 * share:.0f} %" + ("" if left is None else f", about {_clock(left)} left"))
         if count := sum(outcome.tally.differing.values()):
             parts.append(f"{count} differing")
         return ", ".join(parts)
+
+    def _left(self, planned: float) -> float | None:
+        """Seconds at the pace of the later half of what is done: the first pieces are replays and cold starts of workers."""
+        now, done = self._pace[-1]
+        then, before = max((each for each in self._pace if 2 * each[1] <= done), default=self._pace[0])
+        return None if done <= before else (planned - done) * (now - then) / (done - before)
 
 
 def show(summary: dict[str, Any], console: Console, files: list[str]) -> None:
@@ -103,16 +112,24 @@ def show(summary: dict[str, Any], console: Console, files: list[str]) -> None:
         console.print(Text(f"could not run: {each}", "red"))
     if summary["stopped_early"]:
         console.print(Text("stopped early: enough differs; mend these first", "yellow"))
-    generated = summary["generated"]
     verdict = Text(summary["verdict"].upper(), STYLES.get(summary["verdict"], "bold red"))
     verdict.append(
-        f"  {generated['rows']:,} generated rows of {generated['messages_per_row']:.0f} messages, "
-        f"{generated['rows_per_second']:,.0f} rows/s ({generated['cpu_milliseconds_per_row']:.1f} ms of CPU a row), {_clock(summary['seconds'])} in all "
+        f"  {_generated(summary['generated'])}, {_clock(summary['seconds'])} in all "
         f"(size {summary['size']}, seed {summary['seed']}, {summary['workers']} worker{'s' if summary['workers'] != 1 else ''})",
         "default",
     )
     console.print(verdict, highlight=False)
     console.print(Text("report: " + ", ".join(files), "dim"))
+
+
+def _generated(generated: dict[str, Any]) -> str:
+    """Rows with their rate; a run that ended before any was timed has none to tell."""
+    if not generated["rows"]:
+        return "no generated rows"
+    rows = f"{generated['rows']:,} generated rows of {generated['messages_per_row']:.0f} messages"
+    if not generated["rows_per_second"]:
+        return rows
+    return f"{rows}, {generated['rows_per_second']:,.0f} rows/s ({generated['cpu_milliseconds_per_row']:.1f} ms of CPU a row)"
 
 
 def _checks(summary: dict[str, Any]) -> Table:
@@ -167,7 +184,14 @@ def _classes(summary: dict[str, Any]) -> Text:
 
 
 def _differences(summary: dict[str, Any], console: Console) -> None:
-    for each in summary["differences"]:
+    """One entry a kind: its first case with what shows it, and how many more are like it."""
+    kinds = alike(summary["differences"])
+    if len(kinds) < len(summary["differences"]):
+        console.print(
+            Text(f"{len(summary['differences'])} differing cases of {len(kinds)} kinds; the first of each:", "bold red")
+        )
+    for kind in kinds:
+        each, more = kind[0], len(kind) - 1
         first = each["first"]
         place = "" if first["position"] is None else f"[{first['position']}]"
         console.print(
@@ -180,6 +204,8 @@ def _differences(summary: dict[str, Any], console: Console) -> None:
         )
         if each["command"]:
             console.print(f"         {each['command']}", style="cyan", highlight=False, soft_wrap=True)
+        if more:
+            console.print(f"         and {more} more like it, in the page", style="dim", highlight=False)
 
 
 def _clock(seconds: float) -> str:

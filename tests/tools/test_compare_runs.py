@@ -6,6 +6,7 @@ import json
 import math
 import re
 import struct
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -19,7 +20,7 @@ from tools.compare_runs.paired import paired_ratio, student_quantile
 from tools.compare_runs.readers import Names, read_run
 from tools.compare_runs.recorded import broken_limits
 from tools.compare_runs.run import Run, shifted
-from tools.compare_runs.words import time_rows
+from tools.compare_runs.words import time_rows, verdict
 
 LOSSES = {step: 2.0 + 1 / step for step in range(1, 24)}
 TIMES = {step: 50.0 + step % 3 for step in range(1, 24)}
@@ -310,6 +311,45 @@ def test_equal_runs_are_equal_and_the_first_difference_is_named():
     assert found.whole.first_at == 2
 
 
+def test_the_verdict_looks_for_the_first_difference_in_all_steps_and_says_which():
+    def said(second, precision="exact"):
+        other = run_of("b", loss=LOSSES | second)
+        return verdict(compare(run_of("a", loss=LOSSES), replace(other, precision=precision), Window(first=3, last=20)))
+
+    every = "all 23 steps that both runs have (1-23)"
+    assert said({}) == f"equal losses, to the last recorded digit, at {every}"
+    assert said({22: 5.0}) == (
+        f"losses first differ at step 22, of {every}, outside of the window 3-20; in steps 3-20 all 18 are equal"
+    )
+    near, far = LOSSES[2] + 1, LOSSES[9] + 0.5
+    assert said({2: near, 9: far}) == (
+        f"losses first differ at step 2, of {every}, outside of the window 3-20; "
+        "in steps 3-20 they differ at 1 of 18, by 0.0278 on average and 0.5 at most (step 9)"
+    )
+
+
+def test_differences_that_rounding_of_the_sources_makes_are_told_apart_from_others(tmp_path):
+    ours = run_of("ours", loss=LOSSES)
+    log = read_run(write_log(tmp_path / "a.log"), names())
+    found = compare(ours, log, Window(first=3, last=20))
+    assert found.loss.first_at is not None
+    assert (found.whole.beyond_rounding_at, found.whole.beyond_rounding) == (None, 0)
+    assert verdict(found).endswith(
+        "the sources round losses (a to 7 digits), and no difference is more than rounding: "
+        "as far as they can tell, the losses are equal"
+    )
+    # Half a unit in the seventh digit is 5e-7 here; one digit further is no rounding.
+    other = run_of("ours", loss=LOSSES | {7: LOSSES[7] + 2e-6, 21: LOSSES[21] + 2e-6})
+    found = compare(other, log, Window(first=3, last=20))
+    assert (found.loss.beyond_rounding_at, found.whole.beyond_rounding) == (7, 2)
+    assert verdict(found).endswith(": by more than rounding they differ at 2 steps, first at step 7")
+    single = {step: struct.unpack("f", struct.pack("f", loss))[0] for step, loss in LOSSES.items()}
+    board = replace(run_of("board", loss=single), precision="float32")
+    assert compare(ours, board, Window(first=3, last=20)).whole.beyond_rounding == 0
+    exact = run_of("exact", loss=single)
+    assert compare(ours, exact, Window(first=3, last=20)).whole.beyond_rounding > 0
+
+
 def test_what_is_no_number_is_counted_and_spoils_no_mean():
     found = compare(
         run_of("a", loss=LOSSES | {5: math.nan}),
@@ -427,10 +467,16 @@ def test_exit_codes_say_compared_not_held_and_cannot_run(tmp_path, capsys):
     assert main([log, far, "--most-loss-difference", "0.1"]) == 1
     assert main([log, str(tmp_path / "missing.log")]) == 2
     assert main([log, log, "--steps", "900-901"]) == 2
+    assert main([log, log, "--html", str(tmp_path / "a.log" / "page.html")]) == 2
     assert main([]) == 2
     assert main(["--help"]) == 0
     captured = capsys.readouterr()
-    assert "missing.log" in captured.err
+    assert (
+        f"{tmp_path / 'missing.log'}: there is no such file or folder. To mend it: give a Megatron-LM log, a run's"
+        in captured.err
+    )
+    assert f"--html {tmp_path / 'a.log' / 'page.html'}: it cannot be written" in captured.err
+    assert "Errno" not in captured.err
     assert "commands: recorded" in captured.out
     with pytest.raises(SystemExit) as stopped:
         main([log])

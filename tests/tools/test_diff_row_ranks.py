@@ -334,10 +334,14 @@ def test_what_a_job_fed_is_what_the_reference_makes(run, rows, tmp_path):
     folder = write_dumps(tmp_path / "step", rows)
     status, found = described(run, "--fed", folder, *ASKED)
     assert (status, found["equal"]) == (0, True)
-    assert [(each["rank"], each["line"], each["first"]) for each in found["fed"]["looked_at"]] == [
-        *((0, 2, ""), (1, 2, "")),
-        *((2, 3, ""), (3, 3, "")),
+    assert [(each["rank"], each["row"], each["line"], each["first"]) for each in found["fed"]["looked_at"]] == [
+        *((0, 1, 2, ""), (1, 1, 2, "")),
+        *((2, 2, 3, ""), (3, 2, 3, "")),
     ]
+    _, out, _ = run("--fed", folder, *ASKED, columns=200)
+    joined = "".join(out.split())  # a long path wraps anywhere
+    assert joined.count(f"{rows}row1(fileline2)") == 3, "of two ranks, and the head of the row that is shown"
+    assert f"{rows}row2(fileline3)" in joined
     share = step_of(found, "share")["sides"]["fed"]
     assert set(share) >= {"input_ids", "target_ids", "token_mask", "position_ids", "cu_seqlens"}
 
@@ -392,9 +396,33 @@ def test_a_dump_is_asked_only_for_what_it_holds(run, rows, tmp_path, arguments, 
 
 def test_a_dump_that_is_none_is_refused(run, rows, tmp_path):
     assert "has no rank_R.safetensors" in run("--fed", tmp_path, *ASKED)[2]
-    folder = write_dumps(tmp_path / "step", rows, world=2)
+    folder = write_dumps(tmp_path / "step_00000002", rows, world=2)
+    assert f"To mend it: give one of the steps in it: --fed {folder}" in run("--fed", tmp_path, *ASKED)[2]
+    assert f"--fed {folder} --rank 1" in run("--fed", folder / "rank_1.safetensors", *ASKED)[2]
     (folder / "rank_0.rows.json").write_text("[]")
     assert "dump the step again" in run("--fed", folder, *ASKED)[2]
     online = load_file(folder / "rank_1.safetensors")
     save_file({n: t for n, t in online.items() if "packed_cu" not in n}, folder / "rank_1.safetensors")
     assert "fed the online path" in run("--fed", folder, "--rank", 1, *ASKED)[2]
+
+
+def test_a_jobs_dump_given_as_a_batch_leads_to_the_option_that_reads_it(run, rows, tmp_path):
+    folder = write_dumps(tmp_path / "step_00000002", rows, world=2)
+    for given, instead in ((folder, f"--fed {folder} "), (folder / "rank_1.safetensors", f"--fed {folder} --rank 1 ")):
+        status, _, err = run("--dump", given, "--tokenizer", "word")
+        assert status == 2
+        assert f"a training job's dump of a step, which --dump does not read: give {instead}" in err
+    (tmp_path / "other").mkdir()
+    assert "is a folder: give a safetensors file" in run("--dump", tmp_path / "other", "--tokenizer", "word")[2]
+
+
+def test_slice_and_weights_stand_on_one_screen(run, rows):
+    asked = ["--tp", 2, "--cp", 2, "--rank", 1, "--stop-at", "weights"]
+    status, found = described(run, *of(rows), *asked)
+    assert status == 0
+    assert [each["step"] for each in found["steps"]] == ["row", "batch", "microbatch", "share", "slice", "weights"]
+    _, out, _ = run(*of(rows), *asked)
+    assert "places 12..24 of the share" in out
+    assert "of the file (from 0)" in out
+    alone = [each["step"] for each in described(run, *of(rows), *asked, "--no-sequence-parallel")[1]["steps"]]
+    assert alone == ["row", "batch", "microbatch", "share", "weights"]

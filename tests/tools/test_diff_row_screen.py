@@ -152,7 +152,7 @@ def test_a_row_of_a_packed_file(run, tmp_path):
     arguments = ["--tokenizer", "word", "--prompt-format", "identity", "--pack-length", "16", *sides("SAME")]
     status, out, _ = run(file, "--row", 1, *arguments)
     assert status == 0
-    assert "row 1" in out
+    assert f"{file}row1(fileline2)" in "".join(out.split()), "a long path wraps anywhere"
     status, _, err = run(file, "--row", 2, *arguments)
     assert status == 2
     assert "has rows 0 to 1, there is no row 2" in err

@@ -82,6 +82,12 @@ class Difference:
     """Largest absolute difference over the first run's value."""
     first_at: int | None
     """The first step at which the two are not equal; None where they are equal to the last recorded digit."""
+    differing: int
+    """Steps at which the two are not equal."""
+    beyond_rounding_at: int | None
+    """The first step at which they differ by more than rounding to the digits that were recorded can make."""
+    beyond_rounding: int
+    """Steps at which they do."""
     not_finite: tuple[tuple[int, ...], tuple[int, ...]]
     """Steps of each run at which the value is no number."""
 
@@ -102,7 +108,9 @@ class Comparison:
     differences: Sequence[Difference]
     """Over the window: loss, then depths and gradient norm where both runs have them."""
     whole: Difference
-    """The loss over all steps that both runs have."""
+    """The loss over all steps that both runs have, also outside of the window."""
+    span: tuple[int, int]
+    """The first and the last of them."""
     validation: Difference | None
     """Over all validations that both runs have; None where there is none."""
     remarks: Sequence[str]
@@ -160,6 +168,7 @@ def compare(first: Run, second: Run, window: Window) -> Comparison:
             _compared(first, second, name, window.among(first.steps(name) & second.steps(name))) for name in names
         ],
         whole=_compared(first, second, "loss", sorted(both)),
+        span=(min(both), max(both)),
         validation=_compared(first, second, "validation_loss", sorted(validated)) if validated else None,
         remarks=_remarks(first, second, window, steps),
     )
@@ -180,6 +189,14 @@ def _compared(first: Run, second: Run, name: str, steps: Sequence[int]) -> Diffe
     finite = [step for step in steps if math.isfinite(ours[step]) and math.isfinite(theirs[step])]
     gaps = {step: abs(theirs[step] - ours[step]) for step in finite}
     at = max(gaps, key=gaps.__getitem__) if gaps else None
+    differing = [step for step in steps if ours[step] != theirs[step]]
+    # Only losses are known to be rounded so; the sum of two rounded halves is itself rounded once.
+    is_loss = name.endswith("loss")
+    allowed = {
+        step: (first.rounding(ours[step]) + second.rounding(theirs[step])) * (1 + 1e-9) if is_loss else 0.0
+        for step in differing
+    }
+    beyond = [step for step in differing if not gaps.get(step, math.inf) <= allowed[step]]
     return Difference(
         name=name,
         steps=len(steps),
@@ -187,7 +204,10 @@ def _compared(first: Run, second: Run, name: str, steps: Sequence[int]) -> Diffe
         largest=math.nan if at is None else gaps[at],
         largest_at=at,
         largest_relative=max((gap / abs(ours[step]) for step, gap in gaps.items() if ours[step]), default=math.nan),
-        first_at=next((step for step in steps if ours[step] != theirs[step]), None),
+        first_at=next(iter(differing), None),
+        differing=len(differing),
+        beyond_rounding_at=next(iter(beyond), None),
+        beyond_rounding=len(beyond),
         not_finite=(
             tuple(step for step in steps if not math.isfinite(ours[step])),
             tuple(step for step in steps if not math.isfinite(theirs[step])),

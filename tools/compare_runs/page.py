@@ -34,7 +34,6 @@ def write_page(comparison: Comparison, path: Path, *, broken: Sequence[str] = ()
         broken=broken,
         pictures=pictures(comparison),
     )
-    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(page, encoding="utf-8", errors="backslashreplace")
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -66,7 +67,7 @@ def main(arguments: Sequence[str]) -> int:
             comparison, most_loss_difference=options.most_loss_difference, most_time_ratio=options.most_time_ratio
         )
         deliver(comparison, broken=broken, html=options.html, json_file=options.json_file)
-    except (SuiteError, PackproofError, OSError, UnicodeDecodeError) as error:
+    except (SuiteError, PackproofError) as error:
         print(f"packproof-compare-runs: {error}", file=sys.stderr)
         return CANNOT_RUN
     return 1 if broken or not comparison.loss.all_finite else 0
@@ -100,28 +101,37 @@ def deliver(
     console = Console() if sys.stdout.isatty() else Console(width=120)
     show(comparison, console, broken=broken)
     if json_file is not None:
-        json_file.parent.mkdir(parents=True, exist_ok=True)
         document = plain(comparison.document() | {"broken_limits": list(broken), **(more or {})})
-        json_file.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        text = json.dumps(document, indent=1, allow_nan=False) + "\n"
+        _write("--json", json_file, lambda path: path.write_text(text, encoding="utf-8"))
     if html is not None:
-        write_page(comparison, html, broken=broken)
+        _write("--html", html, lambda path: write_page(comparison, path, broken=broken))
     if written := [str(path) for path in (json_file, html) if path is not None]:
         console.print("written: " + ", ".join(written), style="dim", highlight=False, soft_wrap=True)
+
+
+def _write(option: str, path: Path, write: Callable[[Path], object]) -> None:
+    """Raises PackproofError where the system does not let it."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write(path)
+    except OSError as error:
+        raise PackproofError(
+            what=f"it cannot be written ({error.strerror or error})",
+            where=f"{option} {path}",
+            mend="choose another place",
+        ) from error
 
 
 def _read(path: Path, names: Names, called: str | None, offset: int) -> Run:
     run = shifted(read_run(path, names), offset)
     if called is None:
         return run
-    return Run(name=called, source=run.source, place=run.place, series=run.series, remarks=run.remarks)
+    return dataclasses.replace(run, name=called)
 
 
 def _told_apart(first: Run, second: Run) -> tuple[Run, Run]:
     """Two runs of one name get a letter each."""
     if first.name != second.name:
         return first, second
-    pair = [
-        Run(name=f"{run.name} ({letter})", source=run.source, place=run.place, series=run.series, remarks=run.remarks)
-        for letter, run in zip("AB", (first, second), strict=True)
-    ]
-    return pair[0], pair[1]
+    return dataclasses.replace(first, name=f"{first.name} (A)"), dataclasses.replace(second, name=f"{second.name} (B)")

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
+DIGITS, FLOAT32_BITS = 7, 24
 Series = Mapping[int, float]
 """By step; 1 is the first in what packproof, Megatron-LM and NeMo-RL write."""
+
+
+Precision = Literal["exact", "7 digits", "float32"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,10 +29,20 @@ class Run:
     series: Mapping[str, Series]
     remarks: Sequence[str] = ()
     """What a reader of a comparison must know: the precision of the source, steps that were run again."""
+    precision: Precision = "exact"
+    """How losses stand in the source: as they were, to 7 decimal digits, or in float32."""
 
     def steps(self, name: str) -> set[int]:
         """Those at which the series has a value, also one that is no number."""
         return set(self.series.get(name, ()))
+
+    def rounding(self, value: float) -> float:
+        """How far a recorded loss may be from what it was rounded from: half a unit in its last place."""
+        if self.precision == "exact" or value == 0 or not math.isfinite(value):
+            return 0.0
+        if self.precision == "float32":
+            return math.ldexp(0.5, math.frexp(value)[1] - FLOAT32_BITS)
+        return 0.5 * 10.0 ** (math.floor(math.log10(abs(value))) - DIGITS + 1)
 
     @property
     def depths(self) -> int:
@@ -67,7 +83,7 @@ def shifted(run: Run, by: int) -> Run:
         return run
     moved = {name: {step + by: value for step, value in values.items()} for name, values in run.series.items()}
     remarks = [*run.remarks, f"its steps are counted {by:+d}"]
-    return Run(name=run.name, source=run.source, place=run.place, series=moved, remarks=remarks)
+    return dataclasses.replace(run, series=moved, remarks=remarks)
 
 
 def to_number(value: object) -> float | None:

@@ -28,9 +28,9 @@ def show(comparison: Comparison, console: Console, *, broken: Sequence[str] = ()
     console.print(_differences(comparison))
     for remark in comparison.remarks:
         console.print(Text(f"· {remark}", "dim"))
-    console.print(
-        Text(words.verdict(comparison), "bold green" if comparison.loss.first_at is None else "bold"), soft_wrap=True
-    )
+    style = "bold green" if comparison.whole.first_at is None else "bold"
+    for number, found in enumerate(words.findings(comparison)):
+        console.print(Text(found if number == 0 else f"  {found}", style if number == 0 else ""), soft_wrap=True)
     for limit in broken:
         console.print(Text(f"does not hold: {limit}", "bold red"), soft_wrap=True)
 

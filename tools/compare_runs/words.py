@@ -60,26 +60,64 @@ def bound(comparison: Comparison) -> str:
 def difference_rows(comparison: Comparison) -> list[Row]:
     """One row a series: those of the window, the loss over all steps, validations."""
     rows = [_row(each, _called(each.name)) for each in comparison.differences]
-    rows.append(_row(comparison.whole, "loss, all steps of both"))
+    first, last = comparison.span
+    rows.append(_row(comparison.whole, f"loss, all steps of both ({first}-{last})"))
     if comparison.validation is not None:
         rows.append(_row(comparison.validation, "validation loss"))
     return rows
 
 
 def verdict(comparison: Comparison) -> str:
-    """What the losses of the window are, in one sentence."""
+    """`findings` as one sentence."""
+    return "; ".join(findings(comparison))
+
+
+def findings(comparison: Comparison) -> list[str]:
+    """Where the losses first differ, of all steps that both runs have, by how much in the window, and what of it is rounding."""
     loss = comparison.loss
     if not loss.all_finite:
         who = [
             f"{run.name} at {some(steps)}" for run, steps in zip(comparison.runs, loss.not_finite, strict=True) if steps
         ]
-        return f"losses that are no numbers: {', '.join(who)}"
-    if loss.first_at is None:
-        return f"all {loss.steps} losses are equal, to the last recorded digit"
-    return (
-        f"losses first differ in these steps at step {loss.first_at}, by {loss.mean:.3g} on average and "
-        f"{loss.largest:.3g} at most (step {loss.largest_at})"
+        return [f"losses that are no numbers: {', '.join(who)}"]
+    return [_where(comparison), *_by_how_much(comparison), *_rounding(comparison)]
+
+
+def _where(comparison: Comparison) -> str:
+    """The first difference, sought in all steps that both runs have."""
+    whole, window = comparison.whole, comparison.window
+    first, last = comparison.span
+    every = f"all {whole.steps} steps that both runs have ({first}-{last})"
+    if whole.first_at is None:
+        return f"equal losses, to the last recorded digit, at {every}"
+    return f"losses first differ at step {whole.first_at}, of {every}" + (
+        f", outside of the window {window}" if not window.first <= whole.first_at <= window.last else ""
     )
+
+
+def _by_how_much(comparison: Comparison) -> list[str]:
+    loss, window = comparison.loss, comparison.window
+    if comparison.whole.first_at is None:
+        return []
+    if loss.first_at is None:
+        return [f"in steps {window} all {loss.steps} are equal"]
+    told = f"in steps {window} they differ at {loss.differing} of {loss.steps}, by {loss.mean:.3g} on average"
+    return [f"{told} and {loss.largest:.3g} at most (step {loss.largest_at})"]
+
+
+def _rounding(comparison: Comparison) -> list[str]:
+    """What of the differences comes of the digits that were written down; nothing where both runs stand as they were."""
+    whole = comparison.whole
+    rounded = [f"{run.name} to {run.precision}" for run in comparison.runs if run.precision != "exact"]
+    if whole.first_at is None or not rounded:
+        return []
+    written = f"the sources round losses ({' and '.join(rounded)})"
+    if whole.beyond_rounding_at is None:
+        return [f"{written}, and no difference is more than rounding: as far as they can tell, the losses are equal"]
+    count, at = whole.beyond_rounding, whole.beyond_rounding_at
+    return [
+        f"{written}: by more than rounding they differ at {count} step{'s' if count > 1 else ''}, first at step {at}"
+    ]
 
 
 def some(steps: Sequence[int]) -> str:

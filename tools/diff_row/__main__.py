@@ -50,7 +50,7 @@ class Arguments:
     file: Annotated[Path | None, tyro.conf.Positional] = None
     """A packed file: .jsonl, .jsonl.packed, .jsonl.gz or .jsonl.zst."""
     row: int | None = None
-    """The row of the file, from 0."""
+    """The row of the file, from 0: line N is row N - 1."""
     case: Path | None = None
     """A saved case instead of a file; it brings its tokenizer and settings, which the options below override."""
     dump: Path | None = None
@@ -60,13 +60,13 @@ class Arguments:
     tokenizer: str | None = None
     """Folder of a Hugging Face tokenizer, or the name of one that packproof's cases use."""
     prompt_format: str | None = None
-    """nemotron-nano-v2 (if not given), nemotron-h-aligned, identity or default."""
+    """nemotron-nano-v2, nemotron-h-aligned, identity or default; if not given, the manifest's, else nemotron-nano-v2."""
     pack_length: int | None = None
-    """Tokens a row has in the model; if not given, the dump's, else 4096."""
+    """Tokens a row has in the model; if not given, the dump's, else what FILE.manifest.json says, else 4096."""
     context_parallel_size: int | None = None
-    """cp, 1 if not given."""
+    """cp; if not given, the manifest's, else 1."""
     semantics: str | None = None
-    """A preset, megatron-lm-0.19 if not given, optionally with overrides: strict,lost_conversations=refuse."""
+    """A preset, optionally with overrides: strict,lost_conversations=refuse; if not given, the manifest's, else megatron-lm-0.19."""
     pad_token: str | None = None
     """Instead of the format's pad token."""
     assistant_prefix_len: int | None = None

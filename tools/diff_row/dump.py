@@ -5,6 +5,7 @@ A training job calls `write_dump` where its batch is ready; `--dump` then shows 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +36,8 @@ NAMES = {
     },
 }
 """The names that a batch's tensors have, by whose they are (R-BATCH-1; Megatron-LM's get_batch)."""
+RANK_FILE = r"rank_(\d+)\.safetensors$"
+"""What a job calls a rank's file of a dumped step; `--fed` reads its folder."""
 NO_BOUNDARY = -1
 """What fills ragged rows of `packed_cu_seqlens`."""
 
@@ -72,6 +75,7 @@ def write_dump(
 def read_dump(path: str | Path, row: int = 0) -> Dump:
     """Read a row of a dumped batch. Raises BadInput with what is wrong with the file."""
     path = Path(path)
+    _refuse_a_jobs(path)
     if not path.is_file():
         raise BadInput(f"there is no dump {path}: give a safetensors file, such as write_dump makes")
     try:
@@ -102,6 +106,19 @@ def read_dump(path: str | Path, row: int = 0) -> Dump:
         names=names,
         rows=count,
     )
+
+
+def _refuse_a_jobs(path: Path) -> None:
+    """A training job's own dump of a step has shares and places, which another option reads."""
+    folder, name = (path, None) if path.is_dir() else (path.parent, re.match(RANK_FILE, path.name))
+    if path.is_dir() and not (next(path.glob("rank_*.safetensors"), None) or next(path.glob("step_*"), None)):
+        raise BadInput(f"{path} is a folder: give a safetensors file, such as write_dump makes")
+    if path.is_dir() or name is not None:
+        rank = "" if name is None else f" --rank {name[1]}"
+        raise BadInput(
+            f"{path} is a training job's dump of a step, which --dump does not read: "
+            f"give --fed {folder}{rank} --tokenizer DIR instead"
+        )
 
 
 def _names_of(found: object, path: Path) -> str:

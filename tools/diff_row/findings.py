@@ -8,7 +8,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -52,12 +52,21 @@ class Source:
     """The packed file or the saved case."""
     row: int | None = None
     """Its row in the packed file, from 0."""
+    line: int | None = None
+    """The line on which it stands, from 1."""
     case: bool = False
     """Whether `file` is a saved case."""
     dump: str | None = None
     """The dumped batch."""
     dump_row: int | None = None
     """The row of the batch, from 0."""
+    settings_from: Mapping[str, str] = field(default_factory=dict)
+    """Where settings come from that nobody gave, by name."""
+
+    @property
+    def place(self) -> str:
+        """The row in its file, in words that cannot be read from the wrong end: rows count from 0, lines from 1."""
+        return f"row {self.row}" + ("" if self.line is None else f" (file line {self.line})")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import importlib.metadata
 import warnings
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from tools.diff_row.dump import read_dump
 from tools.diff_row.findings import Findings, Side, Source, compare
 from tools.diff_row.inspection import inspect
 from tools.diff_row.layout import map_row
+from tools.diff_row.manifest import read_manifest
 from tools.diff_row.problems import BadInput
 from tools.diff_row.tokens import TokenTexts
 
@@ -55,6 +56,10 @@ class _Asked:
     tokenizer: Any
     tokenizer_name: str
     settings: RowSettings
+    line: int | None = None
+    """Of the row in its file, from 1."""
+    settings_from: Mapping[str, str] = field(default_factory=dict)
+    """Where settings come from that the command line did not give, by name."""
 
 
 def find(request: Request) -> Findings:
@@ -78,9 +83,11 @@ def find(request: Request) -> Findings:
         source=Source(
             file=str(request.case or request.file) if asked is not None else None,
             row=request.row,
+            line=None if asked is None else asked.line,
             case=request.case is not None,
             dump=None if request.dump is None else str(request.dump),
             dump_row=None if request.dump is None else request.dump_row,
+            settings_from={} if asked is None else asked.settings_from,
         ),
         messages=None if asked is None else asked.messages,
         settings=None if asked is None else asked.settings,
@@ -128,7 +135,7 @@ def build_rows(request: Request, rows: Sequence[int], sides: Sequence[str]) -> d
         raise BadInput("several rows come from a file: give FILE")
     asked = _asked(replace(request, row=rows[0]), None)
     assert asked is not None
-    every = [replace(asked, messages=_messages(request.file, row, request.chat_key)) for row in rows]
+    every = [replace(asked, messages=_messages(request.file, row, request.chat_key)[0]) for row in rows]
     return {side: [_build(side, one).row for one in every] for side in sides}
 
 
@@ -146,10 +153,11 @@ class Beside:
         if self._known is None:
             self._known = _asked(replace(self._request, file=file, row=row), side.row.input_ids.numel())
             assert self._known is not None
-        asked = replace(self._known, messages=_messages(file, row, self._request.chat_key))
+        messages, line = _messages(file, row, self._request.chat_key)
+        asked = replace(self._known, messages=messages)
         return findings_of(
             (_build("reference", asked), side),
-            source=Source(file=str(file), row=row),
+            source=Source(file=str(file), row=row, line=line, settings_from=asked.settings_from),
             messages=asked.messages,
             settings=asked.settings,
             tokenizer=asked.tokenizer,
@@ -180,18 +188,52 @@ def _asked(request: Request, dumped_length: int | None) -> _Asked | None:
         raise BadInput(f"which row of {request.file}? Give --row N, the first is 0")
     if request.tokenizer is None:
         raise BadInput("which tokenizer? Give --tokenizer DIR, the folder of a Hugging Face tokenizer")
-    given.setdefault("pack_length", dumped_length or DEFAULT_PACK_LENGTH)
+    chosen, settings_from = _chosen(request.file, given, dumped_length)
     try:
-        settings = RowSettings(**given)
+        settings = RowSettings(**chosen)
     except ValueError as error:
         raise BadInput(str(error)) from error
-    messages = _messages(request.file, request.row, request.chat_key)
-    tokenizer = _tokenizer(request.tokenizer)
-    return _Asked(messages=messages, tokenizer=tokenizer, tokenizer_name=request.tokenizer, settings=settings)
+    messages, line = _messages(request.file, request.row, request.chat_key)
+    return _Asked(
+        messages=messages,
+        tokenizer=_tokenizer(request.tokenizer),
+        tokenizer_name=request.tokenizer,
+        settings=settings,
+        line=line,
+        settings_from=settings_from,
+    )
 
 
-def _messages(file: Path, row: int, chat_key: str) -> Messages:
-    """The messages of a row, by production's reader, which names file, line and byte of what it refuses."""
+def _chosen(
+    file: Path, given: Mapping[str, Any], dumped_length: int | None
+) -> tuple[dict[str, Any], Mapping[str, str]]:
+    """Settings of a row of a file, and where those come from that were not given: a dump, the file's manifest, the default.
+
+    What decided which conversation stands in which row must not be said otherwise: BadInput. Another cp or other semantics may be.
+    """
+    manifest = read_manifest(file)
+    said, path = ({}, None) if manifest is None else (dict(manifest.settings), manifest.path)
+    for name in ("pack_length", "prompt_format"):
+        if name in given and name in said and given[name] != said[name]:
+            option = f"--{name.replace('_', '-')}"
+            raise BadInput(
+                f"{option} {given[name]}, and {file} was packed for {said[name]} (its manifest {path} says so): "
+                f"leave {option} out, or look at a copy of the file without its manifest"
+            )
+    where = dict.fromkeys(said, "manifest")
+    if path is not None and "pack_length" in said:
+        where["pack_length"] = f"from {path.name}"
+    if dumped_length is not None:
+        packed = said.get("pack_length", dumped_length)
+        where["pack_length"] = "of the dump" + (f"; packed for {packed:,}" if packed != dumped_length else "")
+        said["pack_length"] = dumped_length
+    elif "pack_length" not in said:
+        said["pack_length"], where["pack_length"] = DEFAULT_PACK_LENGTH, "the default: the file has no manifest"
+    return {**said, **given}, {name: origin for name, origin in where.items() if name not in given}
+
+
+def _messages(file: Path, row: int, chat_key: str) -> tuple[Messages, int]:
+    """The messages of a row and its line (from 1), by production's reader, which names file, line and byte of what it refuses."""
     from production.errors import PackproofError  # noqa: PLC0415 - cases and dumps need no file reader
     from production.files.source import open_source  # noqa: PLC0415
 
@@ -200,11 +242,14 @@ def _messages(file: Path, row: int, chat_key: str) -> Messages:
     try:
         with open_source([file], chat_key=chat_key) as source:
             if not 0 <= row < len(source):
-                raise BadInput(f"{file} has rows 0 to {len(source) - 1}, there is no row {row}: choose one with --row")
+                raise BadInput(
+                    f"{file} has rows 0 to {len(source) - 1}, there is no row {row}: choose one with --row (line N of the file is row N - 1)"
+                )
             messages: Messages = source[row]
+            line = source.locate(row).line
     except PackproofError as error:
         raise BadInput(str(error)) from error
-    return messages
+    return messages, line
 
 
 def _tokenizer(name: str | None) -> Any:

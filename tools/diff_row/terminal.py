@@ -44,18 +44,19 @@ def header(findings: Findings, width: int) -> Iterator[Text]:
     what = Text()
     if source.file is not None:
         what.append(visible(source.file), "bold")
-        what.append(" (saved case)" if source.case else f"  row {source.row}", "bold")
+        what.append(" (saved case)" if source.case else f"  {source.place}", "bold")
     if source.dump is not None:
         what.append("  against  " if source.file is not None else "")
-        what.append(f"{visible(source.dump)}  row {source.dump_row} of the batch", "bold")
+        what.append(f"{visible(source.dump)}  row {source.dump_row} of the batch, from 0", "bold")
     yield what
     facts = []
     if settings is not None:
+        told = {name: f" ({origin})" for name, origin in source.settings_from.items()}
         facts = [
-            settings.prompt_format,
-            f"P {settings.pack_length:,}",
-            f"cp {settings.context_parallel_size}",
-            settings.semantics,
+            f"{settings.prompt_format}{told.get('prompt_format', '')}",
+            f"P {settings.pack_length:,}{told.get('pack_length', '')}",
+            f"cp {settings.context_parallel_size}{told.get('context_parallel_size', '')}",
+            f"{settings.semantics}{told.get('semantics', '')}",
             *([f"pad {settings.pad_token}"] if settings.pad_token is not None else []),
             *([f"prefix {settings.assistant_prefix_len}"] if settings.assistant_prefix_len is not None else []),
         ]

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 from equivalence.errors import InputError
+from production.errors import PackproofError
 from tools.compare_runs.readers.event_files import PATTERN, read_events
 from tools.compare_runs.readers.lines import read_lines
 from tools.compare_runs.readers.megatron_log import read_log
@@ -15,13 +16,36 @@ from tools.compare_runs.run import Run
 
 __all__ = ["Names", "read_run"]
 
+KINDS = (
+    "a Megatron-LM log, a run's folder or its metrics.jsonl, TensorBoard event files or their folder, "
+    "or an export of W&B (.csv, .json, .jsonl)"
+)
+"""What can be read."""
+
 
 def read_run(path: Path, names: Names) -> Run:
     """The run of this file or folder, whatever wrote it.
 
     A folder is a run's of packproof (`metrics.jsonl`) or one of event files. Raises InputError for what is neither, and
-    for a run without a loss; OSError where it cannot be read.
+    for a run without a loss; PackproofError where it is not there or cannot be read.
     """
+    if not path.exists():
+        raise PackproofError(what="there is no such file or folder", where=str(path), mend=f"give {KINDS}")
+    try:
+        return _read(path, names)
+    except UnicodeDecodeError as error:
+        raise PackproofError(
+            what=f"it is no UTF-8 text (byte {error.start:,})", where=str(path), mend=f"give {KINDS}"
+        ) from error
+    except OSError as error:
+        raise PackproofError(
+            what=f"it cannot be read ({error.strerror or error})",
+            where=str(error.filename or path),
+            mend="see that this user may read it",
+        ) from error
+
+
+def _read(path: Path, names: Names) -> Run:
     if path.is_dir():
         if (path / "metrics.jsonl").exists():
             return read_lines(path / "metrics.jsonl", names)

@@ -30,6 +30,7 @@ def read_events(path: Path, names: Names) -> Run:
         source="TensorBoard event files",
         place=str(path),
         series={series: _values(events, tag, factor) for tag, (series, factor) in found.items()},
+        precision="float32",
         remarks=["TensorBoard keeps float32: seven digits"],
     )
 

@@ -73,6 +73,7 @@ def _run(
         source="Megatron-LM log",
         place=str(path),
         series=gathered.series,
+        precision="7 digits",
         remarks=[
             *gathered.remarks(),
             "the log has losses to 7 digits, gradient norms to 3 decimals, times to 0.1 ms",

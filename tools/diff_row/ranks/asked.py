@@ -69,7 +69,7 @@ def find_rank(request: RankRequest) -> RankFindings:
         subjects=subjects,
         depths=depths,
         layout=request.layout,
-        stop_at="share" if stop_at == "weights" else stop_at,
+        stop_at=_last_of_the_way(request) if stop_at == "weights" else stop_at,
         at=request.at,
         notes=_notes(request, place, row.settings.context_parallel_size if row.settings else None),
     )
@@ -104,8 +104,12 @@ def checked(request: RankRequest) -> tuple[int, str]:
         raise problem(
             f"no layout is called {request.layout!r}", where="--layout", mend=f"choose one of {', '.join(LAYOUTS)}"
         )
-    is_sliced = request.sequence_parallel and _or(request.tp, 1) > 1
-    return depths, request.stop_at or ("slice" if is_sliced else "share")
+    return depths, request.stop_at or _last_of_the_way(request)
+
+
+def _last_of_the_way(request: RankRequest) -> str:
+    """The slice where tp ranks have one each, else the share; weights come behind either."""
+    return "slice" if request.sequence_parallel and _or(request.tp, 1) > 1 else "share"
 
 
 def for_cp(request: Request, cp: int) -> Request:

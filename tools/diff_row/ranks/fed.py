@@ -19,6 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from equivalence.subjects import BATCH_TENSORS, Row
+from tools.diff_row.dump import RANK_FILE
 from tools.diff_row.findings import Side
 from tools.diff_row.inputs import Beside
 from tools.diff_row.ranks.asked import RankRequest, checked, for_cp
@@ -45,8 +46,10 @@ class Fed:
     rank: int
     microbatch: int
     file: str
+    row: int
+    """In its file, from 0."""
     line: int
-    """1-based."""
+    """In its file, from 1."""
     equal: bool
     first: str
     """The first step and tensor that differ; empty if all is equal."""
@@ -122,14 +125,24 @@ def _check(request: RankRequest) -> None:
 
 
 def _ranks(folder: Path, rank: int | None) -> list[int]:
+    if re.match(RANK_FILE, folder.name) and folder.is_file():
+        number = re.match(RANK_FILE, folder.name)
+        raise problem(
+            f"{folder} is one rank's file of a dump",
+            where="--fed",
+            mend=f"give its folder, and the rank: --fed {folder.parent} --rank {number[1] if number else 0}",
+        )
     found = sorted(
-        int(name[1]) for path in folder.glob("rank_*.safetensors") if (name := re.match(r"rank_(\d+)\.", path.name))
+        int(name[1]) for path in folder.glob("rank_*.safetensors") if (name := re.match(RANK_FILE, path.name))
     )
     if not found:
+        steps = sorted(path.name for path in folder.glob("step_*") if next(path.glob("rank_*.safetensors"), None))
         raise problem(
             f"{folder} has no rank_R.safetensors",
             where="--fed",
-            mend="give the folder of one step, such as logs/dumps/step_00000010 (--dump-batch STEP of the job makes it)",
+            mend=f"give one of the steps in it: --fed {folder / steps[0]}"
+            if steps
+            else "give the folder of one step, such as logs/dumps/step_00000010 (--dump-batch STEP of the job makes it)",
         )
     if rank is None:
         return found
@@ -267,6 +280,7 @@ def _told(found: RankFindings, rank: int, number: int, named: Mapping[str, Any])
         rank=rank,
         microbatch=number,
         file=str(named["file"]),
+        row=found.row.source.row if found.row.source.row is not None else -1,
         line=int(named["line"]),
         equal=found.equal,
         first=first,

@@ -5,7 +5,7 @@ pp, the rank's place in each, stage); `layout`, `depths`, `ways` (side to who ma
 start, end, runs (pairs [start, end) of positions that the rank owns); `steps`, a list: step, depth, about, rules, note, sides
 (tensor to dtype and shape, or kind and message of a refusal), equal, differences (left, right, tensor, count, place, position,
 right_position, left_value, right_value, cause); `followed`, a list: what each side has of one position at each step. With `--fed`
-also `fed`: folder, normalization, looked_at (rank, microbatch, file, line, equal, first).
+also `fed`: folder, normalization, looked_at (rank, microbatch, file, row from 0, line from 1, equal, first).
 
 In a dump tensors are called `STEP/SIDE/TENSOR`; `STEP/origin` are the positions of the row that its places hold.
 """

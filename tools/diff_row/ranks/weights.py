@@ -65,7 +65,7 @@ def weights_step(
             name: make(name, masks, place.cp)[here][batch.number // place.dp] for name in reference.NORMALIZATIONS
         }
     last = batch.first + batch.size - 1
-    note = f"global batch: row{'s' if batch.size > 1 else ''} {batch.first}{f'..{last}' if batch.size > 1 else ''} of the file, {batch.size // place.dp} microbatch{'es' if batch.size > place.dp else ''} on each of dp {place.dp}"
+    note = f"global batch: row{'s' if batch.size > 1 else ''} {batch.first}{f'..{last}' if batch.size > 1 else ''} of the file (from 0), {batch.size // place.dp} microbatch{'es' if batch.size > place.dp else ''} on each of dp {place.dp}"
     if depths_left_out:
         note += "; of the main loss, losses at depths are weighed elsewhere (R-LOSS-6)"
     return Step(

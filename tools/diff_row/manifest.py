@@ -1,0 +1,63 @@
+"""What the manifest beside a packed file says that its rows were packed for; `tools.pack_rows` writes one.
+
+Whether it belongs to the file is told by the file's size: its hash would read the whole file for one row.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tools.diff_row.problems import BadInput
+
+_KINDS: dict[str, type] = {"pack_length": int, "prompt_format": str, "context_parallel_size": int, "semantics": str}
+_PACKED = (".gz", ".zst")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """A manifest."""
+
+    path: Path
+    settings: Mapping[str, Any]
+    """Fields of RowSettings that it names: pack_length, prompt_format, context_parallel_size, semantics."""
+
+
+def read_manifest(file: Path) -> Manifest | None:
+    """The manifest `FILE.manifest.json` beside a packed file, also without `.gz` or `.zst`; None where there is none.
+
+    Raises BadInput for one that cannot be read, or that is of a file of another size.
+    """
+    names = [file.name, *([file.stem] if file.suffix in _PACKED else [])]
+    path = next((path for name in names if (path := file.with_name(f"{name}.manifest.json")).is_file()), None)
+    if path is None:
+        return None
+    try:
+        said = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise BadInput(f"the manifest {path} cannot be read ({error}): mend it, or move it away") from error
+    if not isinstance(said, dict):
+        raise BadInput(f"the manifest {path} is no JSON object: mend it, or move it away")
+    _check_size(file, path, said)
+    settings = said.get("settings")
+    known = {**said, **settings} if isinstance(settings, dict) else said
+    found = {name: known[name] for name in _KINDS if known.get(name) is not None}
+    for name, value in found.items():
+        if type(value) is not _KINDS[name]:
+            raise BadInput(f"the manifest {path} says {name} {value!r}: mend it, or move it away")
+    return Manifest(path=path, settings=found)
+
+
+def _check_size(file: Path, path: Path, said: Mapping[str, Any]) -> None:
+    output = said.get("output")
+    size = output.get("bytes") if isinstance(output, dict) else None
+    if not isinstance(size, int) or file.suffix in _PACKED or not file.is_file():
+        return
+    if (found := file.stat().st_size) != size:
+        raise BadInput(
+            f"the manifest {path} is of a file of {size:,} bytes, and {file} has {found:,}: "
+            "pack the file anew, or move the manifest away and give --pack-length"
+        )
