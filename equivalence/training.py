@@ -51,7 +51,9 @@ class TrainingCase:
     def reference_settings(self) -> Settings:
         """What the reference trains with."""
         return Settings(
-            schedule=dataclasses.replace(self.schedule, rows_per_step=len(self.model.rows)),
+            schedule=dataclasses.replace(
+                self.schedule, rows_per_step=len(self.model.rows), weight_decay_steps=self.steps
+            ),
             beta1=self.beta1,
             beta2=self.beta2,
             epsilon=self.epsilon,

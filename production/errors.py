@@ -1,10 +1,27 @@
 """The errors a user can meet: each says what is wrong, where, and how to mend it, and keeps the three apart for machines."""
 
+import sys
 from typing import Any
 
 
-class PackproofError(ValueError):
-    """Base of every error that a user can mend; `str()` of it says all three fields on one line."""
+class _Kind(type):
+    """How errors are called: with their fields by name, or with one text, as those do who raise an error anew in its own class."""
+
+    def __call__(cls, *text: str, **fields: Any) -> Any:
+        if len(text) != 1 or fields:
+            return super().__call__(*text, **fields)
+        # megatron-core's build_module and torch's loader say `type(error)(f"{error} …")`: the fields are those of the error at hand.
+        kind, now = cls.mro()[0], sys.exception()
+        is_again = isinstance(now, kind) and str(now) in text[0]
+        fields = dict(vars(now)) if is_again else {"what": text[0], "where": "", "mend": ""}
+        return _rebuild(kind, text[0], fields)
+
+
+class PackproofError(ValueError, metaclass=_Kind):
+    """Base of every error that a user can mend; `str()` of it says all three fields on one line.
+
+    Raised anew as `type(error)(text)` while it is handled, as megatron-core does, it says the new text and keeps its fields.
+    """
 
     what: str
     """What is wrong."""
@@ -80,7 +97,7 @@ class BatchRefused(PackproofError):  # noqa: N818 - reads as the verdict it is
         """0-based row within the batch."""
 
 
-def _rebuild(kind: type[PackproofError], message: str, fields: dict[str, Any]) -> PackproofError:
+def _rebuild(kind: Any, message: str, fields: dict[str, Any]) -> Any:
     error = kind.__new__(kind, message)
     error.args = (message,)
     error.__dict__.update(fields)

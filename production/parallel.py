@@ -91,10 +91,10 @@ class Place:
 
 
 @contextlib.contextmanager
-def parallel(sizes: Sizes) -> Iterator[Place]:
+def parallel(sizes: Sizes, *, timeout_seconds: float | None = None) -> Iterator[Place]:
     """megatron-core's parallel state over the default process group, taken down on exit; enter it once in a process.
 
-    Ranks count tp fastest, then cp, then dp, pp slowest, as megatron-core's own order has it. Taking it down leaks
+    `timeout_seconds` is that of its groups' collectives; None: megatron-core's 30 minutes. Ranks count tp fastest, then cp, then dp, pp slowest, as megatron-core's own order has it. Taking it down leaks
     groups and threads of megatron-core 0.19.2, so a new layout wants new processes. Raises PackproofError as
     `Sizes.data`, and where the parallel state is there already.
     """
@@ -115,6 +115,7 @@ def parallel(sizes: Sizes) -> Iterator[Place]:
         expert_model_parallel_size=sizes.expert,
         expert_tensor_parallel_size=sizes.expert_tensor,
         create_gloo_process_groups=False,
+        **({} if timeout_seconds is None else {"distributed_timeout_minutes": timeout_seconds / 60}),
     )
     try:
         yield place()

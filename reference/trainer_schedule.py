@@ -35,9 +35,11 @@ class Schedule:
     weight_decay: float = 0.0
     """That of the first step."""
     end_weight_decay: float | None = None
-    """That of step `decay_steps` and all later ones; None: the same."""
+    """That of step `weight_decay_steps` and all later ones; None: the same."""
     weight_decay_style: str = "constant"
     """One of WEIGHT_DECAY_STYLES."""
+    weight_decay_steps: int | None = None
+    """Steps of the run, over which the weight decay grows, whatever the rate does; None: `decay_steps`, which are those of a run that does not say when its rate has decayed. R-TRAIN-3."""
 
     def __post_init__(self) -> None:
         """Refuse what no rule speaks of."""
@@ -52,6 +54,8 @@ class Schedule:
             raise ValueError(f"a warm-up of {self.warmup_steps} steps does not end before step {self.decay_steps}")
         if self.style == "WSD" and not 1 <= (self.last_steps or 0) <= self.decay_steps - self.warmup_steps:
             raise ValueError(f"under WSD last_steps is {self.last_steps}; give the length of the final decay")
+        if self.weight_decay_steps is not None and self.weight_decay_steps < 1:
+            raise ValueError(f"weight_decay_steps is {self.weight_decay_steps}: a schedule has at least one")
         if self.weight_decay_style == "constant" and self.end_weight_decay not in (None, self.weight_decay):
             raise ValueError("a constant weight decay has one value; choose linear or cosine")
 
@@ -71,9 +75,10 @@ class Schedule:
     def weight_decay_at(self, step: int) -> float:
         """The weight decay of a step. R-TRAIN-3."""
         end = self.weight_decay if self.end_weight_decay is None else self.end_weight_decay
-        if self.weight_decay_style == "constant" or step > self.decay_steps:
+        steps = self.decay_steps if self.weight_decay_steps is None else self.weight_decay_steps
+        if self.weight_decay_style == "constant" or step > steps:
             return end
-        passed = float(step) / float(self.decay_steps)
+        passed = float(step) / float(steps)
         share = passed if self.weight_decay_style == "linear" else 0.5 * (math.cos(math.pi * (1 - passed)) + 1.0)
         return self.weight_decay + share * (end - self.weight_decay)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import sys
@@ -11,7 +12,18 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from production.errors import PackproofError
-from production.training.config import Job, device_here, load, missing_files, notes, plan, print_config, refusals
+from production.training.config import (
+    Job,
+    blocked_folders,
+    device_here,
+    load,
+    missing_files,
+    notes,
+    plan,
+    print_config,
+    refusals,
+    unready,
+)
 from production.training.lost import TOLD
 from production.training.quiet import quiet
 
@@ -39,7 +51,8 @@ def _dry_run(job: Job, world_size: int | None) -> int:
     if found:
         return _refuse(found, f" against this job on {ranks} ranks")
     print(plan(job, ranks).text(), end="")
-    for note in (*notes(job, ranks), *(missing.what for missing in missing_files(job))):
+    here = [*missing_files(job), *blocked_folders(job)]
+    for note in (*notes(job, ranks), *(each.what for each in here)):
         print(f"note: {note}")
     return 0
 
@@ -50,6 +63,7 @@ def _run(job: Job) -> int:
         found = [*refusals(job, int(os.environ.get("WORLD_SIZE", "1")), device=device_here(job)), *missing_files(job)]
     except PackproofError as error:
         return _refuse([error])
+    found = found or unready(job)  # which makes folders: not for a job that is refused
     if found:
         return _refuse(found, " against this job")
     os.environ.update(job.megatron.env_vars)
@@ -60,19 +74,30 @@ def _run(job: Job) -> int:
         run(job)
     except PackproofError as error:
         return _fail(error)
+    except Exception as error:
+        _tell_torchrun(f"{type(error).__name__}: {error}")  # Python prints the traceback
+        raise
     return 0
 
 
 def _fail(error: PackproofError) -> int:
-    """What a user can mend needs no traceback; torchrun repeats it at the end of its own report."""
-    if report := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        Path(report).write_text(json.dumps({"message": str(error), "timestamp": int(time.time())}))
+    """What a user can mend needs no traceback."""
+    _tell_torchrun(f"failed: {error}")
     if TOLD not in getattr(error, "__notes__", ()):
         print(f"failed: {error}", file=sys.stderr)
     return 1
 
 
+def _tell_torchrun(message: str) -> None:
+    """Its own report, which nobody can keep it from printing, then ends with this message."""
+    if report := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        said = {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}}
+        with contextlib.suppress(OSError):  # the message itself is printed in any case
+            Path(report).write_text(json.dumps({"message": said}))
+
+
 def _refuse(found: Sequence[PackproofError], against: str = "") -> int:
+    _tell_torchrun(f"refused: {found[0]}" + (f" (and {len(found) - 1} more)" if len(found) > 1 else ""))
     if os.environ.get("RANK", "0") == "0":
         for refusal in found:
             print(f"refused: {refusal}", file=sys.stderr)

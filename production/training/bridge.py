@@ -24,7 +24,7 @@ def load_huggingface(model: torch.nn.Module, name: str) -> None:
     """
     if not name:
         raise PackproofError(what="no name", where="model.initial_path", mend="give a folder or a Hugging Face name")
-    bridge = _bridge(name)
+    bridge = _bridge(name, where="model.initial: huggingface")
     with torch.no_grad():
         _asked(bridge.load_hf_weights, name, [unwrap(model)])
 
@@ -34,22 +34,26 @@ def save_huggingface(model: torch.nn.Module, name: str, folder: Path) -> None:
 
     Collective over the world. Raises PackproofError as `load_huggingface`.
     """
-    bridge = _bridge(name)
+    bridge = _bridge(name, where="export --huggingface")
     with torch.no_grad():
         _asked(bridge.save_hf_pretrained, name, [unwrap(model)], str(folder))
 
 
-def _bridge(name: str) -> Any:
+def check_bridge(where: str) -> Any:
+    """Megatron-Bridge's module. Raises PackproofError where it cannot be imported; `where` is who asks."""
     try:
-        found = importlib.import_module("megatron.bridge")
+        return importlib.import_module("megatron.bridge")
     except ImportError as error:
         raise PackproofError(
             what=f"Megatron-Bridge cannot be imported: {error}",
-            where="model.initial: huggingface",
-            mend="install the extra `bridge` (package megatron-bridge; it needs CUDA), or start from a megatron-core checkpoint "
-            "(model.initial=megatron)",
+            where=where,
+            mend="install the extra `bridge` (package megatron-bridge; it needs CUDA), or do without: model.initial=megatron starts from "
+            "a megatron-core checkpoint, and export without --huggingface writes plain weights",
         ) from error
-    return _asked(found.AutoBridge.from_hf_pretrained, name, name)
+
+
+def _bridge(name: str, *, where: str) -> Any:
+    return _asked(check_bridge(where).AutoBridge.from_hf_pretrained, name, name)
 
 
 def _asked(call: Any, name: str, *given: Any) -> Any:

@@ -9,7 +9,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,10 @@ _CHUNK = 1 << 22
 
 class CheckpointRefused(PackproofError):  # noqa: N818 - reads as the verdict it is
     """A checkpoint that cannot be trusted, or is not one of this job."""
+
+
+class CheckpointFailed(PackproofError):  # noqa: N818 - reads as the verdict it is
+    """A checkpoint could not be written; those before it are as they were."""
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
@@ -93,19 +97,14 @@ class Checkpoints:
         config: Mapping[str, Any],
         metrics: Mapping[str, float],
     ) -> Path:
-        """Write one. Collective over the world; it appears whole or not at all."""
+        """Write one. Collective over the world; it appears whole or not at all. Raises CheckpointFailed on all ranks, such as for a full disk."""
         final, work = self.folder / _name(step), self.folder / f".{_name(step)}.writing"
-        if _is_first():
+
+        def begin() -> None:
             shutil.rmtree(work, ignore_errors=True)
             work.mkdir(parents=True)
-        distributed.barrier()
-        with engine.settled(), results_in_this_process():
-            state = sharded_state(
-                engine, with_optimizer=self.with_optimizer, sharding_type=self.sharding_type, loading=False
-            )
-            dist_checkpointing.save(state, str(work), content_metadata=metadata(self.sharding_type))
-        distributed.barrier()
-        if _is_first():
+
+        def end() -> None:
             manifest = Manifest(
                 step=step,
                 consumed_samples=consumed_samples,
@@ -123,9 +122,53 @@ class Checkpoints:
                 _remove(final)
             work.rename(final)
             _sync(self.folder)
+
+        self._first_does(begin, work)
+        with engine.settled(), results_in_this_process() as errors:
+            state = sharded_state(
+                engine, with_optimizer=self.with_optimizer, sharding_type=self.sharding_type, loading=False
+            )
+            try:
+                dist_checkpointing.save(state, str(work), content_metadata=metadata(self.sharding_type))
+            except CheckpointException as error:  # which torch raises on every rank, with the reasons on the first
+                self._all_agree(str(errors[0]) if errors else None, work)
+                self._all_agree(_reasons(error), work)
+                raise self._failed(str(error), work) from error
+            except (OSError, CheckpointingException) as error:  # of this rank alone: the others learn it from its end
+                raise self._failed(str(error), work) from error
+        self._first_does(end, work)
+        if _is_first():
             self._drop_old()
-        distributed.barrier()
         return final
+
+    def _first_does(self, part: Callable[[], None], work: Path) -> None:
+        """A part of saving that is the first rank's, for which the others wait; all raise where it fails."""
+        fault = None
+        if _is_first():
+            try:
+                part()
+            except OSError as error:
+                fault = str(error)
+        self._all_agree(fault, work)
+
+    def _all_agree(self, fault: str | None, work: Path) -> None:
+        faults: list[str | None] = [None] * distributed.get_world_size()
+        distributed.all_gather_object(faults, fault)
+        for rank, each in enumerate(faults):
+            if each is not None:
+                raise self._failed(f"rank {rank}: {each}", work)
+
+    def _failed(self, fault: str, work: Path) -> CheckpointFailed:
+        """The error; room is made at once, since a disk that is full stays so."""
+        if _is_first():
+            shutil.rmtree(work, ignore_errors=True)
+        newest = max(self.whole(), default=None, key=_step)
+        before = "no checkpoint was written before" if newest is None else f"the one before, {newest}, is as it was"
+        return CheckpointFailed(
+            what=f"{fault}; {before}",
+            where=f"saving a checkpoint to {self.folder}",
+            mend="make room or lower checkpointing.keep_top_k, then start the job again: it goes on from its newest checkpoint",
+        )
 
     def newest(self) -> Path | None:
         """The newest whole one; None where there is none. The same on all ranks."""
@@ -183,20 +226,12 @@ def restore(path: Path, engine: Engine, manifest: Manifest) -> None:
     with torch.no_grad(), engine.settled():
         allocate(engine.optimizer)
         wanted = sharded_state(engine, with_optimizer=True, sharding_type=manifest.sharding_type, loading=True)
-        state = _load(wanted, path)
+        state = load_state(wanted, path)
         unwrap(engine.model).load_state_dict(state["model"])
         engine.optimizer.load_state_dict(state["optimizer"])
         set_steps(engine.optimizer)
         engine.scheduler.load_state_dict(state["scheduler"])
         set_random(state["random"])
-
-
-def load_weights(path: Path, model: torch.nn.Module) -> None:
-    """The weights alone, of a checkpoint of any layout; call it before an optimizer is made, which keeps copies."""
-    inner = unwrap(model)
-    with torch.no_grad():
-        state = _load({"model": inner.sharded_state_dict()}, path)
-        inner.load_state_dict(state["model"])
 
 
 def verify(path: Path) -> Manifest:
@@ -236,16 +271,8 @@ def read_manifest(path: Path) -> Manifest:
     return manifest
 
 
-def _sealed(manifest: Manifest) -> Manifest:
-    bare = msgspec.structs.replace(manifest, checksum=0)
-    return msgspec.structs.replace(manifest, checksum=xxhash.xxh3_64_intdigest(msgspec.json.encode(bare)))
-
-
-def _damaged(what: str, path: Path) -> CheckpointRefused:
-    return CheckpointRefused(what=what, where=str(path), mend="move it away: the job then goes on from the one before")
-
-
-def _load(wanted: dict[str, Any], path: Path) -> dict[str, Any]:
+def load_state(wanted: dict[str, Any], path: Path) -> dict[str, Any]:
+    """What is wanted, by megatron-core's loading. Collective. Raises CheckpointRefused where it has another shape."""
     try:
         loaded: dict[str, Any] = dist_checkpointing.load(wanted, str(path))
     except (CheckpointingException, CheckpointException, KeyError) as error:
@@ -257,6 +284,20 @@ def _load(wanted: dict[str, Any], path: Path) -> dict[str, Any]:
             mend="give a checkpoint of a model of the same shape",
         ) from error
     return loaded
+
+
+def _sealed(manifest: Manifest) -> Manifest:
+    bare = msgspec.structs.replace(manifest, checksum=0)
+    return msgspec.structs.replace(manifest, checksum=xxhash.xxh3_64_intdigest(msgspec.json.encode(bare)))
+
+
+def _damaged(what: str, path: Path) -> CheckpointRefused:
+    return CheckpointRefused(what=what, where=str(path), mend="move it away: the job then goes on from the one before")
+
+
+def _reasons(error: CheckpointException) -> str | None:
+    """What ranks could not do, of the rank that was told."""
+    return next((f"of rank {rank}, {type(each[0]).__name__}: {each[0]}" for rank, each in error.failures.items()), None)
 
 
 def _remove(path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import queue
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -30,17 +31,30 @@ def sharded_state(engine: Engine, *, with_optimizer: bool, sharding_type: str, l
 
 
 @contextlib.contextmanager
-def results_in_this_process() -> Iterator[None]:
+def results_in_this_process() -> Iterator[list[Exception]]:
     """A plain queue where megatron-core would start a server process, whose imports take 6 s, for a writer in another process.
 
-    Saving is synchronous here: the writer is this process.
+    Saving is synchronous here: the writer is this process. Gives the errors of its writes, of which megatron-core 0.19.2 passes
+    on the class alone.
     """
-    before = filesystem_async._results_queue  # noqa: SLF001 - the one place where it can be given
+    errors: list[Exception] = []
+    writer = filesystem_async.FileSystemWriterAsync
+    before, write = filesystem_async._results_queue, writer.write_preloaded_data  # noqa: SLF001 - the one place where it can be given
+
+    @functools.wraps(write)
+    def noted(*given: Any, **options: Any) -> Any:
+        found = write(*given, **options)
+        if isinstance(found[1], Exception):
+            errors.append(found[1])
+        return found
+
     filesystem_async._results_queue = queue.Queue()  # noqa: SLF001
+    writer.write_preloaded_data = staticmethod(noted)
     try:
-        yield
+        yield errors
     finally:
         filesystem_async._results_queue = before  # noqa: SLF001
+        writer.write_preloaded_data = staticmethod(write)
 
 
 def set_steps(optimizer: Any) -> None:

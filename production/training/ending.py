@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 from torch import distributed
 
-Reason = Literal["finished", "signal", "time limit"]
+Reason = Literal["finished", "data ended", "signal", "time limit"]
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 """What asks a job to save and end: torchrun and Slurm send the first, Slurm's `--signal` may send the second."""

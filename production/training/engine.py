@@ -17,6 +17,7 @@ from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelpe
 from megatron.core.utils import get_model_config
 
 from production.batches import Batch
+from production.errors import PackproofError
 from production.model import build_model
 from production.parallel import Place
 from production.rectangle import Rectangle
@@ -63,14 +64,18 @@ class Engine:
         *,
         vocab_size: int,
         prepare: Callable[[torch.nn.Module], None] | None = None,
+        run_steps: int | None = None,
     ) -> None:
-        """Build it all; `prepare` may set the model's weights before the optimizer copies them. Needs the parallel state."""
+        """Build it all; `prepare` may set the model's weights before the optimizer copies them. Needs the parallel state.
+
+        `run_steps` are those of the whole run, over which a weight decay grows; None: `sft.max_num_steps`. Raises PackproofError
+        where it grows and neither is there.
+        """
         self.place = place
         self.settings = StepSettings(
             normalization=job.loss.normalization,
             depths=multi_token_depths(job),
             mtp_weights=job.loss.mtp_weights,
-            mtp="tables" if job.is_packed else "upstream_roll",
         )
         self.model_settings = model_settings(job, vocab_size)
         built = build_model(self.model_settings, sizes(job))
@@ -79,8 +84,8 @@ class Engine:
         self.model = wrap(built, self.settings, DistributedDataParallelConfig(**ddp_options(job)))
         self.config = get_model_config(self.model)
         optimizer_config = OptimizerConfig(**optimizer_options(job))
-        self.optimizer = get_megatron_optimizer(optimizer_config, [self.model], use_gloo_process_groups=False)
-        self.scheduler = _scheduler(job, self.optimizer, optimizer_config)
+        self.optimizer = _optimizer(optimizer_config, self.model)
+        self.scheduler = _scheduler(job, self.optimizer, optimizer_config, run_steps or job.sft.max_num_steps)
         self.config.grad_scale_func = self.optimizer.scale_loss if optimizer_config.fp16 else None
         self.config.finalize_model_grads_func = self._finalize
         if self.model.ddp_config.overlap_param_gather:
@@ -147,11 +152,29 @@ class Engine:
         finalize_model_grads(*args, **options)
 
 
-def _scheduler(job: Job, optimizer: Any, config: OptimizerConfig) -> OptimizerParamScheduler:
+def _optimizer(config: OptimizerConfig, model: torch.nn.Module) -> Any:
+    try:
+        return get_megatron_optimizer(config, [model], use_gloo_process_groups=False)
+    except (ValueError, ImportError, AssertionError) as error:
+        raise PackproofError(
+            what=f"megatron-core refuses this optimizer: {error}",
+            where="policy.megatron_cfg.optimizer",
+            mend="change the option that it names",
+        ) from error
+
+
+def _scheduler(job: Job, optimizer: Any, config: OptimizerConfig, run_steps: int | None) -> OptimizerParamScheduler:
     """In rows, as Megatron-LM counts it: under inverse-square-root that shows in the last place (R-TRAIN-2).
 
-    Where nothing decays its length has no meaning, and megatron-core wants one above the warm-up.
+    Where nothing decays its length has no meaning, and megatron-core wants one above the warm-up. The weight decay grows over
+    the steps of the run, whatever the rate does (R-TRAIN-3), and has no length where it is constant.
     """
+    if run_steps is None and job.megatron.scheduler.weight_decay_incr_style != "constant":
+        raise PackproofError(
+            what="a weight decay that grows over a run of no known length",
+            where="policy.megatron_cfg.scheduler.weight_decay_incr_style",
+            mend="set sft.max_num_steps, or let it be constant",
+        )
     schedule, rows = job.megatron.scheduler, job.policy.train_global_batch_size
     decay = schedule.lr_decay_iters or max(job.sft.max_num_steps or 0, schedule.lr_warmup_iters + 1)
     first, last = schedule.start_weight_decay, schedule.end_weight_decay
@@ -165,7 +188,7 @@ def _scheduler(job: Job, optimizer: Any, config: OptimizerConfig) -> OptimizerPa
         lr_decay_style=schedule.lr_decay_style,
         start_wd=config.weight_decay if first is None else first,
         end_wd=config.weight_decay if last is None else last,
-        wd_incr_steps=decay * rows,
+        wd_incr_steps=(run_steps or decay) * rows,
         wd_incr_style=schedule.weight_decay_incr_style,
         use_checkpoint_opt_param_scheduler=True,
         wsd_decay_steps=None if schedule.lr_wsd_decay_iters is None else schedule.lr_wsd_decay_iters * rows,

@@ -1,6 +1,7 @@
-"""`python -m production.training.export CHECKPOINT OUT.safetensors`: the weights of a checkpoint of any layout, whole, in one file.
+"""`python -m production.training.export CHECKPOINT OUT.safetensors`: the weights of a checkpoint of any layout, whole, in one file;
+with `--huggingface NAME`, a Hugging Face checkpoint in the folder OUT, through Megatron-Bridge.
 
-One process does it, with memory for the model twice, and needs neither the job's layout nor its data nor a device.
+One process does it, with memory for the model twice, and needs neither the job's layout nor its data; for the plain file no device.
 """
 
 from __future__ import annotations
@@ -10,17 +11,22 @@ import contextlib
 import json
 import re
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import distributed
 from torch._C._distributed_c10d import HashStore
 
 from production.errors import PackproofError
 from production.training.quiet import quiet
+
+if TYPE_CHECKING:  # it imports megatron-core
+    from production.training.checkpoint import Manifest
 
 _STACK = re.compile(r"^(decoder\.layers)\.(?!\d)")
 _EXPERTS = re.compile(r"\.experts\.experts\.")
@@ -35,16 +41,41 @@ def export(checkpoint: Path, out: Path) -> dict[str, tuple[int, ...]]:
     checkpoint that is damaged or holds no weights. Call it in a process without a process group.
     """
     with _alone():
-        from production.training.checkpoint import verify  # noqa: PLC0415 - imports megatron-core
-
-        manifest = verify(checkpoint)
+        manifest = _verified(checkpoint)
         tensors = {name: tensor for key, whole in _stored(checkpoint).items() for name, tensor in _apart(key, whole)}
     if not tensors:
         raise PackproofError(what="it holds no weights", where=str(checkpoint), mend="give a checkpoint of a job")
     beside = out.with_name(f".{out.name}.writing")
-    save_file(tensors, beside, metadata={"step": str(manifest.step), "config": json.dumps(manifest.config)})
-    beside.replace(out)
+    try:
+        save_file(tensors, beside, metadata={"step": str(manifest.step), "config": json.dumps(manifest.config)})
+        beside.replace(out)
+    except (OSError, SafetensorError) as error:
+        with contextlib.suppress(OSError):
+            beside.unlink(missing_ok=True)
+        raise _unwritable(out, error) from error
     return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+
+
+def export_huggingface(checkpoint: Path, name: str, folder: Path) -> None:
+    """Verify a checkpoint, build its model in this process and write it as Hugging Face's `name` is written, into `folder`.
+
+    `name` is a folder or a Hugging Face name of the same architecture: its config and tokenizer go along. Raises PackproofError as
+    `export`, for a folder that is not empty, and where Megatron-Bridge is not installed or does not know the architecture. Call it in
+    a process without a process group. Never run with Megatron-Bridge itself, which wants CUDA.
+    """
+    from production.model import build_model  # noqa: PLC0415 - heavy, as those below
+    from production.parallel import Sizes  # noqa: PLC0415
+    from production.training.bridge import check_bridge, save_huggingface  # noqa: PLC0415
+    from production.training.checkpoint_weights import load_weights  # noqa: PLC0415
+    from production.training.launch import launched  # noqa: PLC0415
+
+    check_bridge("export --huggingface")  # before the work
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise _unwritable(folder, "it is there already")
+    with launched(Sizes(), device="auto", timeout_seconds=600, seed=0, deterministic=False):
+        model = build_model(_settings(_verified(checkpoint)), Sizes())
+        load_weights(checkpoint, model)
+        save_huggingface(model, name, folder)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -52,9 +83,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     quiet()
     parser = argparse.ArgumentParser(prog="python -m production.training.export", description="Weights in one file.")
     parser.add_argument("checkpoint", type=Path, help="a folder step_NNNNNNNN")
-    parser.add_argument("out", type=Path, help="the file to write, such as weights.safetensors")
+    parser.add_argument(
+        "out", type=Path, help="the file to write, such as weights.safetensors; a folder for --huggingface"
+    )
+    parser.add_argument(
+        "--huggingface",
+        metavar="NAME",
+        help="write a Hugging Face checkpoint instead, as NAME (a folder or a name) is written; needs Megatron-Bridge",
+    )
     options = parser.parse_args(arguments)
     try:
+        if options.huggingface is not None:
+            export_huggingface(options.checkpoint, options.huggingface, options.out)
+            print(f"{options.out}, in the form of {options.huggingface}")
+            return 0
         shapes = export(options.checkpoint, options.out)
     except PackproofError as error:
         print(f"failed: {error}", file=sys.stderr)
@@ -62,6 +104,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
     count = sum(torch.Size(shape).numel() for shape in shapes.values())
     print(f"{len(shapes)} tensors, {count:,} values: {options.out}")
     return 0
+
+
+def _verified(checkpoint: Path) -> Manifest:
+    from production.training.checkpoint import MANIFEST, verify  # noqa: PLC0415 - imports megatron-core
+    from production.training.checkpoint_weights import not_one  # noqa: PLC0415
+
+    if not (checkpoint / MANIFEST).is_file():
+        raise not_one(checkpoint)
+    return verify(checkpoint)
+
+
+def _settings(manifest: Manifest) -> Any:
+    """The model's, from the job that the checkpoint holds, without its layout."""
+    from production.training.config import load, model_settings  # noqa: PLC0415
+
+    alone = [
+        f"policy.megatron_cfg.{name}_parallel_size=1"
+        for name in ("tensor_model", "context", "pipeline_model", "expert_model", "expert_tensor")
+    ]
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "job.yaml"
+        path.write_text(json.dumps(manifest.config))
+        job = load(path, [*alone, "policy.megatron_cfg.sequence_parallel=false"])
+    return model_settings(job, int(manifest.fingerprint["model.vocab_size"]))
+
+
+def _unwritable(out: Path, why: object) -> PackproofError:
+    return PackproofError(what=f"it cannot be written: {why}", where=str(out), mend="name another place, with room")
 
 
 @contextlib.contextmanager

@@ -91,6 +91,11 @@ class Feed:
         """Until `max_num_epochs` are done; None without an end."""
         return self.order.total_steps
 
+    @property
+    def left_over(self) -> int:
+        """Rows before which the job stops, since they fill no global batch (`last_batch: stop`, R-ORDER-3); 0 where it does not."""
+        return self.order.dropped_per_epoch if self._order_settings.last_batch == "stop" else 0
+
     def identity(self) -> dict[str, Any]:
         """All that decides what each rank is fed, with the layout: what a resume is held against (R-ORDER-8)."""
         found = fingerprint(sources=self.sources, tokenizer=self.tokenizer, rows=self._rows, order=self._order_settings)
@@ -112,7 +117,9 @@ class Feed:
         settings = dataclasses.replace(self._loader_settings(self._job.policy.train_global_batch_size), workers=0)
         share = (self._place.data_rank, self._place.data_size) if self._job.is_packed else None
         recipe = self._recipe(dataset, self.sources)
-        with Loader(recipe, self.order, share=share, settings=settings, consumed_samples=consumed_samples) as loader:
+        # An order of its own: the other one is planned ahead with, by a thread that does not end meanwhile.
+        order = Order(self.order.rows, self._order_settings)
+        with Loader(recipe, order, share=share, settings=settings, consumed_samples=consumed_samples) as loader:
             return self._fed(next(loader))
 
     def validation(self) -> Iterator[Fed]:
@@ -224,16 +231,25 @@ def load_tokenizer(job: Job) -> Any:
     given = job.policy.tokenizer
     try:
         tokenizer = AutoTokenizer.from_pretrained(given.name)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # a damaged tokenizer.json raises Exception itself, others of its parts what they like
         raise PackproofError(
             what=f"no tokenizer can be loaded from {given.name}: {error}",
             where=job.where("policy.tokenizer.name"),
             mend="give a folder with tokenizer.json and tokenizer_config.json, or a Hugging Face name that can be reached",
         ) from error
     if given.chat_template is not None:
-        is_file = given.chat_template.endswith(".jinja")
-        tokenizer.chat_template = Path(given.chat_template).read_text() if is_file else given.chat_template
+        tokenizer.chat_template = given.chat_template
+        if given.chat_template.endswith(".jinja"):
+            tokenizer.chat_template = _template(Path(given.chat_template), job.where("policy.tokenizer.chat_template"))
     return tokenizer
+
+
+def _template(path: Path, where: str) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        mend = "name a file of UTF-8 text that is there, or write the template itself"
+        raise PackproofError(what=f"the chat template cannot be read: {error}", where=where, mend=mend) from error
 
 
 def vocabulary_size(job: Job, tokenizer: Any) -> int:

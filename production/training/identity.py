@@ -17,6 +17,8 @@ from production.training.order import OrderSettings
 MEND = {
     "tokenizer": "give the tokenizer that the run began with, or begin a new run",
     "files": "give the files that the run began with (names may differ, contents may not), or begin a new run",
+    "scheduler.weight_decay_steps": "let the run be as long as it was to be (sft.max_num_steps, sft.max_num_epochs), since its weight "
+    "decay grows over it, or begin a new run",
     "data_parallel_size": "start with as many data-parallel ranks as before, or begin a new run",
 }
 """How a user mends a key that differs; the others are set back to the saved value."""

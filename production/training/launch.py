@@ -59,7 +59,7 @@ def launched(
             _join(backend, timeout_seconds)
             undo.callback(_leave)
         undo.enter_context(naming_the_lost())
-        place = undo.enter_context(parallel(sizes))
+        place = undo.enter_context(parallel(sizes, timeout_seconds=timeout_seconds))
         _seed(seed, place)
         yield Launched(
             place=place,
@@ -84,7 +84,14 @@ def _is_cuda(device: str) -> bool:
 def _join(backend: str, timeout_seconds: int) -> None:
     timeout = dt.timedelta(seconds=timeout_seconds)
     if "RANK" in os.environ:
-        distributed.init_process_group(backend, timeout=timeout)
+        try:
+            distributed.init_process_group(backend, timeout=timeout)
+        except (RuntimeError, ValueError, OSError) as error:
+            raise PackproofError(
+                what=f"the ranks did not find each other within {timeout_seconds} s: {str(error).splitlines()[0]}",
+                where=f"rank {os.environ['RANK']} of {os.environ.get('WORLD_SIZE', '?')}",
+                mend="start all of them, with torchrun or with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT of one run",
+            ) from error
         return
     distributed.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
 

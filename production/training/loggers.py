@@ -137,11 +137,14 @@ def open_loggers(settings: LoggerSettings, *, rank: int, run: Mapping[str, Value
     """The loggers of this run, after a `run` record with the facts `run`; none on ranks other than 0.
 
     With `finished_steps` the run goes on: files are appended to, and what they hold of later steps is overridden by
-    what follows. Raises PackproofError where a logger's package is missing, OSError where the folder cannot be written.
+    what follows. Raises PackproofError where a logger's package is missing or the folder cannot be written.
     """
     if rank != 0:
         return Loggers()
-    settings.folder.mkdir(parents=True, exist_ok=True)
+    try:
+        settings.folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _unwritten(error, settings.folder) from error
     loggers = Loggers(lines=JsonLines(settings.folder / FILE))
     try:
         if settings.tensorboard is not None:
@@ -162,14 +165,23 @@ class JsonLines:
 
     def __init__(self, path: Path) -> None:
         """Append to the file (R-RECORD-2). A last line that was cut off is taken away; `repaired` says how many bytes that were."""
-        self.repaired = _mend_tail(path)
-        self._file = path.open("ab", buffering=0)
+        self._path = path
+        try:
+            self.repaired = _mend_tail(path)
+            self._file = path.open("ab", buffering=0)
+        except OSError as error:
+            raise _unwritten(error, path) from error
 
     def log(self, record: Record) -> None:
         """Write one whole line at once."""
         values = {name: _as_json(value) for name, value in record.values.items()}
         line = json.dumps({"kind": record.kind, "step": record.step, **values}, allow_nan=False, ensure_ascii=False)
-        self._file.write(line.encode("utf-8", "backslashreplace") + b"\n")
+        rest = line.encode("utf-8", "backslashreplace") + b"\n"
+        try:
+            while rest:  # a disk that fills up takes a part of it and refuses the next
+                rest = rest[self._file.write(rest) :]
+        except OSError as error:
+            raise _unwritten(error, self._path) from error
 
     def close(self) -> None:
         """Close the file."""
@@ -281,6 +293,14 @@ def read_records(path: Path) -> Iterator[Record]:
                     line=number,
                 ) from error
             yield Record(kind=kind, step=step, values={name: _from_json(value) for name, value in values.items()})
+
+
+def _unwritten(error: OSError, path: Path) -> PackproofError:
+    return PackproofError(
+        what=f"a run's numbers cannot be written: {error.strerror or error}",
+        where=str(path),
+        mend="make room there or give another logger.log_dir, then start the job again: it goes on from its newest checkpoint",
+    )
 
 
 def _as_json(value: Value) -> Value:

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from production.errors import PackproofError
 from production.multi_token_feed import rolls_from_tables
-from production.training.config import Job, device_here, sizes, validate
+from production.training.config import Job, device_here, sizes, unready, validate
 from production.training.config.sections import Mlflow
 from production.training.dumps import dump
 from production.training.ending import Ending, Reason, asked_to_end
@@ -24,7 +24,15 @@ from production.training.feed import Fed, Feed, vocabulary_size
 from production.training.flops import peak_tflops, work_of
 from production.training.identity import check_resume
 from production.training.launch import Launched, launched, world_size
-from production.training.loggers import Loggers, LoggerSettings, MlflowSettings, Record, WandbSettings, open_loggers
+from production.training.loggers import (
+    Loggers,
+    LoggerSettings,
+    MlflowSettings,
+    Record,
+    Value,
+    WandbSettings,
+    open_loggers,
+)
 from production.training.metrics import FlopsOf, Group, StepMetrics, Timing
 from production.training.progress import RunProgress
 from production.training.start import build, check_same, checkpoints_of, found_checkpoint, identity
@@ -56,6 +64,8 @@ class Outcome:
 def run(job: Job) -> Outcome:
     """Train as the job says, in the world that torchrun started. Raises PackproofError, before any model is built, for what is refused."""
     validate(job, world_size(), device=device_here(job))
+    for refusal in unready(job):
+        raise refusal
     layout = sizes(job)
     with (
         # Outermost: torchrun sends SIGTERM to the ranks that are left while they find out which one is gone.
@@ -93,7 +103,7 @@ class _Run:
         with Feed(job, self._place, consumed_samples=self._consumed) as feed:
             self._feed = feed
             vocabulary = vocabulary_size(job, feed.tokenizer)
-            self._identity = identity(job, feed, self._place, vocab_size=vocabulary)
+            self._identity = identity(job, feed, self._place, vocab_size=vocabulary, run_steps=self._total_steps())
             check_same(self._identity, self._place)
             if found is not None:
                 check_resume(found[1].fingerprint, self._identity)
@@ -103,7 +113,7 @@ class _Run:
                 started=self._started,
                 device=self._rank.device,
             )
-            self._engine = build(job, self._place, vocab_size=vocabulary, found=found)
+            self._engine = build(job, self._place, vocab_size=vocabulary, found=found, run_steps=self._total_steps())
             self._metrics = StepMetrics(
                 group=Group.of_parallel_state(), depths=self._engine.settings.depths, device=self._rank.device
             )
@@ -113,7 +123,7 @@ class _Run:
                 if found is not None:
                     self._progress.say(f"going on from {found[0]} (step {self._step})")
                 reason = self._train()
-                self._log.log(Record(kind="end", step=self._step, values={"reason": reason}))
+                self._end(reason, self._why(reason))
         if self._place.rank == 0:
             close_run(Path(job.logger.log_dir), self._console)
         return Outcome(step=self._step, consumed_samples=self._consumed, reason=reason, numbers=tuple(self._numbers))
@@ -145,7 +155,27 @@ class _Run:
                 self._save()
             if why is not None:
                 return why
-        return "finished"
+        is_cut = self._feed.left_over > 0 and self._step == self._feed.total_steps != sft.max_num_steps
+        return "data ended" if is_cut else "finished"
+
+    def _why(self, reason: Reason) -> str:
+        """What ended the run, for its last record and its summary."""
+        sft, size = self._job.sft, self._job.policy.train_global_batch_size
+        if reason == "data ended":
+            return (
+                f"the epoch's last {self._feed.left_over} rows fill no global batch of {size} (data.last_batch: stop)"
+            )
+        if reason == "finished":
+            is_steps = self._step == sft.max_num_steps
+            return (
+                f"sft.max_num_steps: {sft.max_num_steps}" if is_steps else f"sft.max_num_epochs: {sft.max_num_epochs}"
+            )
+        limit = f"checkpointing.checkpoint_must_save_by: {self._job.checkpointing.checkpoint_must_save_by}"
+        return limit if reason == "time limit" else "a signal asked for it"
+
+    def _end(self, reason: str, why: str) -> None:
+        values: dict[str, Value] = {"reason": reason, "why": why, "consumed_samples": self._consumed}
+        self._log.log(Record(kind="end", step=self._step, values=values))
 
     def _take(self, fed: Fed, *, is_reported: bool) -> None:
         step = self._step + 1
@@ -192,11 +222,15 @@ class _Run:
         self._pending.clear()
 
     def _stop_not_finite(self, numbers: StepNumbers) -> None:
-        folder = self._dump(numbers.step, self._feed.again(self._pending[numbers.step]))
-        self._log.log(Record(kind="end", step=numbers.step, values={"reason": "not finite"}))
+        try:
+            folder = self._dump(numbers.step, self._feed.again(self._pending[numbers.step]))
+            fed = f"of which what each rank fed lies in {folder}"
+        except PackproofError as error:
+            fed = f"of which nothing could be dumped: {error.where}: {error.what}"
+        self._end("not finite", f"loss {numbers.loss}, gradient norm {numbers.gradient_norm} at step {numbers.step}")
         raise NotFinite(
             what=f"loss {numbers.loss}, gradient norm {numbers.gradient_norm}",
-            where=f"step {numbers.step}, of which what each rank fed lies in {folder}",
+            where=f"step {numbers.step}, {fed}",
             mend="look at the rows that rank_R.rows.json there names (packproof-diff-row FILE --row N), lower the learning rate, or "
             "leave the rows out; the newest checkpoint is of before",
         )

@@ -1,13 +1,18 @@
-"""Who is missing when a collective fails: ranks give signs of life over the store, and say why they stop before they do.
+"""Who is missing when a collective fails: ranks give signs of life over the store, and say why they stop, or where they hang.
 
-A sign a second a rank costs the store one small message; a failing job takes 5 s more to say which rank it was.
+A sign a second a rank costs the store two small messages; a failing job takes 5 s more to say which rank it was. Over gloo, whose
+collectives raise an error after their timeout; NCCL's own watchdog ends a process instead, and has not been run here.
 """
 
 from __future__ import annotations
 
 import contextlib
+import linecache
+import os
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,7 +23,7 @@ from production.errors import PackproofError
 HEARTBEAT_SECONDS = 1.0
 """Between two signs of life of a rank."""
 SILENT_SECONDS = 5.0
-"""A rank that gave none for so long is named as gone."""
+"""A rank that gave none for so long is named as gone; one that is alive has so long to say where it hangs."""
 TOLD = "told by another rank"
 """Note of an error that another rank has raised in the same words: to be printed once."""
 
@@ -61,6 +66,7 @@ class _Watch:
         # Jobs one after the other in one process group share its store.
         self._job = self._store.add(f"packproof/jobs/{self._rank}", 1)
         self._beat()
+        self._watched = threading.get_ident()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="packproof-heartbeat", daemon=True)
         self._thread.start()
@@ -82,15 +88,16 @@ class _Watch:
         try:
             self._store.set(self._key("waited", self._rank), "")
             before = self._counts()
-            time.sleep(SILENT_SECONDS)
-            after = self._counts()
+            time.sleep(SILENT_SECONDS / 5)  # others time out at about the same time
             others = [rank for rank in range(self._size) if rank != self._rank]
-            waited = {rank for rank in others if self._store.check([self._key("waited", rank)])}
-            stopped = {
-                rank: self._store.get(self._key("stopped", rank)).decode()
-                for rank in others
-                if self._store.check([self._key("stopped", rank)])
-            }
+            for rank in others:
+                if not self._said("waited", rank) and not self._said("stopped", rank):
+                    self._store.set(self._key("asked", rank), "")
+            time.sleep(SILENT_SECONDS * 4 / 5)
+            after = self._counts()
+            waited = {rank for rank in others if self._said("waited", rank) or self._said("waits", rank)}
+            stopped = {rank: self._told("stopped", rank) for rank in others if self._said("stopped", rank)}
+            hangs = {rank: self._told("hangs", rank) for rank in others if self._said("hangs", rank)}
         except Exception:  # noqa: BLE001 - whatever a store raises that nobody serves any more
             gone = "the store is gone, which the machine of rank 0 serves"
             return _lost(gone, "that machine")
@@ -100,8 +107,9 @@ class _Watch:
         told = [f"rank {rank} stopped: {why}" for rank, why in stopped.items()]
         if gone_ranks:
             told.append(f"{_ranks(gone_ranks)} gone: no sign of life for {SILENT_SECONDS:g} s")
-        if hung and not told:
-            told.append(f"{_ranks(hung)} alive and did not come to the collective that others wait in")
+        for rank in hung if not told else ():
+            place = f", but hangs at {hangs[rank]}" if rank in hangs else ""
+            told.append(f"rank {rank} is alive and did not come to the collective that others wait in{place}")
         return _lost("; ".join(told), "that rank") if told else None
 
     def end(self) -> None:
@@ -109,11 +117,38 @@ class _Watch:
         self._thread.join(timeout=SILENT_SECONDS)
 
     def _run(self) -> None:
+        is_asked = False
         while not self._ended.wait(HEARTBEAT_SECONDS):
             try:
                 self._beat()
+                if not is_asked and self._said("asked", self._rank):
+                    is_asked = True
+                    self._answer()
             except Exception:  # noqa: BLE001 - the store is gone, which a collective will find out
                 return
+
+    def _answer(self) -> None:
+        """Others have given this rank up: say where it is and, unless it waits as they do, end it, which nobody else may."""
+        frame = sys._current_frames().get(self._watched)  # noqa: SLF001 - the one way to see another thread's stack
+        if frame is None:
+            return
+        stack = traceback.extract_stack(frame)
+        if _is_waiting(stack):
+            self._store.set(self._key("waits", self._rank), "")
+            return
+        self._store.set(self._key("hangs", self._rank), _place(stack))
+        if self._ended.wait(2 * SILENT_SECONDS):
+            return
+        lines = "".join(traceback.format_list(stack))
+        said = f"{lines}failed: rank {self._rank} hangs at the call above: it did not come to a collective, and the others gave up\n"
+        os.write(2, said.encode(errors="replace"))
+        os._exit(1)
+
+    def _said(self, what: str, rank: int) -> bool:
+        return bool(self._store.check([self._key(what, rank)]))
+
+    def _told(self, what: str, rank: int) -> str:
+        return str(self._store.get(self._key(what, rank)).decode())
 
     def _beat(self) -> None:
         self._store.add(self._key("alive", self._rank), 1)
@@ -140,6 +175,19 @@ def _ranks(numbers: list[int]) -> str:
 
 def _short(error: BaseException) -> str:
     return f"{'' if isinstance(error, PackproofError) else f'{type(error).__name__}: '}{error}"[:2000]
+
+
+def _place(stack: traceback.StackSummary) -> str:
+    """The innermost call, and the innermost one of this package where that is another."""
+    at = [stack[-1], *(frame for frame in stack[-2::-1] if f"{os.sep}production{os.sep}" in frame.filename)][:2]
+    return ", called from ".join(f"{frame.filename}:{frame.lineno} in {frame.name}" for frame in at)
+
+
+def _is_waiting(stack: traceback.StackSummary) -> bool:
+    """Whether a rank is in a collective itself: its own timeout is then some seconds away."""
+    inner = stack[-1]
+    is_torch = f"{os.sep}torch{os.sep}distributed{os.sep}" in inner.filename
+    return is_torch or ".wait()" in linecache.getline(inner.filename, inner.lineno or 0)
 
 
 def _is_of_a_collective(error: BaseException) -> bool:

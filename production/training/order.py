@@ -112,7 +112,7 @@ class OrderSettings:
             raise _refused(what, "last_batch", "say wrap for a blend")
         if self.max_epochs is not None:
             what = "a blend has no epoch of its own: its sources are gone through at their own pace"
-            raise _refused(what, "max_epochs", "leave it out and say how many steps to train")
+            raise _refused(what, "max_epochs", "leave it out (in a job: null) and say how many steps to train")
 
 
 class Order:

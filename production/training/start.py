@@ -12,7 +12,8 @@ from torch import distributed
 
 from production.errors import PackproofError
 from production.parallel import Place
-from production.training.checkpoint import CheckpointRefused, Checkpoints, Manifest, load_weights, restore, verify
+from production.training.checkpoint import CheckpointRefused, Checkpoints, Manifest, restore, verify
+from production.training.checkpoint_weights import load_weights
 from production.training.config import Job
 from production.training.engine import Engine
 from production.training.feed import Feed
@@ -50,10 +51,11 @@ def found_checkpoint(job: Job, checkpoints: Checkpoints) -> tuple[Path, Manifest
     return path, verify(path)
 
 
-def identity(job: Job, feed: Feed, place: Place, *, vocab_size: int) -> dict[str, Any]:
+def identity(job: Job, feed: Feed, place: Place, *, vocab_size: int, run_steps: int | None) -> dict[str, Any]:
     """All that decides a number of the run, flat, by readable names: what a resume is held against.
 
-    How long the run is, how often it reports, validates and saves, recomputation and overlap are not part of it.
+    How long the run is (but where its weight decay grows over it), how often it reports, validates and saves, recomputation
+    and overlap are not part of it.
     """
     megatron, model = job.megatron, dataclasses.asdict(job.model)
     parts = {
@@ -64,7 +66,7 @@ def identity(job: Job, feed: Feed, place: Place, *, vocab_size: int) -> dict[str
         },
         "transformer": megatron.transformer,
         "optimizer": megatron.optimizer,
-        "scheduler": _schedule(job),
+        "scheduler": _schedule(job, run_steps),
         "distributed_data_parallel_config": megatron.distributed_data_parallel_config,
         **({} if job.is_packed else {"sequence_packing": _packing(job)}),
         "loss": dataclasses.asdict(job.loss),
@@ -79,13 +81,13 @@ def identity(job: Job, feed: Feed, place: Place, *, vocab_size: int) -> dict[str
     return {**feed.identity(), "world_size": place.world_size, "precision": job.policy.precision, **flat}
 
 
-def _schedule(job: Job) -> dict[str, Any]:
+def _schedule(job: Job, run_steps: int | None) -> dict[str, Any]:
     """Where nothing decays or grows, its length has no meaning and may change."""
     schedule = dataclasses.asdict(job.megatron.scheduler)
-    grows = job.megatron.scheduler.weight_decay_incr_style != "constant"
-    if job.megatron.scheduler.lr_decay_style == "constant" and not grows:
+    if job.megatron.scheduler.lr_decay_style == "constant":
         schedule["lr_decay_iters"] = None
-    return schedule
+    grows = job.megatron.scheduler.weight_decay_incr_style != "constant"
+    return schedule | {"weight_decay_steps": run_steps if grows else None}
 
 
 def _packing(job: Job) -> dict[str, Any]:
@@ -116,15 +118,24 @@ def check_same(identity: Mapping[str, Any], place: Place) -> None:
             )
 
 
-def build(job: Job, place: Place, *, vocab_size: int, found: tuple[Path, Manifest] | None) -> Engine:
-    """Model, optimizer and schedule: as the checkpoint left them, or with the weights that the job begins with."""
+def build(
+    job: Job,
+    place: Place,
+    *,
+    vocab_size: int,
+    found: tuple[Path, Manifest] | None,
+    run_steps: int | None = None,
+) -> Engine:
+    """Model, optimizer and schedule: as the checkpoint left them, or with the weights that the job begins with.
+
+    `run_steps` as `Engine` takes them.
+    """
     if found is not None:
-        engine = Engine(job, place, vocab_size=vocab_size)
+        engine = Engine(job, place, vocab_size=vocab_size, run_steps=run_steps)
         restore(found[0], engine, found[1])
         return engine
-    if job.model.initial == "scratch":
-        return Engine(job, place, vocab_size=vocab_size)
-    return Engine(job, place, vocab_size=vocab_size, prepare=lambda model: _load(job, model))
+    prepare = None if job.model.initial == "scratch" else lambda model: _load(job, model)
+    return Engine(job, place, vocab_size=vocab_size, prepare=prepare, run_steps=run_steps)
 
 
 def _load(job: Job, model: torch.nn.Module) -> None:
@@ -134,6 +145,4 @@ def _load(job: Job, model: torch.nn.Module) -> None:
         load_huggingface(model, job.model.initial_path or job.policy.model_name or "")
         return
     assert job.model.initial_path is not None
-    path = Path(job.model.initial_path)
-    verify(path)
-    load_weights(path, model)
+    load_weights(Path(job.model.initial_path), model)

@@ -11,6 +11,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from production.errors import PackproofError
 from production.training.loggers import FILE, Record, Value, read_records
 from production.training.picture import Line, draw
 from production.training.progress import compact, duration
@@ -59,6 +60,8 @@ class Summary:
     """Rows since the beginning of the job."""
     starts: int
     """How often the run was begun or resumed."""
+    ended: str
+    """Why it ended, in the job's words; empty where it did not say."""
 
 
 def summarize(records: Iterable[Record]) -> Summary | None:
@@ -66,9 +69,11 @@ def summarize(records: Iterable[Record]) -> Summary | None:
     steps: dict[int, dict[str, Value]] = {}
     validations: dict[int, float] = {}
     firsts: list[int] = []
+    ended = ""
     for record in records:
         if record.kind == "run":
             firsts.append(record.step + 1)
+            ended = ""
             # What was measured beyond the checkpoint that the run went on from is run again.
             steps = {step: values for step, values in steps.items() if step <= record.step}
             validations = {step: loss for step, loss in validations.items() if step <= record.step}
@@ -76,7 +81,9 @@ def summarize(records: Iterable[Record]) -> Summary | None:
             steps[record.step] = dict(record.values)
         elif record.kind == "validation" and "validation_loss" in record.values:
             validations[record.step] = float(record.values["validation_loss"])
-    return _summary(steps, validations, firsts) if steps else None
+        elif record.kind == "end":
+            ended = ": ".join(str(record.values[name]) for name in ("reason", "why") if name in record.values)
+    return _summary(steps, validations, firsts, ended) if steps else None
 
 
 def show(summary: Summary, console: Console, *, folder: Path) -> None:
@@ -108,18 +115,25 @@ def write_picture(summary: Summary, path: Path) -> None:
 
 
 def close_run(folder: Path, console: Console) -> Summary | None:
-    """Read the folder's `metrics.jsonl`, print the table and write `loss.svg` beside it."""
-    summary = summarize(read_records(folder / FILE))
-    if summary is None:
-        console.print("no step was finished")
-        return None
-    show(summary, console, folder=folder)
-    write_picture(summary, folder / "loss.svg")
+    """Read the folder's `metrics.jsonl`, print the table and write `loss.svg` beside it; what of it fails is told, the run is done."""
+    summary = None
+    try:
+        summary = summarize(read_records(folder / FILE))
+        if summary is None:
+            console.print("no step was finished")
+            return None
+        show(summary, console, folder=folder)
+        write_picture(summary, folder / "loss.svg")
+    except (OSError, PackproofError) as error:
+        console.print(f"no summary or picture: {error}", highlight=False, markup=False)
+        return summary
     console.print(f"picture: {folder / 'loss.svg'}", style="dim", highlight=False, soft_wrap=True)
     return summary
 
 
-def _summary(steps: dict[int, dict[str, Value]], validations: dict[int, float], firsts: Sequence[int]) -> Summary:
+def _summary(
+    steps: dict[int, dict[str, Value]], validations: dict[int, float], firsts: Sequence[int], ended: str
+) -> Summary:
     order = sorted(steps)
 
     def of(name: str) -> list[float]:
@@ -152,6 +166,7 @@ def _summary(steps: dict[int, dict[str, Value]], validations: dict[int, float], 
         memory_mebibytes=max(of("memory_mebibytes"), default=0.0),
         consumed_samples=int(max(of("consumed_samples"), default=0)),
         starts=max(1, len(firsts)),
+        ended=ended,
     )
 
 
@@ -161,6 +176,8 @@ def _lines(summary: Summary) -> list[tuple[str, str]]:
         ("steps", f"{summary.steps:,}" + (f", started {summary.starts} times" if summary.starts > 1 else "")),
         ("loss", f"{first[1]:.4f} at step {first[0]}, {last[1]:.4f} at step {last[0]}"),
     ]
+    if summary.ended:
+        lines.insert(1, ("ended", summary.ended))
     for depth, losses in enumerate(summary.mtp_losses, 1):
         lines.append((f"mtp {depth} loss", f"{losses[0][1]:.4f}, {losses[-1][1]:.4f}"))
     if summary.validation_losses:

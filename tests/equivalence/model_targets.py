@@ -28,6 +28,34 @@ def dies_once(entry, worker):
 
 
 @contextlib.contextmanager
+def fails_once_alone(entry, worker):
+    """The first step on one rank raises; `entry` as that of `dies_once`."""
+    sizes, marker = entry
+    from production.training import step
+
+    own = step.forward_backward
+
+    def forward_backward(*args, **options):
+        if worker.size == 1 and not Path(marker).exists():
+            Path(marker).touch()
+            raise RuntimeError("alone")
+        return own(*args, **options)
+
+    with layout(sizes, worker) as place, mock.patch.object(step, "forward_backward", forward_backward):
+        yield place
+
+
+def compiled_functions(case, worker):
+    """How many functions torch's compiler looks at in a step."""
+    from torch._dynamo.utils import counters
+
+    from equivalence.models import run
+
+    run(case, worker)
+    return counters["frames"]["total"]
+
+
+@contextlib.contextmanager
 def one_segment(sizes, worker):
     """Attention is told that the row is one segment."""
     from production import microbatches

@@ -55,12 +55,13 @@ def test_a_wrong_side_exits_1_and_its_counterexample_is_small_and_replayed_first
     assert found[0]["command"] == (
         f"packproof-diff-row --case {found[0]['path']} --sides reference,wrong_subjects:TrainsBoundaryPadding"
     )
-    cases = [read_case(tmp_path / "corpus" / name) for name in {each["path"].rpartition("/")[2] for each in found}]
-    sizes = sorted(len(case.messages) for case in cases)
-    assert sizes[0] <= 6, "two conversations show it"
-    smallest = min(cases, key=lambda case: len(case.messages))
-    assert all(str(message["content"]).strip() in ("w0", "") for message in smallest.messages)
-    assert smallest.settings.pack_length <= 64
+    cases = [read_case(path) for path in sorted((tmp_path / "corpus").iterdir())]
+    assert len(cases) == len({each["path"] for each in found})
+    small = [case for case in cases if len(case.messages) <= 6]
+    assert small, "two conversations show it"
+    plain = [case for case in small if {str(message["content"]).strip() for message in case.messages} <= {"w0", ""}]
+    assert plain, "a class that is none of the contents' leaves nothing in them"
+    assert all(case.settings.pack_length <= 64 for case in plain)
     capsys.readouterr()
 
     code, again = run(tmp_path, shard="1/400", **options)

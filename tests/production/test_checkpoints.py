@@ -189,8 +189,85 @@ def test_a_hugging_face_checkpoint_without_megatron_bridge_is_refused_by_name(wo
     rows = jobs.write_rows(tmp_path / "rows.jsonl")
     config = jobs.write_job(tmp_path, rows, **{"model.initial": "huggingface", "model.initial_path": "some/model"})
     (found,) = world(1, "train", {"config": str(config)})
-    assert "Megatron-Bridge cannot be imported" in found["refused"]
+    assert "model.initial" in found["refused"]
+    assert "Megatron-Bridge is not installed" in found["refused"]
     assert "megatron-bridge" in found["refused"]
+
+
+def test_an_export_to_hugging_face_without_megatron_bridge_is_refused_by_name(saved, tmp_path, capsys):
+    from production.training.export import main
+
+    checkpoint = str(saved[0] / "checkpoints" / "step_00000002")
+    assert main([checkpoint, str(tmp_path / "out"), "--huggingface", "some/model"]) == 1
+    printed = capsys.readouterr().err
+    assert printed.startswith("failed: export --huggingface: Megatron-Bridge cannot be imported")
+    assert "without --huggingface" in printed
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_export_to_hugging_face_hands_megatron_bridge_the_whole_model(world, saved, tmp_path):
+    """Megatron-Bridge itself cannot be installed here: what stands in for it keeps what it is called with."""
+    folder, results = saved
+    payload = {"checkpoint": str(folder / "checkpoints" / "step_00000002"), "out": str(tmp_path / "out")}
+    (kept,) = world(1, "exported_to_hugging_face", payload)
+    assert (kept["name"], kept["folder"]) == ("some/model", str(tmp_path / "out"))
+    weights = {name: tensor.numpy().tobytes() for name, tensor in kept["weights"].items()}
+    assert any(".local_experts.1." in name for name in weights)
+    assert weights == jobs.together(results)
+
+
+def test_an_export_to_hugging_face_writes_over_nothing(saved, tmp_path, monkeypatch, capsys):
+    from production.training.export import main
+
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr("production.training.bridge.check_bridge", lambda where: where)
+    checkpoint = str(saved[0] / "checkpoints" / "step_00000002")
+    assert main([checkpoint, str(tmp_path), "--huggingface", "some/model"]) == 1
+    assert f"{tmp_path}: it cannot be written: it is there already" in capsys.readouterr().err
+
+
+STARTS = {
+    "Megatron-LM's, without a manifest": ("iter_0000002", [], None),
+    "one whose manifest is not there": ("step_00000009", [], "it is no whole checkpoint"),
+    "the folder above it": (".", [], "step_00000002"),
+    "a tied model": (
+        "step_00000002",
+        ["model.tie_embeddings=true"],
+        "weights that the model has no place for: output_layer.weight",
+    ),
+    "another number of experts": ("step_00000002", ["model.num_moe_experts=4"], "megatron-core cannot load it"),
+    "no multi-token depth": ("step_00000002", [f"{MEGATRON}.mtp_num_layers=0"], None),
+}
+
+
+def test_weights_start_a_run_where_all_of_them_have_a_place(world, saved, folder):
+    checkpoints = folder / "checkpoints"
+    for name in ("iter_0000002", "step_00000009"):
+        shutil.copytree(checkpoints / "step_00000002", checkpoints / name)
+        (checkpoints / name / "packproof.json").unlink()
+    payload = [
+        {
+            "config": str(folder / "job.yaml"),
+            "overrides": [
+                "model.initial=megatron",
+                f"model.initial_path={checkpoints / name}",
+                "sft.max_num_steps=1",
+                "checkpointing.enabled=false",
+                f"{MEGATRON}.scheduler.lr_decay_iters=1",
+                *overrides,
+            ],
+        }
+        for name, overrides, _ in STARTS.values()
+    ]
+    for each in world(2, "train_in_turn", payload):
+        for found, (case, (_, _, refused)) in zip(each, STARTS.items(), strict=True):
+            if refused is None:
+                assert found.get("step") == 1, (case, found)
+            else:
+                assert refused in found["refused"], (case, found)
+    start = [f"model.initial_path={checkpoints / 'iter_0000002'}", "model.initial=megatron", "sft.max_num_steps=1"]
+    begun = world(2, "weights", payload[0] | {"overrides": [*payload[0]["overrides"], *start]})
+    assert jobs.together(begun) == jobs.together(saved[1])
 
 
 def test_a_validation_loss_belongs_to_the_step_it_was_made_at(world, tmp_path):

@@ -157,7 +157,6 @@ REFUSED = [
     ([*ONLINE, "data.max_input_seq_length=4096"], 1, "bin", "data.max_input_seq_length"),
     ([*ONLINE, "policy.sequence_packing.train_mb_tokens=100", "policy.make_sequence_length_divisible_by=8",
       "data.max_input_seq_length=100"], 1, "bin", "data.max_input_seq_length"),
-    ([*ONLINE, f"{MEGATRON}.mtp_num_layers=1"], 1, "online_mtp", f"{MEGATRON}.mtp_num_layers"),
     # R-SETUP-12
     ([*EXPERTS, f"{TRANSFORMER}.overlap_moe_expert_parallel_comm=true", f"{MEGATRON}.mtp_num_layers=1"], 1, "overlap",
      f"{TRANSFORMER}.overlap_moe_expert_parallel_comm"),
@@ -182,6 +181,15 @@ REFUSED = [
     (["sft.max_num_steps=0"], 1, "size", "sft.max_num_steps"),
     (["sft.seed=-1", "data.seed=0"], 1, "size", "sft.seed"),
     (["logger.report_period=0"], 1, "size", "logger.report_period"),
+    (["sft.val_global_batch_size=0"], 1, "size", "sft.val_global_batch_size"),
+    (["cluster.num_nodes=0"], 1, "size", "cluster.num_nodes"),
+    (["logger.dump_batch_steps=[0]"], 1, "size", "logger.dump_batch_steps"),
+    (["logger.dump_batch_steps=[20, 21]"], 1, "size", "logger.dump_batch_steps"),
+    ([*ONLINE, "data.max_input_seq_length=0"], 1, "size", "data.max_input_seq_length"),
+    ([*ONLINE, "policy.make_sequence_length_divisible_by=0"], 1, "size", "policy.make_sequence_length_divisible_by"),
+    ([*ONLINE, "policy.sequence_packing.train_mb_tokens=0"], 1, "size", "policy.sequence_packing.train_mb_tokens"),
+    (["logger.peak_teraflops=0"], 1, "size", "logger.peak_teraflops"),
+    (["sft.seed=9999999999999999999"], 1, "size", "sft.seed"),
     (["sft.val_period=5"], 1, "no_validation", "sft.val_period"),
     (["sft.val_at_start=true"], 1, "no_validation", "sft.val_at_start"),
     (["sft.val_at_end=true"], 1, "no_validation", "sft.val_at_end"),
@@ -205,6 +213,10 @@ REFUSED = [
     (["model.tie_embeddings=true", f"{MEGATRON}.mtp_num_layers=1", f"{MEGATRON}.pipeline_model_parallel_size=2", PLAIN], 2,
      "checkpoint", "model.tie_embeddings"),
     (["checkpointing.checkpoint_must_save_by=4h"], 1, "checkpoint", "checkpointing.checkpoint_must_save_by"),
+    (["checkpointing.checkpoint_must_save_by=4h", "checkpointing.enabled=false"], 1, "checkpoint",
+     "checkpointing.checkpoint_must_save_by"),
+    (['checkpointing.checkpoint_must_save_by="0:4:0:0"', "checkpointing.enabled=false"], 1, "checkpoint",
+     "checkpointing.checkpoint_must_save_by"),
     (["checkpointing.optimizer_format=fully_reshardable"], 1, "checkpoint", "checkpointing.optimizer_format"),
     ([f"{MEGATRON}.pipeline_model_parallel_size=2"], 2, "checkpoint", f"{OPTIMIZER}.use_distributed_optimizer"),
     # R-SETUP-18
@@ -216,6 +228,19 @@ REFUSED = [
      f"{MEGATRON}.mtp_num_layers"),
     (["model.architecture=hybrid", 'model.hybrid_layer_pattern="*-*"'], 1, "shape", "model.num_layers"),
     (["model.hidden_dropout=1.0"], 1, "shape", "model.hidden_dropout"),
+    (["model.num_attention_heads=3"], 1, "shape", "model.num_attention_heads"),
+    (["model.num_query_groups=3"], 1, "shape", "model.num_query_groups"),
+    (["model.kv_channels=5"], 1, "shape", "model.rotary_percent"),
+    (["model.rotary_percent=0.2"], 1, "shape", "model.rotary_percent"),
+    (["model.rotary_percent=0.0"], 1, "size", "model.rotary_percent"),
+    (["model.num_layers=-1"], 1, "size", "model.num_layers"),
+    (["model.ffn_hidden_size=0"], 1, "size", "model.ffn_hidden_size"),
+    ([*EXPERTS, "model.moe_router_topk=5"], 1, "shape", "model.moe_router_topk"),
+    ([f"{OPTIMIZER}.adam_beta1=1.0"], 1, "size", f"{OPTIMIZER}.adam_beta1"),
+    ([f"{OPTIMIZER}.adam_eps=-1.0e-8"], 1, "size", f"{OPTIMIZER}.adam_eps"),
+    ([f"{OPTIMIZER}.clip_grad=-1.0"], 1, "size", f"{OPTIMIZER}.clip_grad"),
+    ([f"{OPTIMIZER}.weight_decay=-0.1"], 1, "size", f"{OPTIMIZER}.weight_decay"),
+    ([f"{OPTIMIZER}.optimizer=adamx"], 1, "no_package", f"{OPTIMIZER}.optimizer"),
     (["model.initial=megatron"], 1, "start", "model.initial_path"),
     (["model.initial=huggingface"], 1, "start", "model.initial_path"),
     (["model.initial_path=weights"], 1, "start", "model.initial_path"),
@@ -236,7 +261,7 @@ def test_what_must_not_run_is_refused_at_its_key(overrides, world_size, kind, ke
 
 
 def test_the_table_above_reaches_every_check_that_there_is():
-    assert len(validation_module._CHECKS) == 12
+    assert len(validation_module._CHECKS) == 14
     kinds = {kind for _, _, kind, _ in REFUSED}
     assert len(kinds) >= 30
 
@@ -257,9 +282,22 @@ def test_what_follows_from_several_faults_is_said_all_at_once():
     ]
 
 
+def test_a_warm_up_longer_than_the_decay_says_both_and_what_set_them():
+    (derived,) = refusals(load(BASE, [f"{MEGATRON}.scheduler.lr_warmup_iters=20"]), 1)
+    key = f"{MEGATRON}.scheduler.lr_decay_iters"
+    told = "a warm-up of 20 steps does not end before the decay does, at step 20, warm-up included"
+    assert f"{told}: {key} (derived from " in str(derived)
+    assert str(derived).endswith(f"To mend it: set it below 20, or {key} above 20")
+    (given,) = refusals(load(BASE, [f"{MEGATRON}.scheduler.lr_warmup_iters=4", f"{key}=4"]), 1)
+    assert f"at step 4, warm-up included: {key} (override '{key}=4')" in str(given)
+    (negative,) = refusals(load(BASE, [f"{MEGATRON}.scheduler.lr_warmup_iters=-1"]), 1)
+    assert "a warm-up of -1 steps. To mend it: give 0 or more" in str(negative)
+
+
 ACCEPTED = [
     ([f"{TRANSFORMER}.context_parallel_size=1", f"{TRANSFORMER}.num_layers=2", f"{TRANSFORMER}.params_dtype=float32"], 1),
     ([*ONLINE, "policy.make_sequence_length_divisible_by=16"], 2),
+    ([*ONLINE, f"{MEGATRON}.mtp_num_layers=2", "loss.mtp_weights=rows"], 2),
     (["policy.precision=float64", PLAIN, f"{OPTIMIZER}.clip_grad=0.0"], 1),
     ([f"{MEGATRON}.pipeline_model_parallel_size=2", PLAIN], 2),
     ([f"{MEGATRON}.pipeline_model_parallel_size=2", "checkpointing.enabled=false"], 2),

@@ -1,6 +1,7 @@
 """The training job in forked worlds: what it reports, feeds, saves, and how it ends."""
 
 import json
+import math
 import sys
 from pathlib import Path
 
@@ -21,9 +22,9 @@ MEGATRON = "policy.megatron_cfg"
 MTP = {f"{MEGATRON}.mtp_num_layers": 2, f"{MEGATRON}.mtp_use_repeated_layer": True}
 DISTRIBUTED = {f"{MEGATRON}.optimizer.use_distributed_optimizer": True}
 EXPERTS = {"model.num_moe_experts": 2, "model.moe_ffn_hidden_size": 16}
+CONTEXT = {f"{MEGATRON}.context_parallel_size": 2}
 PIPELINE = {f"{MEGATRON}.pipeline_model_parallel_size": 2}
 UNSAVED = {"checkpointing.enabled": False}
-PER_TOKEN = {"overrides": ["loss.normalization=per_token"]}
 DDP = f"{MEGATRON}.distributed_data_parallel_config"
 
 
@@ -182,8 +183,14 @@ def test_several_files_are_read_end_to_end_and_blends_by_weight(train, tmp_path)
 
 
 def test_a_dump_holds_what_each_rank_fed(train, tmp_path):
+    left = tmp_path / "job_0" / "logs" / "dumps" / "step_00000002" / "rank_2.rows.json"  # by a run of more ranks
+    left.parent.mkdir(parents=True)
+    left.write_text("{}")
     train(2, UNSAVED | {f"{MEGATRON}.context_parallel_size": 2, "logger.dump_batch_steps": [2], "sft.max_num_steps": 2})
     (folder,) = (tmp_path / "job_0").rglob("step_00000002")
+    assert sorted(path.name for path in folder.iterdir()) == [
+        f"rank_{rank}.{kind}" for rank in (0, 1) for kind in ("rows.json", "safetensors")
+    ]
     told = [json.loads((folder / f"rank_{rank}.rows.json").read_text()) for rank in (0, 1)]
     assert told[0]["rows"] == told[1]["rows"]
     assert [each["line"] for each in told[0]["rows"]] == [5, 6, 7, 8]
@@ -238,7 +245,7 @@ def test_a_loss_that_is_no_number_stops_the_job_with_its_batch(world, rows, tmp_
         each["line"] for rank in (0, 1) for each in json.loads((folder / f"rank_{rank}.rows.json").read_text())["rows"]
     ]
     assert sorted(lines) == [5, 6, 7, 8]
-    assert not (tmp_path / "checkpoints").exists()
+    assert not list((tmp_path / "checkpoints").iterdir())
 
 
 def test_a_rank_that_stops_is_named_with_its_reason_by_those_that_wait(world, rows, tmp_path):
@@ -252,7 +259,8 @@ def test_a_rank_that_stops_is_named_with_its_reason_by_those_that_wait(world, ro
     assert "rank 1 stopped: line 7: a row that cannot be" in waiting["refused"]
 
 
-def test_the_online_path_trains_and_resumes(world, tmp_path):
+@pytest.mark.parametrize("depths", [{}, MTP | CONTEXT], ids=["dp", "cp, with depths"])
+def test_the_online_path_trains_and_resumes(world, tmp_path, depths):
     chat = jobs.write_chat(tmp_path / "chat.jsonl")
     changes = {
         "data.train.dataset_name": "openai_format",
@@ -260,6 +268,10 @@ def test_the_online_path_trains_and_resumes(world, tmp_path):
         "data.default.megatron_sft_prompt_format": None,
         "loss.normalization": "global_valid_tokens",
         f"{MEGATRON}.scheduler.lr_decay_iters": 4,
+        **depths,
+        "data.validation.dataset_name": "openai_format",
+        "data.validation.data_path": str(chat),
+        "sft.val_period": 2,
     }
     config = str(jobs.write_job(tmp_path / "online", chat, **changes))
     parts = str(jobs.write_job(tmp_path / "parts", chat, **changes))
@@ -268,9 +280,20 @@ def test_the_online_path_trains_and_resumes(world, tmp_path):
         {"config": parts, "overrides": ["sft.max_num_steps=2", "data.num_workers=2"]},
         {"config": parts, "overrides": ["data.num_workers=0"]},
     ]
-    *found, (refused,) = [*world(2, "train_in_turn", payload), world(1, "train_in_turn", [payload[0] | PER_TOKEN])[0]]
-    assert "no normalization per_token" in refused["refused"]
+    found = world(2, "train_in_turn", payload)
+    assert len(found) == 2
     for whole, first, rest in found:
         assert "refused" not in whole | first | rest, (whole, first, rest)
         assert list(rest["losses"]) == [3, 4]
         assert whole["losses"] == first["losses"] | rest["losses"]
+        for _, of_depths, _, _ in whole["losses"].values():
+            assert len(of_depths) == (2 if depths else 0)
+            assert all(math.isfinite(each) and each > 0 for each in of_depths)
+    assert [each["step"] for each in jobs.records(tmp_path / "online", "validation")] == [2, 4]
+
+
+def test_the_online_path_refuses_another_normalization(train, tmp_path):
+    chat = jobs.write_chat(tmp_path / "chat.jsonl")
+    online = {"data.train.dataset_name": "openai_format", "policy.sequence_packing.enabled": True}
+    (refused,) = train(1, online | {"loss.normalization": "per_token"}, data=chat)
+    assert "no normalization per_token" in refused["refused"]

@@ -167,10 +167,18 @@ def test_a_rank_killed_while_it_saves_leaves_the_checkpoint_before(world, rows, 
 
 
 @pytest.mark.parametrize(
-    ("before", "after"), [("pipeline_model", None), ("tensor_model", None), (None, "tensor_model")]
+    ("before", "after", "more"),
+    [
+        ("pipeline_model", None, {}),
+        ("tensor_model", None, {}),
+        (None, "tensor_model", {}),
+        ("expert_model", None, EXPERTS | DISTRIBUTED),
+        (None, "expert_model", EXPERTS),
+        ("tensor_model", "expert_model", EXPERTS | DISTRIBUTED),
+    ],
 )
-def test_weights_of_a_checkpoint_start_a_run_in_another_layout(world, rows, tmp_path, before, after):
-    changes = MTP | {"sft.max_num_steps": 1}
+def test_weights_of_a_checkpoint_start_a_run_in_another_layout(world, rows, tmp_path, before, after, more):
+    changes = MTP | {"sft.max_num_steps": 1} | more
     saved = jobs.write_job(tmp_path / "saved", rows, **changes | (split(before) if before else {}))
     started = jobs.write_job(tmp_path / "started", rows, **changes | (split(after) if after else {}))
     size = 2 if before else 1

@@ -124,7 +124,12 @@ def train(payload, worker):  # noqa: ARG001 - as a world calls it
         outcome = run(load(payload["config"], payload.get("overrides", ())))
     except PackproofError as error:
         return {"refused": str(error), "kind": type(error).__name__}
-    return {"step": outcome.step, "reason": outcome.reason, "losses": losses(outcome)}
+    return {
+        "step": outcome.step,
+        "reason": outcome.reason,
+        "consumed_samples": outcome.consumed_samples,
+        "losses": losses(outcome),
+    }
 
 
 def train_in_turn(payload, worker):
@@ -155,6 +160,10 @@ def train_disturbed_apart(payload, worker):
     """`train_disturbed` for the last case of a world: each rank leaves a file and ends, as a process of its own would."""
     import os
 
+    from production.training import lost
+
+    lost.SILENT_SECONDS = payload.get("silent_seconds", lost.SILENT_SECONDS)
+    lost.HEARTBEAT_SECONDS = lost.SILENT_SECONDS / 5
     found = train_disturbed(payload, worker)
     Path(payload["folder"], f"{worker.rank}.json").write_text(json.dumps(found))
     os._exit(0)
@@ -175,10 +184,54 @@ def poisons(engine):
         engine.optimizer.reload_model_params()
 
 
+def sleeps(_engine):
+    import time
+
+    time.sleep(3600)
+
+
+def is_halted(_engine):
+    import os
+    import signal
+
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
 def stops(_engine):
     from production.errors import PackproofError
 
     raise PackproofError(what="a row that cannot be", where="line 7", mend="take it out")
+
+
+def train_on_full_disk(payload, worker):
+    """`train`, where at a step `rank` may write no file beyond 4 KiB (`tensors`), or no manifest (`manifest`)."""
+    import errno
+    import resource
+    from unittest import mock
+
+    from production.training import checkpoint
+
+    writes, saves = checkpoint._write, checkpoint.dist_checkpointing.save
+
+    def written(path, data):
+        if payload["what"] == "manifest" and f"step_{payload['full_at']:08d}" in str(path):
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        writes(path, data)
+
+    def saved(state, folder, **options):
+        limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+        if payload["what"] == "tensors" and worker.rank == payload["rank"] and f"{payload['full_at']:08d}" in folder:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limit[1]))
+        try:
+            saves(state, folder, **options)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+
+    with (
+        mock.patch.object(checkpoint, "_write", written),
+        mock.patch.object(checkpoint.dist_checkpointing, "save", saved),
+    ):
+        return train(payload, worker)
 
 
 def train_killed_in_save(payload, worker):
@@ -334,3 +387,46 @@ def train_measured(payload, worker):
 
     with mock.patch.object(Checkpoints, "save", save):
         return train(payload, worker)
+
+
+def weight_decays(payload, worker):
+    """What came of a job, with the weight decay that each of its steps was taken with."""
+    from unittest import mock
+
+    from production.training.engine import Engine
+
+    whole, found = Engine.step, []
+
+    def step(self, batches):
+        found.append(max(group["weight_decay"] for group in self.optimizer.param_groups))
+        return whole(self, batches)
+
+    with mock.patch.object(Engine, "step", step):
+        return train(payload, worker), found
+
+
+def exported_to_hugging_face(payload, worker):  # noqa: ARG001 - as a world calls it
+    """What a stand-in of Megatron-Bridge is given by the export."""
+    import sys
+    import types
+    from unittest import mock
+
+    from production.training.export import export_huggingface
+
+    kept = {}
+
+    class AutoBridge:
+        @classmethod
+        def from_hf_pretrained(cls, name):
+            kept["name"] = name
+            return cls()
+
+        def save_hf_pretrained(self, models, folder):
+            kept["folder"] = folder
+            kept["weights"] = {name: each.detach().clone() for name, each in models[0].named_parameters()}
+
+    bridge = types.ModuleType("megatron.bridge")
+    bridge.AutoBridge = AutoBridge
+    with mock.patch.dict(sys.modules, {"megatron.bridge": bridge}):
+        export_huggingface(Path(payload["checkpoint"]), "some/model", Path(payload["out"]))
+    return kept

@@ -32,6 +32,7 @@ def schedules():
                 weight_decay=0.03,
                 end_weight_decay=0.03 if decay == "constant" else 0.11,
                 weight_decay_style=decay,
+                weight_decay_steps=20,
             )
 
 
@@ -58,7 +59,7 @@ def test_rates_and_decays_are_the_installed_schedulers_to_the_bit_in_every_style
             lr_decay_style=each.style,
             start_wd=each.weight_decay,
             end_wd=each.end_weight_decay,
-            wd_incr_steps=each.decay_steps,
+            wd_incr_steps=each.weight_decay_steps,
             wd_incr_style=each.weight_decay_style,
             wsd_decay_steps=each.last_steps,
             lr_wsd_decay_style=each.last_style,
@@ -92,6 +93,7 @@ def test_rates_worked_by_hand():
         {"last_style": "linear"},
         {"end_weight_decay": 0.1},
         {"weight_decay_style": "sine"},
+        {"weight_decay_steps": 0},
     ],
 )
 def test_a_schedule_that_no_rule_speaks_of_is_refused(wrong):

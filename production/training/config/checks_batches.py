@@ -10,7 +10,7 @@ from production.training.config.checks_setup import Setup
 from production.training.config.data import CHAT, PACKED, Dataset
 from production.training.config.job import Job
 from production.training.config.refusal import SetupRefused
-from production.training.config.settings import multi_token_depths, order_settings, row_settings
+from production.training.config.settings import order_settings, row_settings
 
 _MEGATRON = "policy.megatron_cfg"
 _FP8 = {"blockwise": "fp8_blockwise", "mxfp8": "fp8_mxfp8"}
@@ -101,10 +101,6 @@ def check_length(setup: Setup) -> Iterator[SetupRefused]:
         what = f"conversations of up to {longest} tokens, padded to {padded}, where a bin takes {bins}"
         mend = f"give at most {bins // max(each, 1) * max(each, 1)}"
         yield setup.refuse("bin", "data.max_input_seq_length", what, mend)
-    if multi_token_depths(job):
-        key = "model.hybrid_layer_pattern" if job.model.hybrid_layer_pattern else f"{_MEGATRON}.mtp_num_layers"
-        what = "multi-token prediction on the online path, whose labels stay outside the model"
-        yield setup.refuse("online_mtp", key, what, f"set it to 0, or train on {PACKED}")
 
 
 def kernel_divisor(job: Job) -> int:

@@ -27,10 +27,21 @@ def check_steps(setup: Setup) -> Iterator[SetupRefused]:
         "sft.max_num_steps": (sft.max_num_steps, 1), "sft.max_num_epochs": (sft.max_num_epochs, 1),
         "sft.val_batches": (sft.val_batches, 1), "sft.val_period": (sft.val_period, 0), "sft.seed": (sft.seed, 0),
         "logger.report_period": (job.logger.report_period, 1), "cluster.timeout_seconds": (job.cluster.timeout_seconds, 1),
+        "sft.val_global_batch_size": (sft.val_global_batch_size, 1), "data.max_input_seq_length": (job.data.max_input_seq_length, 1),
+        "policy.make_sequence_length_divisible_by": (job.policy.make_sequence_length_divisible_by, 1),
+        "policy.sequence_packing.train_mb_tokens": (job.policy.sequence_packing.train_mb_tokens, 1),
+        "cluster.num_nodes": (job.cluster.num_nodes, 1), "cluster.gpus_per_node": (job.cluster.gpus_per_node, 1),
     }  # fmt: skip
     for key, (size, least) in sizes.items():
-        if size is not None and size < least:
+        is_derived = key in job.sources and job.sources[key].kind == "derived"  # refused where it comes from
+        if size is not None and size < least and not is_derived:
             yield setup.refuse("size", key, f"{size} is too small", f"give {least} or more")
+    beyond = [step for step in job.logger.dump_batch_steps if not 1 <= step <= (sft.max_num_steps or step)]
+    if beyond:
+        what = f"step {beyond[0]} of a job whose steps count from 1" + (
+            f" to {sft.max_num_steps}" if sft.max_num_steps else ""
+        )
+        yield setup.refuse("size", "logger.dump_batch_steps", what, "name steps that the job takes")
     if (sft.val_period or sft.val_at_start or sft.val_at_end) and not job.data.validation:
         key = "sft.val_period" if sft.val_period else "sft.val_at_start" if sft.val_at_start else "sft.val_at_end"
         mend = "give data.validation a dataset, or set val_period 0, val_at_start and val_at_end false"
@@ -58,9 +69,16 @@ def check_schedule(setup: Setup) -> Iterator[SetupRefused]:
     if decay is None and schedule.lr_decay_style != "constant":
         what = f"{schedule.lr_decay_style} decay of no known length, since sft.max_num_steps is not set"
         yield setup.refuse("schedule", f"{_SCHEDULER}.lr_decay_iters", what, "set it, or sft.max_num_steps")
-    if schedule.lr_warmup_iters < 0 or (decay is not None and schedule.lr_warmup_iters >= max(1, decay)):
-        what = f"{schedule.lr_warmup_iters} steps of warm-up, where the rate has decayed after {decay}"
-        yield setup.refuse("schedule", f"{_SCHEDULER}.lr_warmup_iters", what, f"give fewer than {decay}, 0 or more")
+    warmup = schedule.lr_warmup_iters
+    if warmup < 0:
+        yield setup.refuse(
+            "schedule", f"{_SCHEDULER}.lr_warmup_iters", f"a warm-up of {warmup} steps", "give 0 or more"
+        )
+    elif decay is not None and warmup >= max(1, decay):
+        where = job.where(f"{_SCHEDULER}.lr_decay_iters")
+        what = f"a warm-up of {warmup} steps does not end before the decay does, at step {decay}, warm-up included: {where}"
+        mend = f"set it below {decay}, or {_SCHEDULER}.lr_decay_iters above {warmup}"
+        yield setup.refuse("schedule", f"{_SCHEDULER}.lr_warmup_iters", what, mend)
     if schedule.lr_decay_style == "WSD" and None in {schedule.lr_wsd_decay_style, schedule.lr_wsd_decay_iters}:
         mend = f"set {_SCHEDULER}.lr_wsd_decay_style and lr_wsd_decay_iters"
         yield setup.refuse("schedule", f"{_SCHEDULER}.lr_decay_style", "WSD without its final decay", mend)
@@ -77,6 +95,7 @@ def check_schedule(setup: Setup) -> Iterator[SetupRefused]:
 def check_checkpoints(setup: Setup) -> Iterator[SetupRefused]:
     """Checkpoints that can be written and read again (R-SETUP-17)."""
     job, saved = setup.job, setup.job.checkpointing
+    yield from _check_time_limit(setup)
     if not saved.enabled:
         return
     if saved.save_period < 1:
@@ -93,12 +112,6 @@ def check_checkpoints(setup: Setup) -> Iterator[SetupRefused]:
     if metric == "val:val_loss" and not job.sft.val_period:
         what, mend = f"{metric} of a job that never validates on the way", "set sft.val_period, or metric_name to null"
         yield setup.refuse("checkpoint", "checkpointing.metric_name", what, mend)
-    if saved.checkpoint_must_save_by is not None and not _DURATION.fullmatch(saved.checkpoint_must_save_by):
-        what, mend = (
-            f"{saved.checkpoint_must_save_by!r} is no duration",
-            'write "days:hours:minutes:seconds", in quotes',
-        )
-        yield setup.refuse("checkpoint", "checkpointing.checkpoint_must_save_by", what, mend)
     if job.model.tie_embeddings and multi_token_depths(job) and job.megatron.pipeline_model_parallel_size > 1:
         what = "a tied embedding with multi-token prediction over pipeline stages, which megatron-core cannot save"
         mend = "set it to false, or take one stage, or set checkpointing.enabled to false"
@@ -111,6 +124,19 @@ def check_checkpoints(setup: Setup) -> Iterator[SetupRefused]:
             what = "the distributed optimizer's state over several pipeline stages, which fails over gloo"
             mend = f"take the plain optimizer ({_OPTIMIZER}.use_distributed_optimizer=false), or one stage"
             yield setup.refuse("checkpoint", f"{_OPTIMIZER}.use_distributed_optimizer", what, mend)
+
+
+def _check_time_limit(setup: Setup) -> Iterator[SetupRefused]:
+    key, limit = "checkpointing.checkpoint_must_save_by", setup.job.checkpointing.checkpoint_must_save_by
+    if limit is not None and not _DURATION.fullmatch(limit):
+        what, mend = f"{limit!r} is no duration", 'write "days:hours:minutes:seconds", in quotes'
+        yield setup.refuse("checkpoint", key, what, mend)
+    elif limit is not None and not setup.job.checkpointing.enabled:
+        what, mend = (
+            "a time to save by, of a job that saves nothing",
+            "set it to null, or checkpointing.enabled to true",
+        )
+        yield setup.refuse("checkpoint", key, what, mend)
 
 
 def check_start(setup: Setup) -> Iterator[SetupRefused]:

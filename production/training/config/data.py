@@ -88,8 +88,9 @@ class Data:
     """Seed of the shuffle, 0 or more; None: derived, `sft.seed`."""
     order: Literal["sequential", "shuffle", "megatron-cyclic", "megatron-cyclic-sharded"] | None = None
     """Order of SPEC section 19; None: derived from `shuffle`."""
-    last_batch: Literal["drop", "wrap"] = "drop"
-    """Where an epoch ends inside a global batch: its last rows are left out (Megatron-LM), or the next epoch fills it up (SPEC R-ORDER-3)."""
+    last_batch: Literal["drop", "wrap", "stop"] = "drop"
+    """Where an epoch ends inside a global batch: its last rows are left out and the next epoch begins (`drop`), the next epoch fills it up (`wrap`, Megatron-LM's
+    sampler), or the job ends before it (`stop`; SPEC R-ORDER-3). A validation takes every row and fills its last batch up (R-ORDER-7)."""
     num_workers: int = 1
     """Processes of this rank that prepare rows ahead; 0: in the training process. Losses do not depend on it."""
     prefetch: int = 8

@@ -74,7 +74,7 @@ class Scheduler:
     end_weight_decay: float | None = None
     """Weight decay at the last step; None: derived, the optimizer's."""
     weight_decay_incr_style: Literal["constant", "linear", "cosine"] = "constant"
-    """Course of the weight decay."""
+    """Course of the weight decay over the steps of the run, as in Megatron-LM: `lr_decay_iters` has no say in it."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -128,7 +128,7 @@ class Logger:
     progress: bool = True
     """Whether rank 0 shows a progress bar, on a terminal only."""
     peak_teraflops: float | None = None
-    """Peak of one device in 10^12 operations a second, for MFU; None: not reported."""
+    """Peak of one device in 10^12 operations a second, for MFU; None: from the table by the device's name, and no MFU where it lacks it (R-WORK-3)."""
     wandb: Wandb = Wandb()
     """W&B's options."""
     tensorboard: Tensorboard = Tensorboard()

@@ -14,6 +14,7 @@ from production.training.config.checks_megatron import (
     check_overlap,
     check_precision,
 )
+from production.training.config.checks_model import check_model, check_optimizer
 from production.training.config.checks_run import check_checkpoints, check_schedule, check_start, check_steps
 from production.training.config.checks_setup import Setup, check_layout, check_switches
 from production.training.config.job import Job
@@ -32,6 +33,8 @@ _CHECKS: tuple[Callable[[Setup], Iterator[SetupRefused]], ...] = (
     check_schedule,
     check_checkpoints,
     check_start,
+    check_model,
+    check_optimizer,
 )
 
 
@@ -71,6 +74,9 @@ def missing_files(job: Job) -> list[SetupRefused]:
     }
     if job.model.initial == "megatron" and job.model.initial_path is not None:
         wanted[job.model.initial_path] = "model.initial_path"
+    template = job.policy.tokenizer.chat_template
+    if template is not None and template.endswith(".jinja"):
+        wanted[template] = "policy.tokenizer.chat_template"
     mend = "name one that is there; paths are relative to where the job is started"
     return [
         setup.refuse("no_file", key, f"{path} is not on this machine", mend)

@@ -1,0 +1,83 @@
+"""Weights alone, of a checkpoint of any layout, of this job or of Megatron-LM's: what a new run may start from."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import check_is_distributed_checkpoint
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from torch import distributed
+
+from production.training.checkpoint import MANIFEST, CheckpointRefused, load_state, verify
+from production.weights import unwrap
+
+_NO_WEIGHT = re.compile(r"(^|\.)(optimizer\.|_extra_state|rng_state|rerun_state|random$|common_state)")
+"""Of the names in a checkpoint."""
+
+
+def load_weights(path: Path, model: torch.nn.Module) -> None:
+    """Load them into this rank's part of the model; call it before an optimizer is made, which keeps copies. Collective over the world.
+
+    A checkpoint of a job is verified byte by byte first; one of Megatron-LM (`torch_dist`) has nothing to hold it against. Raises
+    CheckpointRefused for a damaged one, one of another shape, and one with weights that the model has no place for; only those of
+    multi-token depths may be left out, by a model without any.
+    """
+    if is_checkpoint(path) and (path / MANIFEST).is_file():
+        verify(path)
+    elif not is_checkpoint(path) or not check_is_distributed_checkpoint(str(path)):
+        raise not_one(path)
+    inner = unwrap(model)
+    with torch.no_grad():
+        wanted = inner.sharded_state_dict()
+        _check_names(path, wanted)
+        inner.load_state_dict(load_state({"model": wanted}, path)["model"])
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether it may be one: a job's has its manifest, another's is not called like a job's."""
+    if (path / MANIFEST).is_file():
+        return True
+    return (path / "metadata.json").is_file() and not path.name.lstrip(".").startswith("step_")
+
+
+def not_one(path: Path) -> CheckpointRefused:
+    """What is said of a folder that is none."""
+    inner = sorted(each.name for each in path.glob("step_*") if is_checkpoint(each)) if path.is_dir() else []
+    newest = f", such as {path / inner[-1]}" if inner else ""
+    return CheckpointRefused(
+        what="it is no whole checkpoint: neither packproof.json nor the metadata of megatron-core's torch_dist format is there",
+        where=str(path),
+        mend=f"give the folder of one checkpoint itself (step_NNNNNNNN, or Megatron-LM's iter_NNNNNNN){newest}",
+    )
+
+
+def _check_names(path: Path, wanted: Mapping[str, Any]) -> None:
+    """Refuse weights that would be left out without a word, such as an untied output layer for a tied model."""
+    own = sorted(_names(wanted))
+    everyone: list[list[str]] = [[]] * distributed.get_world_size()
+    distributed.all_gather_object(everyone, own)
+    model = {name for names in everyone for name in names}
+    stored = {name for name in dist_checkpointing.load_tensors_metadata(str(path)) if not _NO_WEIGHT.search(name)}
+    has_depths = any(name.startswith("mtp.") for name in model)
+    left = sorted(name for name in stored - model if has_depths or not name.startswith("mtp."))
+    if left:
+        more = f" and {len(left) - 3} more" if len(left) > 3 else ""
+        raise CheckpointRefused(
+            what=f"it holds weights that the model has no place for: {', '.join(left[:3])}{more}",
+            where=str(path),
+            mend="give section `model` the shape of the checkpoint's (tie_embeddings, architecture, experts, biases)",
+        )
+
+
+def _names(wanted: Mapping[str, Any]) -> set[str]:
+    found: set[str] = set()
+    for entry in wanted.values():
+        pieces = nested_values(entry.build()) if isinstance(entry, ShardedTensorFactory) else [entry]
+        found |= {piece.key for piece in pieces if isinstance(piece, ShardedTensor)}
+    return found
