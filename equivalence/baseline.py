@@ -170,11 +170,11 @@ def _get_batch(row: Row, model: torch.nn.Module, length: int) -> dict[str, Any]:
 
 
 class _index_kernel:  # noqa: N801 - reads as the context that it is
-    """Puts the stand-in where megatron-core asks for Transformer Engine's kernel, while it lacks it."""
+    """Puts the stand-in where megatron-core asks for Transformer Engine's kernel, while that is not here or has no CUDA to run on."""
 
     def __enter__(self) -> None:
         self._upstream = upstream.tex
-        if upstream.tex is None:
+        if upstream.tex is None or not torch.cuda.is_available():
             upstream.tex = SimpleNamespace(thd_get_partitioned_indices=partitioned_indices)
 
     def __exit__(self, *_raised: object) -> None:

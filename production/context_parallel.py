@@ -208,21 +208,20 @@ def check_boundaries(boundaries: torch.Tensor, pieces: int, *, rows: int, total:
 
 @contextlib.contextmanager
 def index_for_megatron() -> Iterator[None]:
-    """Lets megatron-core cut its batches per document where Transformer Engine is absent; undone on exit.
+    """Lets megatron-core cut its batches per document without Transformer Engine or without CUDA; undone on exit.
 
     `megatron.core.utils._get_batch_on_this_cp_rank_per_document_balancing` asks its module's name `tex` for the
-    kernel; that one name is set. Where Transformer Engine is installed nothing is touched.
+    kernel; that one name is set. Where the kernel can run nothing is touched.
     """
     from megatron.core import utils  # noqa: PLC0415 - heavy, and needed only by those who enter
 
-    if utils.tex is not None:
-        yield
-        return
-    utils.tex = SimpleNamespace(thd_get_partitioned_indices=partitioned_indices)
+    theirs = utils.tex
+    if theirs is None or not torch.cuda.is_available():
+        utils.tex = SimpleNamespace(thd_get_partitioned_indices=partitioned_indices)
     try:
         yield
     finally:
-        utils.tex = None
+        utils.tex = theirs
 
 
 def _expand(boundaries: torch.Tensor, owned: tuple[int, ...], pieces: int, count: int) -> torch.Tensor:

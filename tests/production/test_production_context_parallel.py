@@ -298,29 +298,32 @@ def test_megatron_cuts_a_batch_with_the_torch_index(case):
             assert torch.equal(found[theirs], getattr(cut, ours))
 
 
-def test_the_index_for_megatron_is_undone():
+@pytest.mark.parametrize("there", [None, SimpleNamespace()])
+def test_the_index_for_megatron_is_undone(there, monkeypatch):
     from megatron.core import utils
 
-    assert utils.tex is None, "these tests are for a machine without Transformer Engine"
+    monkeypatch.setattr(utils, "tex", there)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
     def fail_inside():
         with index_for_megatron():
             assert utils.tex.thd_get_partitioned_indices is partitioned_indices
             with index_for_megatron():
                 pass
-            assert utils.tex is not None
+            assert utils.tex.thd_get_partitioned_indices is partitioned_indices
             raise RuntimeError("inside")
 
     with pytest.raises(RuntimeError, match="inside"):
         fail_inside()
-    assert utils.tex is None
+    assert utils.tex is there
 
 
-def test_the_index_for_megatron_leaves_transformer_engine_alone(monkeypatch):
+def test_the_index_for_megatron_leaves_a_kernel_alone_that_can_run(monkeypatch):
     from megatron.core import utils
 
     engine = SimpleNamespace()
     monkeypatch.setattr(utils, "tex", engine)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with index_for_megatron():
         assert utils.tex is engine
         assert not vars(engine)
