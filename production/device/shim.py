@@ -205,10 +205,11 @@ def _replace_random(undo: contextlib.ExitStack, random: Any) -> None:
 
 
 def _replace_kernels(undo: contextlib.ExitStack) -> None:
-    """What megatron-core's optimizers take of Transformer Engine or Apex where one is installed: CUDA's, also where there is none."""
+    """What megatron-core takes of Transformer Engine or Apex where one is installed and no option asks for it: CUDA's, also without CUDA."""
     from megatron.core import optimizer, utils  # noqa: PLC0415 - as above
     from megatron.core.optimizer import clip_grads, distrib_optimizer  # noqa: PLC0415
     from megatron.core.optimizer import optimizer as base  # noqa: PLC0415
+    from megatron.core.transformer.moe import moe_utils  # noqa: PLC0415
 
     tensors = {
         "multi_tensor_applier": utils.local_multi_tensor_applier,
@@ -222,6 +223,7 @@ def _replace_kernels(undo: contextlib.ExitStack) -> None:
         (clip_grads, tensors | norms),
         (optimizer, plain),
         (distrib_optimizer, none_fused | {"Adam": torch.optim.Adam}),
+        (moe_utils, {"te_general_gemm": None}),
     ):
         for name, value in names.items():
             _replace(undo, module, name, value)

@@ -177,6 +177,7 @@ def test_fused_kernels_that_megatron_core_found_give_way_to_its_own():
         from megatron.core import optimizer
         from megatron.core.optimizer import clip_grads, distrib_optimizer
         from megatron.core.optimizer import optimizer as base
+        from megatron.core.transformer.moe import moe_utils
 
         fused = object()
         names = (
@@ -184,6 +185,7 @@ def test_fused_kernels_that_megatron_core_found_give_way_to_its_own():
             (base, ["multi_tensor_applier", "multi_tensor_scale_impl"]),
             (optimizer, ["Adam", "SGD"]),
             (distrib_optimizer, ["Adam"]),
+            (moe_utils, ["te_general_gemm"]),
         )  # fmt: skip
         for module, fakes in names:
             for name in fakes:
