@@ -104,11 +104,18 @@ def run_layout(cases: Sequence[ModelCase], *, entered: Entered = plain_layout) -
             raise ValueError(f"cases of two layouts: {case.layout} and {cases[0].layout}")
     left = list(cases)
     while left:
+        asked: list[tuple[Judge | Failure, float]] = []
+        error: Exception | None = None
         with seats(left[0].world_size):
-            asked = list(_asked(left, entered))
+            try:
+                asked.extend(_asked(left, entered))  # keeps what came before an error
+            except Exception as raised:  # noqa: BLE001 - of a check; raised again when what was found before it is told
+                error = raised
         for case, (judge, seconds) in zip(left, asked, strict=False):
             started = time.perf_counter()
             yield Ran(case=case, results=_judged(case, judge), seconds=seconds + time.perf_counter() - started)
+        if error is not None:
+            raise error
         left = left[len(asked) :]
 
 

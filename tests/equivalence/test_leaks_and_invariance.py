@@ -140,3 +140,22 @@ def test_masks_of_other_depths_are_found_on_the_online_path():
     named = tensors(found)
     assert any(each.startswith("gradient of mtp.") for each in named), named
     assert any(each.endswith("depths reported") for each in named), named
+
+
+def test_what_was_found_before_a_check_broke_is_not_lost(monkeypatch):
+    from equivalence import layout_runs
+
+    asked = []
+
+    def breaks_at_the_second(case, _run):
+        asked.append(case)
+        if len(asked) == 2:
+            raise IndexError("a fault of the check")
+        return layout_runs.CheckResult(check="leaks")
+
+    monkeypatch.setattr(layout_runs, "check_leaks", breaks_at_the_second)
+    ran = layout_runs.run_layout([LEAKS, LEAKS, LEAKS])
+    assert next(ran).equal
+    with pytest.raises(IndexError, match="a fault of the check"):
+        next(ran)
+    assert len(asked) == 2
