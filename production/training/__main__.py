@@ -19,6 +19,7 @@ from production.training.config import (
     load,
     missing_files,
     notes,
+    packed_otherwise,
     plan,
     print_config,
     refusals,
@@ -52,7 +53,7 @@ def _dry_run(job: Job, world_size: int | None) -> int:
         return _refuse(found, f" against this job on {ranks} ranks")
     print(plan(job, ranks).text(), end="")
     here = [*missing_files(job), *blocked_folders(job)]
-    for note in (*notes(job, ranks), *(each.what for each in here)):
+    for note in (*notes(job, ranks), *(each.what for each in here), *packed_otherwise(job)):
         print(f"note: {note}")
     return 0
 
@@ -66,6 +67,9 @@ def _run(job: Job) -> int:
     found = found or unready(job)  # which makes folders: not for a job that is refused
     if found:
         return _refuse(found, " against this job")
+    if os.environ.get("RANK", "0") == "0":
+        for note in packed_otherwise(job):
+            print(f"note: {note}", file=sys.stderr)
     os.environ.update(job.megatron.env_vars)
     # Imported here: reading a configuration needs neither torch.distributed nor a model.
     from production.training.loop import run  # noqa: PLC0415

@@ -2,11 +2,12 @@
 
 import dataclasses
 import importlib.util
+import json
 from pathlib import Path
 
 import pytest
 
-from production.training.config import Data, SetupRefused, load, notes, refusals, validate
+from production.training.config import Data, SetupRefused, load, notes, packed_otherwise, refusals, validate
 from production.training.config import validation as validation_module
 
 BASE = Path(__file__).parent / "jobs" / "base.yaml"
@@ -346,3 +347,20 @@ def test_a_job_that_was_not_read_from_a_file_is_validated_all_the_same():
     two = Data(train=job.data.train * 2)
     (refusal,) = refusals(dataclasses.replace(job, data=dataclasses.replace(two, order="sequential"), sources={}), 1)
     assert refusal.kind == "two_packed_datasets"
+
+
+def test_rows_that_were_packed_for_something_else_are_told(tmp_path):
+    file = tmp_path / "rows.jsonl.packed"
+    file.write_text("[]\n")
+    manifest = tmp_path / "rows.jsonl.packed.manifest.json"
+    job = load(BASE, [f"data.train.data_path={file}", "policy.max_total_sequence_length=1024"])
+    assert packed_otherwise(job) == []
+    settings = {"pack_length": 2048, "prompt_format": "nemotron-nano-v2", "context_parallel_size": 1}
+    manifest.write_text(json.dumps({"settings": settings, "output": {"bytes": 3}}))
+    (told,) = packed_otherwise(job)
+    assert told.startswith(f"data.train.data_path: {file} was packed for pack_length 2048 (its manifest says so), ")
+    assert told.endswith("and is trained with 1024 (policy.max_total_sequence_length)")
+    manifest.write_text("[" * 100_000)
+    (told,) = packed_otherwise(job)
+    assert "the manifest cannot be read" in told
+    assert "move it away" in told

@@ -17,11 +17,12 @@ from equivalence.errors import CaseError
 from equivalence.generators import tokenizers as named_tokenizers
 from equivalence.subjects import BUILT_IN, Messages, Row, RowSettings, Subject, load
 from equivalence.subjects.tokenizers import load_folder
+from production.errors import PackproofError
+from production.files.manifest import read_manifest
 from tools.diff_row.dump import read_dump
 from tools.diff_row.findings import Findings, Side, Source, compare
 from tools.diff_row.inspection import inspect
 from tools.diff_row.layout import map_row
-from tools.diff_row.manifest import read_manifest
 from tools.diff_row.problems import BadInput
 from tools.diff_row.tokens import TokenTexts
 
@@ -211,7 +212,10 @@ def _chosen(
 
     What decided which conversation stands in which row must not be said otherwise: BadInput. Another cp or other semantics may be.
     """
-    manifest = read_manifest(file)
+    try:
+        manifest = read_manifest(file)
+    except PackproofError as error:
+        raise BadInput(str(error)) from error
     said, path = ({}, None) if manifest is None else (dict(manifest.settings), manifest.path)
     for name in ("pack_length", "prompt_format"):
         if name in given and name in said and given[name] != said[name]:

@@ -20,11 +20,18 @@ from production.training.config.settings import (
     sizes,
     transformer_options,
 )
-from production.training.config.validation import device_here, missing_files, notes, refusals, validate
+from production.training.config.validation import (
+    device_here,
+    missing_files,
+    notes,
+    packed_otherwise,
+    refusals,
+    validate,
+)
 
 __all__ = [
     "CHAT", "PACKED", "Checkpointing", "Cluster", "ConfigRefused", "Data", "DataFile", "Dataset", "DatasetDefaults", "Job",
     "Logger", "Loss", "MegatronCfg", "Model", "Plan", "Policy", "Scheduler", "SequencePacking", "SetupRefused", "Sft",
     "Source", "Tokenizer", "blocked_folders", "ddp_options", "device_here", "load", "missing_files", "model_settings", "multi_token_depths", "notes", "optimizer_options",
-    "order_settings", "plan", "print_config", "refusals", "row_settings", "sizes", "transformer_options", "unready", "validate",
+    "order_settings", "packed_otherwise", "plan", "print_config", "refusals", "row_settings", "sizes", "transformer_options", "unready", "validate",
 ]  # fmt: skip

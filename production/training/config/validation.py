@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import torch
 
+from production.errors import PackproofError
+from production.files.manifest import read_manifest
 from production.training.config.checks_batches import check_batches, check_data, check_length
 from production.training.config.checks_megatron import (
     check_contradictions,
@@ -61,6 +63,42 @@ def notes(job: Job, world_size: int, *, device: str | None = None) -> list[str]:
     """What could not be checked here, for want of a kernel package that the job's own machine must have."""
     found, is_elsewhere = _look(job, world_size, device)
     return [f"not checked here: {each}" for each in found if is_elsewhere and each.kind == "not_installed"]
+
+
+def packed_otherwise(job: Job) -> list[str]:
+    """Where the manifest beside a packed file says that its rows were packed for something else than the job trains them as.
+
+    Notes, not refusals (R-SETUP-21): such rows are cut or padded by the rules, as Megatron-LM does without a word.
+    """
+    found = []
+    for split, datasets in (("train", job.data.train), ("validation", job.data.validation)):
+        for index, dataset in enumerate(datasets):
+            if not dataset.is_packed:
+                continue
+            trained = {
+                "pack_length": (job.policy.max_total_sequence_length, "policy.max_total_sequence_length"),
+                "prompt_format": (dataset.megatron_sft_prompt_format, "megatron_sft_prompt_format"),
+                "context_parallel_size": (dataset.megatron_sft_context_parallel_size, "context_parallel_size"),
+                "semantics": (dataset.semantics, "semantics"),
+            }
+            for file in dataset.data_path:
+                found += [
+                    f"{job.dataset_key(split, index)}.data_path: {each}"
+                    for each in _otherwise(Path(file.path), trained)
+                ]
+    return found
+
+
+def _otherwise(file: Path, trained: Mapping[str, tuple[object, str]]) -> Iterator[str]:
+    try:
+        manifest = read_manifest(file)
+    except PackproofError as error:
+        yield str(error)
+        return
+    for name, said in {} if manifest is None else manifest.settings.items():
+        value, key = trained[name]
+        if value != said:
+            yield f"{file} was packed for {name} {said} (its manifest says so), and is trained with {value} ({key})"
 
 
 def missing_files(job: Job) -> list[SetupRefused]:

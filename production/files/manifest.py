@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tools.diff_row.problems import BadInput
+from production.errors import BadInput
 
 _KINDS: dict[str, type] = {"pack_length": int, "prompt_format": str, "context_parallel_size": int, "semantics": str}
 _PACKED = (".gz", ".zst")
@@ -29,35 +29,37 @@ class Manifest:
 def read_manifest(file: Path) -> Manifest | None:
     """The manifest `FILE.manifest.json` beside a packed file, also without `.gz` or `.zst`; None where there is none.
 
-    Raises BadInput for one that cannot be read, or that is of a file of another size.
+    Raises BadInput (kind `manifest`) for one that cannot be read, or that is of a file of another size.
     """
     names = [file.name, *([file.stem] if file.suffix in _PACKED else [])]
-    path = next((path for name in names if (path := file.with_name(f"{name}.manifest.json")).is_file()), None)
+    path = next((path for name in names if (path := file.with_name(f"{name}.manifest.json")).exists()), None)
     if path is None:
         return None
     try:
         said = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise BadInput(f"the manifest {path} cannot be read ({error}): mend it, or move it away") from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise _bad(path, f"cannot be read ({error})") from error
     if not isinstance(said, dict):
-        raise BadInput(f"the manifest {path} is no JSON object: mend it, or move it away")
+        raise _bad(path, "is no JSON object")
     _check_size(file, path, said)
     settings = said.get("settings")
     known = {**said, **settings} if isinstance(settings, dict) else said
     found = {name: known[name] for name in _KINDS if known.get(name) is not None}
     for name, value in found.items():
         if type(value) is not _KINDS[name]:
-            raise BadInput(f"the manifest {path} says {name} {value!r}: mend it, or move it away")
+            raise _bad(path, f"says {name} {value!r}")
     return Manifest(path=path, settings=found)
 
 
 def _check_size(file: Path, path: Path, said: Mapping[str, Any]) -> None:
     output = said.get("output")
     size = output.get("bytes") if isinstance(output, dict) else None
-    if not isinstance(size, int) or file.suffix in _PACKED or not file.is_file():
+    if type(size) is not int or file.suffix in _PACKED or not file.is_file():
         return
     if (found := file.stat().st_size) != size:
-        raise BadInput(
-            f"the manifest {path} is of a file of {size:,} bytes, and {file} has {found:,}: "
-            "pack the file anew, or move the manifest away and give --pack-length"
-        )
+        mend = "pack the file anew, or move the manifest away and say what it was packed for"
+        raise _bad(path, f"is of a file of {size:,} bytes, and {file} has {found:,}", mend)
+
+
+def _bad(path: Path, what: str, mend: str = "mend it, or move it away") -> BadInput:
+    return BadInput(kind="manifest", what=f"the manifest {what}", mend=mend, file=str(path))
