@@ -14,6 +14,7 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from torch import distributed
 
+from production.rectangle import round_up
 from production.training.checkpoint import MANIFEST, CheckpointRefused, load_state, verify
 from production.weights import unwrap
 
@@ -25,8 +26,9 @@ def load_weights(path: Path, model: torch.nn.Module) -> None:
     """Load them into this rank's part of the model; call it before an optimizer is made, which keeps copies. Collective over the world.
 
     A checkpoint of a job is verified byte by byte first; one of Megatron-LM (`torch_dist`) has nothing to hold it against. Raises
-    CheckpointRefused for a damaged one, one of another shape, and one with weights that the model has no place for; only those of
-    multi-token depths may be left out, by a model without any.
+    CheckpointRefused for a damaged one, one of another shape or vocabulary, and one with weights that the model has no place for; only
+    those of multi-token depths may be left out, by a model without any, and only the rows that tensor parallelism pads a vocabulary
+    with may be added, as zeros.
     """
     if is_checkpoint(path) and (path / MANIFEST).is_file():
         verify(path)
@@ -58,14 +60,14 @@ def not_one(path: Path) -> CheckpointRefused:
 
 
 def _check_names(path: Path, wanted: Mapping[str, Any]) -> None:
-    """Refuse weights that would be left out without a word, such as an untied output layer for a tied model."""
-    own = sorted(_names(wanted))
-    everyone: list[list[str]] = [[]] * distributed.get_world_size()
-    distributed.all_gather_object(everyone, own)
-    model = {name for names in everyone for name in names}
-    stored = {name for name in dist_checkpointing.load_tensors_metadata(str(path)) if not _NO_WEIGHT.search(name)}
+    """Refuse weights that would be left out without a word, such as an untied output layer for a tied model, or rows of one."""
+    everyone: list[dict[str, tuple[int, int] | None]] = [{}] * distributed.get_world_size()
+    distributed.all_gather_object(everyone, _names(wanted))
+    model = {name: rows for names in everyone for name, rows in names.items()}
+    found = dist_checkpointing.load_tensors_metadata(str(path))
+    stored = {name for name in found if not _NO_WEIGHT.search(name)}
     has_depths = any(name.startswith("mtp.") for name in model)
-    left = sorted(name for name in stored - model if has_depths or not name.startswith("mtp."))
+    left = sorted(name for name in stored - model.keys() if has_depths or not name.startswith("mtp."))
     if left:
         more = f" and {len(left) - 3} more" if len(left) > 3 else ""
         raise CheckpointRefused(
@@ -74,10 +76,33 @@ def _check_names(path: Path, wanted: Mapping[str, Any]) -> None:
             mend="give section `model` the shape of the checkpoint's (tie_embeddings, architecture, experts, biases)",
         )
 
+    for name in sorted(stored & model.keys()):
+        _check_rows(path, name, stored=int(found[name].global_shape[0]), model=model[name])
 
-def _names(wanted: Mapping[str, Any]) -> set[str]:
-    found: set[str] = set()
+
+def _check_rows(path: Path, name: str, *, stored: int, model: tuple[int, int] | None) -> None:
+    """megatron-core cuts rows of a larger vocabulary, and leaves those that a smaller one lacks zero."""
+    if model is None:
+        return
+    rows, ranks = model
+    needed = round_up(stored, ranks)
+    if rows != needed:
+        raise CheckpointRefused(
+            what=f"its vocabulary has {stored} rows and the model's {rows} ({name}): rows would be "
+            f"{'cut off' if rows < stored else 'left zero'}",
+            where=str(path),
+            mend=f"set model.vocab_size to {needed}, the checkpoint's"
+            + (f" padded to a multiple of tensor_model_parallel_size {ranks}" if needed != stored else ""),
+        )
+
+
+def _names(wanted: Mapping[str, Any]) -> dict[str, tuple[int, int] | None]:
+    """By name, of what megatron-core loads also in another size, its rows and the ranks that share them; None for the rest."""
+    found: dict[str, tuple[int, int] | None] = {}
     for entry in wanted.values():
         pieces = nested_values(entry.build()) if isinstance(entry, ShardedTensorFactory) else [entry]
-        found |= {piece.key for piece in pieces if isinstance(piece, ShardedTensor)}
+        for piece in pieces:
+            if isinstance(piece, ShardedTensor):
+                sized = piece.allow_shape_mismatch
+                found[piece.key] = (piece.global_shape[0], piece.axis_fragmentations[0]) if sized else None
     return found

@@ -1,4 +1,4 @@
-"""What ends a run before its last step: a signal that asks for it, or a time by which it must have saved."""
+"""What ends a run: its length, or before that a signal that asks for it, or a time by which it must have saved."""
 
 from __future__ import annotations
 
@@ -11,10 +11,24 @@ from typing import Literal
 import torch
 from torch import distributed
 
+from production.training.config.sections import Sft
+
 Reason = Literal["finished", "data ended", "signal", "time limit"]
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 """What asks a job to save and end: torchrun and Slurm send the first, Slurm's `--signal` may send the second."""
+
+
+def length_reached(step: int, sft: Sft) -> str:
+    """Which of the two limits ended a run after so many steps; a resumed one may be past what is asked now."""
+    is_steps = sft.max_num_steps is not None and step >= sft.max_num_steps
+    return f"sft.max_num_steps: {sft.max_num_steps}" if is_steps else f"sft.max_num_epochs: {sft.max_num_epochs}"
+
+
+def nothing_left(step: int, total: int, *, reason: Reason, why: str) -> str:
+    """What is said of a resumed run of `total` steps that is at its end, or past it."""
+    limit = why.replace(": ", " ") if reason == "finished" else f"its end ({why})"
+    return f"step {step} is already {'past' if step > total else 'at'} {limit}: nothing to train"
 
 
 @contextlib.contextmanager

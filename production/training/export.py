@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import copy
 import json
 import re
 import sys
@@ -29,6 +30,14 @@ if TYPE_CHECKING:  # it imports megatron-core
     from production.training.checkpoint import Manifest
 
 _STACK = re.compile(r"^(decoder\.layers)\.(?!\d)")
+_OF_STAGES = (
+    "num_layers_in_first_pipeline_stage",
+    "num_layers_in_last_pipeline_stage",
+    "pipeline_model_parallel_layout",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+)
+"""Options of the transformer that say how pipeline stages share the layers."""
 _EXPERTS = re.compile(r"\.experts\.experts\.")
 
 
@@ -123,9 +132,14 @@ def _settings(manifest: Manifest) -> Any:
         f"policy.megatron_cfg.{name}_parallel_size=1"
         for name in ("tensor_model", "context", "pipeline_model", "expert_model", "expert_tensor")
     ]
+    config = copy.deepcopy(manifest.config)
+    if config["model"]["hybrid_layer_pattern"] is not None:
+        config["model"]["hybrid_layer_pattern"] = config["model"]["hybrid_layer_pattern"].replace("|", "")
+    for name in _OF_STAGES:
+        config["policy"]["megatron_cfg"]["transformer"].pop(name, None)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "job.yaml"
-        path.write_text(json.dumps(manifest.config))
+        path.write_text(json.dumps(config))
         job = load(path, [*alone, "policy.megatron_cfg.sequence_parallel=false"])
     return model_settings(job, int(manifest.fingerprint["model.vocab_size"]))
 

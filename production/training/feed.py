@@ -67,6 +67,7 @@ class Feed:
         self.sources = _open(job, train, apart=any(file.weight is not None for file in train.data_path))
         self._rows = row_settings(job, train)
         self._order_settings = order_settings(job, place.data_size)
+        _check_enough(job, [len(source) for source in self.sources])
         self.order = Order([len(source) for source in self.sources], self._order_settings)
         self._loader: Loader[Any, Any] = Loader(
             self._recipe(train, self.sources),
@@ -264,6 +265,21 @@ def vocabulary_size(job: Job, tokenizer: Any) -> int:
             mend=f"give at least {needed}, a multiple of tensor_model_parallel_size, or leave it out",
         )
     return job.model.vocab_size
+
+
+def _check_enough(job: Job, rows: Sequence[int]) -> None:
+    """Refuse files of fewer rows than one global batch, unless the next epoch fills it up."""
+    size = job.policy.train_global_batch_size
+    if job.data.last_batch == "wrap" or len(rows) != 1 or rows[0] >= size:
+        return
+    paths = [file.path for dataset in job.data.train for file in dataset.data_path]
+    unit = "rows" if job.is_packed else "conversations"
+    raise PackproofError(
+        what=f"{rows[0]} {unit} are no global batch of {size} ({job.where('policy.train_global_batch_size')}), and what fills none "
+        f"is not trained on ({job.where('data.last_batch')}: {job.data.last_batch})",
+        where=f"data.train.data_path: {', '.join(paths)}",
+        mend=f"give more {unit}, set policy.train_global_batch_size to {rows[0]} or less, or data.last_batch to wrap",
+    )
 
 
 def _as_one(job: Job) -> Dataset:

@@ -15,13 +15,49 @@ from production.rows import RowSettings
 from production.training.order import OrderSettings
 
 MEND = {
-    "tokenizer": "give the tokenizer that the run began with, or begin a new run",
-    "files": "give the files that the run began with (names may differ, contents may not), or begin a new run",
+    "tokenizer": "give policy.tokenizer.name the tokenizer that the run began with, or begin a new run",
+    "files": "give data.train.data_path the files that the run began with (names may differ, contents may not), or begin a new run",
+    "semantics": "give data.train.semantics the preset and overrides that the run began with, or begin a new run",
+    "weights": "give each file of data.train.data_path the weight that the run began with, or begin a new run",
+    "path": "give data.train.dataset_name the kind that the run began with (direct: megatron_sft_packed, online: openai_format), "
+    "or begin a new run",
+    "world_size": "start as many ranks as before, or begin a new run",
     "scheduler.weight_decay_steps": "let the run be as long as it was to be (sft.max_num_steps, sft.max_num_epochs), since its weight "
     "decay grows over it, or begin a new run",
     "data_parallel_size": "start with as many data-parallel ranks as before, or begin a new run",
 }
 """How a user mends a key that differs; the others are set back to the saved value."""
+_MEGATRON = "policy.megatron_cfg"
+_OPTIONS = {
+    "prompt_format": "data.train.megatron_sft_prompt_format",
+    "pad_token": "data.train.megatron_sft_pad_token",
+    "assistant_prefix_len": "data.train.megatron_sft_assistant_prefix_len",
+    "pack_length": "policy.max_total_sequence_length",
+    "global_batch_size": "policy.train_global_batch_size",
+    "order": "data.order",
+    "last_batch": "data.last_batch",
+    "seed": "data.seed",
+    "tensor_parallel_size": f"{_MEGATRON}.tensor_model_parallel_size",
+    "context_parallel_size": f"{_MEGATRON}.context_parallel_size",
+    "pipeline_parallel_size": f"{_MEGATRON}.pipeline_model_parallel_size",
+    "expert_parallel_size": f"{_MEGATRON}.expert_model_parallel_size",
+    "expert_tensor_parallel_size": f"{_MEGATRON}.expert_tensor_parallel_size",
+    "precision": "policy.precision",
+    "sequence_packing.make_sequence_length_divisible_by": "policy.make_sequence_length_divisible_by",
+    "sequence_packing.max_input_seq_length": "data.max_input_seq_length",
+}
+"""Where a job's configuration says it; sections as below."""
+_SECTIONS = {
+    "multi_token": _MEGATRON,
+    "transformer": _MEGATRON,
+    "optimizer": f"{_MEGATRON}.optimizer",
+    "scheduler": f"{_MEGATRON}.scheduler",
+    "distributed_data_parallel_config": f"{_MEGATRON}.distributed_data_parallel_config",
+    "fp8": f"{_MEGATRON}.fp8_cfg",
+    "sequence_packing": "policy.sequence_packing",
+}
+"""Those of `start.identity` that a configuration calls otherwise."""
+_MISSING = "(not there)"
 
 
 class ResumeRefused(PackproofError):  # noqa: N818 - reads as the verdict it is
@@ -59,27 +95,29 @@ def fingerprint(
 
 def check_resume(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """Refuse to go on where the two fingerprints differ: ResumeRefused with both values of each key that does."""
-    missing = "(not there)"
     # Through JSON, as the saved one went: a tuple and a list are the same.
     before, after = (msgspec.json.decode(msgspec.json.encode(dict(one))) for one in (saved, now))
     differing = {
-        key: (before.get(key, missing), after.get(key, missing))
+        key: (before.get(key, _MISSING), after.get(key, _MISSING))
         for key in dict.fromkeys([*before, *after])
-        if before.get(key, missing) != after.get(key, missing)
+        if before.get(key, _MISSING) != after.get(key, _MISSING)
     }
     if not differing:
         return
-    told = "; ".join(f"{key}: saved {_short(old)}, now {_short(new)}" for key, (old, new) in differing.items())
-    mends = [
-        MEND.get(key, f"set {_option(key)} to {_short(old)} to go on, or begin a new run")
-        for key, (old, _) in differing.items()
-    ]
+    told = "; ".join(f"{key}: saved {_said(key, old)}, now {_said(key, new)}" for key, (old, new) in differing.items())
+    mends = [_mend(key, old) for key, (old, _) in differing.items()]
     raise ResumeRefused(
         what=f"the run is not what it was: {told}",
         where="resume",
         mend="; ".join(dict.fromkeys(mends)),
         differing=differing,
     )
+
+
+def option(key: str) -> str:
+    """The dotted key of a job's configuration that says it, of all that `MEND` has no words for."""
+    section, _, name = key.partition(".")
+    return _OPTIONS.get(key) or (f"{_SECTIONS[section]}.{name}" if section in _SECTIONS else key)
 
 
 def tokenizer_identity(tokenizer: Any) -> str:
@@ -105,9 +143,23 @@ def tokenizer_identity(tokenizer: Any) -> str:
     return xxhash.xxh3_128_hexdigest(json.dumps(whole, sort_keys=True).encode())
 
 
-def _option(key: str) -> str:
-    """Where a job's configuration says it."""
-    return f"policy.megatron_cfg.{key}" if key.startswith(("scheduler.", "optimizer.")) else key
+def _mend(key: str, saved: object) -> str:
+    if key in MEND:
+        return MEND[key]
+    name = option(key)
+    if key.startswith("transformer."):  # a file may say it in either place, not in both
+        name += f" (or {_MEGATRON}.{key}, where it stands there)"
+    back = f"take {name} out" if saved == _MISSING else f"set {name} to {_short(saved)}"
+    return f"{back} to go on, or begin a new run"
+
+
+def _said(key: str, value: Any) -> str:
+    """In words, where its JSON would say little."""
+    if value == _MISSING:
+        return _MISSING
+    if key != "files":
+        return _short(value)
+    return " and ".join(f"{each['rows']} rows (fingerprint {str(each['fingerprint'])[:8]})" for each in value)
 
 
 def _short(value: object) -> str:

@@ -5,6 +5,7 @@ One line of JSON costs 20 µs and is with the operating system before the next s
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import math
@@ -137,7 +138,8 @@ def open_loggers(settings: LoggerSettings, *, rank: int, run: Mapping[str, Value
     """The loggers of this run, after a `run` record with the facts `run`; none on ranks other than 0.
 
     With `finished_steps` the run goes on: files are appended to, and what they hold of later steps is overridden by
-    what follows. Raises PackproofError where a logger's package is missing or the folder cannot be written.
+    what follows. Raises PackproofError where a logger's package is missing, one cannot start (no login, no server), or the folder
+    cannot be written.
     """
     if rank != 0:
         return Loggers()
@@ -148,11 +150,14 @@ def open_loggers(settings: LoggerSettings, *, rank: int, run: Mapping[str, Value
     loggers = Loggers(lines=JsonLines(settings.folder / FILE))
     try:
         if settings.tensorboard is not None:
-            loggers.others["tensorboard"] = TensorBoard(settings.folder / settings.tensorboard, finished_steps)
+            with _starting("tensorboard"):
+                loggers.others["tensorboard"] = TensorBoard(settings.folder / settings.tensorboard, finished_steps)
         if settings.wandb is not None:
-            loggers.others["wandb"] = Wandb(settings.wandb, settings.folder, run)
+            with _starting("wandb"):
+                loggers.others["wandb"] = Wandb(settings.wandb, settings.folder, run)
         if settings.mlflow is not None:
-            loggers.others["mlflow"] = Mlflow(settings.mlflow, settings.folder, run)
+            with _starting("mlflow"):
+                loggers.others["mlflow"] = Mlflow(settings.mlflow, settings.folder, run)
         loggers.log(Record(kind="run", step=finished_steps, values=run))
     except BaseException:
         loggers.close()
@@ -293,6 +298,29 @@ def read_records(path: Path) -> Iterator[Record]:
                     line=number,
                 ) from error
             yield Record(kind=kind, step=step, values={name: _from_json(value) for name, value in values.items()})
+
+
+_START = {
+    "tensorboard": "make logger.tensorboard.log_dir a folder that can be written",
+    "wandb": "log in once (`wandb login`), or set logger.wandb.mode to offline",
+    "mlflow": "give logger.mlflow.tracking_uri a server that can be reached, or leave it out: runs are kept below logger.log_dir then",
+}
+"""How a logger that does not start is mended."""
+
+
+@contextlib.contextmanager
+def _starting(name: str) -> Iterator[None]:
+    """Says in a job's words why a logger does not start, whatever its package raises."""
+    try:
+        yield
+    except PackproofError:
+        raise
+    except Exception as error:
+        raise PackproofError(
+            what=f"{name} cannot start: {type(error).__name__}: {str(error).rstrip('.')}",
+            where=f"logger.{name}_enabled",
+            mend=f"{_START[name]}; or set logger.{name}_enabled to false",
+        ) from error
 
 
 def _unwritten(error: OSError, path: Path) -> PackproofError:

@@ -18,7 +18,7 @@ from production.multi_token_feed import rolls_from_tables
 from production.training.config import Job, device_here, sizes, unready, validate
 from production.training.config.sections import Mlflow
 from production.training.dumps import dump
-from production.training.ending import Ending, Reason, asked_to_end
+from production.training.ending import Ending, Reason, asked_to_end, length_reached, nothing_left
 from production.training.engine import Stepped
 from production.training.feed import Fed, Feed, vocabulary_size
 from production.training.flops import peak_tflops, work_of
@@ -122,6 +122,9 @@ class _Run:
                     self._progress.say(f"passed over {path}: it was not written to its end")
                 if found is not None:
                     self._progress.say(f"going on from {found[0]} (step {self._step})")
+                    if (total := self._total_steps()) is not None and self._step >= total:
+                        reason = self._reason_at_end()
+                        self._progress.say(nothing_left(self._step, total, reason=reason, why=self._why(reason)))
                 reason = self._train()
                 self._end(reason, self._why(reason))
         if self._place.rank == 0:
@@ -155,21 +158,22 @@ class _Run:
                 self._save()
             if why is not None:
                 return why
-        is_cut = self._feed.left_over > 0 and self._step == self._feed.total_steps != sft.max_num_steps
+        return self._reason_at_end()
+
+    def _reason_at_end(self) -> Reason:
+        """Of a run that nothing ended early."""
+        is_cut = self._feed.left_over > 0 and self._step == self._feed.total_steps != self._job.sft.max_num_steps
         return "data ended" if is_cut else "finished"
 
     def _why(self, reason: Reason) -> str:
         """What ended the run, for its last record and its summary."""
-        sft, size = self._job.sft, self._job.policy.train_global_batch_size
+        size = self._job.policy.train_global_batch_size
         if reason == "data ended":
             return (
                 f"the epoch's last {self._feed.left_over} rows fill no global batch of {size} (data.last_batch: stop)"
             )
         if reason == "finished":
-            is_steps = self._step == sft.max_num_steps
-            return (
-                f"sft.max_num_steps: {sft.max_num_steps}" if is_steps else f"sft.max_num_epochs: {sft.max_num_epochs}"
-            )
+            return length_reached(self._step, self._job.sft)
         limit = f"checkpointing.checkpoint_must_save_by: {self._job.checkpointing.checkpoint_must_save_by}"
         return limit if reason == "time limit" else "a signal asked for it"
 

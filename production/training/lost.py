@@ -102,7 +102,7 @@ class _Watch:
             gone = "the store is gone, which the machine of rank 0 serves"
             return _lost(gone, "that machine")
         rest = [rank for rank in others if rank not in waited and rank not in stopped]
-        gone_ranks = [rank for rank in rest if before[rank] == after[rank]]
+        gone_ranks = [rank for rank in rest if before[rank] == after[rank] and rank not in hangs]
         hung = [rank for rank in rest if rank not in gone_ranks]
         told = [f"rank {rank} stopped: {why}" for rank, why in stopped.items()]
         if gone_ranks:
@@ -137,8 +137,12 @@ class _Watch:
             self._store.set(self._key("waits", self._rank), "")
             return
         self._store.set(self._key("hangs", self._rank), _place(stack))
-        if self._ended.wait(2 * SILENT_SECONDS):
-            return
+        until = time.monotonic() + 2 * SILENT_SECONDS
+        while time.monotonic() < until:  # others still ask whether this rank lives
+            if self._ended.wait(HEARTBEAT_SECONDS):
+                return
+            with contextlib.suppress(Exception):  # the store may be gone, and this rank has to end all the same
+                self._beat()
         lines = "".join(traceback.format_list(stack))
         said = f"{lines}failed: rank {self._rank} hangs at the call above: it did not come to a collective, and the others gave up\n"
         os.write(2, said.encode(errors="replace"))

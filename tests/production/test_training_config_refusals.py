@@ -205,6 +205,12 @@ REFUSED = [
     ([f"{MEGATRON}.scheduler.lr_warmup_iters=20"], 1, "schedule", f"{MEGATRON}.scheduler.lr_warmup_iters"),
     ([f"{MEGATRON}.scheduler.start_weight_decay=0.1", f"{MEGATRON}.scheduler.end_weight_decay=0.2"], 1, "schedule",
      f"{MEGATRON}.scheduler.end_weight_decay"),
+    ([f"{MEGATRON}.scheduler.start_weight_decay=0.1"], 1, "schedule", f"{MEGATRON}.scheduler.start_weight_decay"),
+    ([f"{MEGATRON}.scheduler.end_weight_decay=0.1"], 1, "schedule", f"{MEGATRON}.scheduler.end_weight_decay"),
+    ([f"{MEGATRON}.scheduler.start_weight_decay=0.1", f"{OPTIMIZER}.weight_decay=0.05",
+      f"{MEGATRON}.scheduler.weight_decay_incr_style=linear"], 1, "schedule", f"{MEGATRON}.scheduler.start_weight_decay"),
+    ([f"{MEGATRON}.scheduler.start_weight_decay=-0.1", f"{MEGATRON}.scheduler.weight_decay_incr_style=linear"], 1, "schedule",
+     f"{MEGATRON}.scheduler.start_weight_decay"),
     # R-SETUP-17
     (["checkpointing.save_period=0"], 1, "checkpoint", "checkpointing.save_period"),
     (["checkpointing.keep_top_k=0"], 1, "checkpoint", "checkpointing.keep_top_k"),
@@ -293,6 +299,15 @@ def test_a_warm_up_longer_than_the_decay_says_both_and_what_set_them():
     assert f"at step 4, warm-up included: {key} (override '{key}=4')" in str(given)
     (negative,) = refusals(load(BASE, [f"{MEGATRON}.scheduler.lr_warmup_iters=-1"]), 1)
     assert "a warm-up of -1 steps. To mend it: give 0 or more" in str(negative)
+
+
+def test_a_weight_decay_that_is_not_set_is_told_with_the_value_that_it_has():
+    key = f"{MEGATRON}.scheduler.start_weight_decay"
+    (unset,) = refusals(load(BASE, [f"{key}=0.1"]), 1)
+    assert unset.what == f"weight decay constant from 0.1 to 0.01 (megatron-core's default of {OPTIMIZER}.weight_decay)"
+    (derived,) = refusals(load(BASE, [f"{key}=0.1", f"{OPTIMIZER}.weight_decay=0.05"]), 1)
+    assert derived.what == f"weight decay constant from 0.1 to 0.05 ({OPTIMIZER}.weight_decay)"
+    assert found([f"{key}=0.001", f"{MEGATRON}.scheduler.weight_decay_incr_style=cosine"]) == []
 
 
 ACCEPTED = [

@@ -237,6 +237,36 @@ def test_a_logger_whose_package_is_missing_is_refused_with_the_extra_to_install(
         open_loggers(plain(tmp_path, **settings), rank=0, run=RUN)
 
 
+@pytest.mark.parametrize(
+    ("name", "started", "settings", "mend"),
+    [
+        ("wandb", "init", {"wandb": WandbSettings(project="p")}, "`wandb login`"),
+        ("mlflow", "MlflowClient", {"mlflow": MlflowSettings(tracking_uri="u", experiment="e")}, "tracking_uri"),
+    ],
+)
+def test_a_logger_that_cannot_start_is_refused_by_its_key(tmp_path, monkeypatch, name, started, settings, mend):
+    class UsageError(Exception):
+        """Of wandb's own kind: no error of ours."""
+
+    def refuses(**_):
+        raise UsageError("No API key configured.")
+
+    package = types.SimpleNamespace(**{started: refuses, "Settings": dict})
+    monkeypatch.setitem(sys.modules, name, package)
+    with pytest.raises(PackproofError, match=f"{name} cannot start: UsageError: No API key configured") as caught:
+        open_loggers(plain(tmp_path, **settings), rank=0, run=RUN)
+    assert caught.value.where == f"logger.{name}_enabled"
+    assert mend in caught.value.mend
+
+
+def test_event_files_that_cannot_be_begun_are_refused_by_their_key(tmp_path):
+    (tmp_path / "events").write_text("a file")
+    settings = LoggerSettings(folder=tmp_path, tensorboard="events")
+    with pytest.raises(PackproofError, match="tensorboard cannot start: FileExistsError") as caught:
+        open_loggers(settings, rank=0, run=RUN)
+    assert caught.value.where == "logger.tensorboard_enabled"
+
+
 def test_a_logger_that_fails_later_is_told_of_once_and_the_file_goes_on(tmp_path):
     class Broken:
         def log(self, record):

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 
 from production.training.config.checks_setup import Setup
+from production.training.config.options import option_class
 from production.training.config.refusal import SetupRefused
 from production.training.config.settings import multi_token_depths, uses_distributed_optimizer
 
@@ -82,14 +83,35 @@ def check_schedule(setup: Setup) -> Iterator[SetupRefused]:
     if schedule.lr_decay_style == "WSD" and None in {schedule.lr_wsd_decay_style, schedule.lr_wsd_decay_iters}:
         mend = f"set {_SCHEDULER}.lr_wsd_decay_style and lr_wsd_decay_iters"
         yield setup.refuse("schedule", f"{_SCHEDULER}.lr_decay_style", "WSD without its final decay", mend)
-    first, last = schedule.start_weight_decay, schedule.end_weight_decay
-    if (
-        first is not None
-        and last is not None
-        and (first > last or (schedule.weight_decay_incr_style == "constant" and first != last))
-    ):
-        what = f"weight decay {schedule.weight_decay_incr_style} from {first} to {last}"
-        yield setup.refuse("schedule", f"{_SCHEDULER}.end_weight_decay", what, "make the two equal, or let it grow")
+    yield from _check_weight_decay(setup)
+
+
+def _check_weight_decay(setup: Setup) -> Iterator[SetupRefused]:
+    """Its first and last value as the scheduler will be given them: what is not set is the optimizer's, or megatron-core's own default."""
+    schedule, default = setup.job.megatron.scheduler, setup.job.megatron.optimizer.get("weight_decay")
+    said = f"{_OPTIMIZER}.weight_decay"
+    if default is None:
+        default, said = option_class("optimizer").weight_decay, f"megatron-core's default of {said}"
+    first = float(default if schedule.start_weight_decay is None else schedule.start_weight_decay)
+    last = float(default if schedule.end_weight_decay is None else schedule.end_weight_decay)
+    names = ("start_weight_decay", "end_weight_decay")
+    sources = [setup.job.sources.get(f"{_SCHEDULER}.{name}") for name in names]
+    derived = {
+        name: getattr(schedule, name) is None or (source is not None and source.kind == "derived")
+        for name, source in zip(names, sources, strict=True)
+    }
+    for name, value in zip(names, (first, last), strict=True):
+        if not value >= 0 and not derived[name]:  # else refused where it comes from
+            yield setup.refuse("schedule", f"{_SCHEDULER}.{name}", f"a weight decay of {value}", "give 0 or more")
+            return
+    if first > last or (schedule.weight_decay_incr_style == "constant" and first != last):
+        told = [
+            f"{value}{f' ({said})' if derived[name] else ''}"
+            for name, value in zip(derived, (first, last), strict=True)
+        ]
+        what = f"weight decay {schedule.weight_decay_incr_style} from {told[0]} to {told[1]}"
+        key = f"{_SCHEDULER}.{'start' if derived['end_weight_decay'] else 'end'}_weight_decay"
+        yield setup.refuse("schedule", key, what, "make the two equal, or let it grow")
 
 
 def check_checkpoints(setup: Setup) -> Iterator[SetupRefused]:

@@ -1,0 +1,202 @@
+"""What a job says of a resume, an end, a rank, a logger or a file, in the words of its configuration; no world is needed for it."""
+
+import dataclasses
+import json
+import re
+import sys
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from torch._C._distributed_c10d import HashStore
+
+from production.errors import PackproofError
+from production.parallel import Place
+from production.training import lost
+from production.training.checkpoint import CheckpointRefused
+from production.training.checkpoint_weights import _check_rows
+from production.training.config import load
+from production.training.config.sections import Sft
+from production.training.ending import length_reached, nothing_left
+from production.training.export import _settings
+from production.training.feed import Feed
+from production.training.identity import MEND, ResumeRefused, check_resume, option
+from production.training.start import identity
+
+sys.path.insert(0, str(Path(__file__).parent))
+import training_job_worlds as jobs
+
+MEGATRON = "policy.megatron_cfg"
+PLACE = Place(
+    rank=0, world_size=1, tensor_rank=0, context_rank=0, context_size=1, data_rank=0, data_size=1, pipeline_rank=0,
+    pipeline_size=1,
+)  # fmt: skip
+DIRECT = {
+    f"{MEGATRON}.mtp_num_layers": 1,
+    f"{MEGATRON}.moe_layer_freq": [0, 1],
+    f"{MEGATRON}.optimizer.weight_decay": 0.1,
+    f"{MEGATRON}.distributed_data_parallel_config.bucket_size": 100,
+    "data.shuffle": True,
+}
+ONLINE = {
+    "data.train.dataset_name": "openai_format",
+    "policy.sequence_packing.enabled": True,
+    "loss.normalization": "global_valid_tokens",
+}
+
+
+def identity_of(folder, data, changes):
+    config = jobs.write_job(folder, data, **changes, **{"data.num_workers": 0})
+    job = load(config)
+    with Feed(job, PLACE) as feed:
+        return config, identity(job, feed, PLACE, vocab_size=4096, run_steps=4)
+
+
+@pytest.mark.parametrize("changes", [DIRECT, ONLINE], ids=["direct", "online"])
+def test_the_key_that_mends_a_resume_is_one_that_a_configuration_takes(tmp_path, changes):
+    write = jobs.write_chat if changes is ONLINE else jobs.write_rows
+    config, saved = identity_of(tmp_path, write(tmp_path / "rows.jsonl"), changes)
+    named = 0
+    for key, value in saved.items():
+        now = {each: other for each, other in saved.items() if each != key}
+        with pytest.raises(ResumeRefused) as caught:
+            check_resume(saved, now)
+        if key in MEND:
+            assert caught.value.mend == MEND[key]
+            continue
+        assert re.match(rf"set {re.escape(option(key))} (\(or [^)]*\) )?to ", caught.value.mend)
+        job = load(config, [f"{option(key)}={json.dumps(value)}"])
+        # An option that was moved to its section stands there; null may be derived anew.
+        there = option(key) if option(key) in job.sources else f"{MEGATRON}.{key}"
+        assert value is None or job.sources[there].kind == "override"
+        named += 1
+    assert named > 40
+    with pytest.raises(ResumeRefused) as caught:
+        check_resume(saved, saved | {"transformer.init_method_std": 0.5})
+    told = f"take {MEGATRON}.init_method_std (or {MEGATRON}.transformer.init_method_std, where it stands there) out"
+    assert told in caught.value.mend
+
+
+def test_other_files_are_told_in_rows_and_short_fingerprints():
+    saved = {"files": [{"fingerprint": "0123456789abcdef", "rows": 12}]}
+    with pytest.raises(ResumeRefused) as caught:
+        check_resume(saved, {"files": [{"fingerprint": "fedcba9876543210", "rows": 22}]})
+    told = "files: saved 12 rows (fingerprint 01234567), now 22 rows (fingerprint fedcba98)"
+    assert caught.value.what == f"the run is not what it was: {told}"
+    assert caught.value.mend.startswith("give data.train.data_path the files")
+
+
+def test_a_run_past_the_steps_that_are_asked_ends_by_them_and_says_so():
+    four = Sft(max_num_steps=4, max_num_epochs=None)
+    assert length_reached(6, four) == length_reached(4, four) == "sft.max_num_steps: 4"
+    assert length_reached(3, Sft(max_num_steps=4, max_num_epochs=1)) == "sft.max_num_epochs: 1"
+    told = nothing_left(6, 4, reason="finished", why=length_reached(6, four))
+    assert told == "step 6 is already past sft.max_num_steps 4: nothing to train"
+    assert nothing_left(4, 4, reason="finished", why=length_reached(4, four)).startswith("step 4 is already at sft.max")
+    cut = nothing_left(2, 2, reason="data ended", why="the epoch's last 2 rows fill no global batch of 5")
+    assert cut == "step 2 is already at its end (the epoch's last 2 rows fill no global batch of 5): nothing to train"
+
+
+def naps(woken):
+    while not woken.is_set():
+        time.sleep(0.02)
+
+
+def watch(store, rank, watched):
+    made = object.__new__(lost._Watch)
+    vars(made).update(_store=store, _rank=rank, _size=3, _job=1, _watched=watched, _ended=threading.Event())
+    return made
+
+
+def test_a_rank_that_said_where_it_hangs_still_lives_for_a_third(monkeypatch):
+    monkeypatch.setattr(lost, "SILENT_SECONDS", 0.5)
+    monkeypatch.setattr(lost, "HEARTBEAT_SECONDS", 0.05)
+    ended = []
+    monkeypatch.setattr(lost.os, "_exit", ended.append)
+    store, woken = HashStore(), threading.Event()
+    sleeper = threading.Thread(target=naps, args=(woken,))
+    sleeper.start()
+    one, hung, third = (watch(store, rank, sleeper.ident) for rank in range(3))
+    third._store.set(third._key("waited", 2), "")
+    answers = threading.Thread(target=hung._answer)
+    answers.start()
+    try:
+        while not one._said("hangs", 1):
+            time.sleep(0.01)
+        before = one._counts()[1]
+        time.sleep(0.3)
+        assert one._counts()[1] >= before + 2
+        told = one.verdict()
+        answers.join()
+        assert ended == [1]
+        # Its note counts also once it has ended and is silent.
+        for lost_rank in (told, third.verdict()):
+            assert "rank 1 is alive" in lost_rank.what
+            assert "but hangs at " in lost_rank.what
+    finally:
+        hung._ended.set()
+        woken.set()
+        answers.join()
+        sleeper.join()
+
+
+@pytest.mark.parametrize(
+    ("stored", "rows", "ranks", "mend"),
+    [
+        (4608, 4096, 1, "set model.vocab_size to 4608"),
+        (4096, 4608, 2, "set model.vocab_size to 4096"),
+        (4097, 4100, 2, "set model.vocab_size to 4098, the checkpoint's padded to a multiple of tensor_model_parallel_size 2"),
+    ],
+)  # fmt: skip
+def test_a_checkpoint_of_another_vocabulary_is_refused_with_both_sizes(stored, rows, ranks, mend):
+    name = "embedding.word_embeddings.weight"
+    with pytest.raises(CheckpointRefused, match=mend) as caught:
+        _check_rows(Path("there"), name, stored=stored, model=(rows, ranks))
+    assert f"{stored} rows and the model's {rows} ({name})" in caught.value.what
+    assert ("cut off" if rows < stored else "left zero") in caught.value.what
+
+
+def test_only_what_tensor_parallelism_pads_a_vocabulary_with_may_be_new():
+    for stored, rows, ranks in ((4096, 4096, 2), (4097, 4098, 2), (4097, 4097, 1)):
+        _check_rows(Path("there"), "output_layer.weight", stored=stored, model=(rows, ranks))
+    _check_rows(Path("there"), "decoder.final_layernorm.weight", stored=16, model=None)
+
+
+STAGES = {
+    "a pattern in stages": {
+        "model.architecture": "hybrid",
+        "model.hybrid_layer_pattern": "*-|*-",
+        "model.num_layers": None,
+    },
+    "uneven stages": {"model.num_layers": 4, f"{MEGATRON}.num_layers_in_first_pipeline_stage": 1},
+    "a layout": {f"{MEGATRON}.pipeline_model_parallel_layout": [["embedding", "decoder"], ["decoder", "loss"]]},
+    "the embedding counted": {
+        "model.num_layers": 3,
+        f"{MEGATRON}.account_for_embedding_in_pipeline_split": True,
+    },
+}
+
+
+@pytest.mark.parametrize("case", STAGES)
+def test_an_export_builds_the_model_of_a_pipeline_in_one_stage(tmp_path, case):
+    changes = STAGES[case] | {f"{MEGATRON}.pipeline_model_parallel_size": 2}
+    config = load(jobs.write_job(tmp_path, tmp_path / "none", **changes)).describe()
+    before = json.dumps(config)
+    made = _settings(SimpleNamespace(config=config, fingerprint={"model.vocab_size": 4096}))
+    assert "|" not in (made.hybrid_layer_pattern or "")
+    assert not [name for name in made.transformer if "pipeline" in name and "parallel_size" not in name]
+    assert json.dumps(config) == before
+    assert dataclasses.is_dataclass(made)
+
+
+def test_a_file_of_fewer_rows_than_a_global_batch_is_refused_by_its_keys(tmp_path):
+    rows = jobs.write_rows(tmp_path / "rows.jsonl", rows=3)
+    job = load(jobs.write_job(tmp_path, rows))
+    with pytest.raises(PackproofError, match="3 rows are no global batch of 4") as caught:
+        Feed(job, PLACE)
+    assert str(rows) in caught.value.where
+    for key in ("policy.train_global_batch_size", "data.last_batch"):
+        assert key in caught.value.what
+        assert key in caught.value.mend
