@@ -2,6 +2,7 @@
 
 import ast
 import contextlib
+import json
 import re
 import shlex
 import sys
@@ -18,6 +19,16 @@ GUIDES = ROOT / "docs" / "guides"
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 pytestmark = pytest.mark.xdist_group("gloo")
+
+
+YAML_FILES = ("job.yaml", "chat.yaml")
+"""What the guide to a run calls its YAML blocks, in order."""
+
+
+def yaml_of(name):
+    """The guide's YAML of this name."""
+    texts = [text for language, text in blocks("from-packed-file-to-run.md") if language == "yaml"]
+    return texts[YAML_FILES.index(name)]
 
 
 def blocks(guide):
@@ -114,18 +125,18 @@ def test_the_guide_to_a_run_is_current(checkout, capsys):
             run_python(text, names, f"block {number}")
             done["python"] += 1
         elif language == "yaml":
-            (checkout / "job.yaml").write_text(text)
+            (checkout / YAML_FILES[done["yaml"]]).write_text(text)
             done["yaml"] += 1
         else:
             for words in commands(text):
                 check_command(words, done)
     assert done == {
         "python": 2,
-        "yaml": 1,
+        "yaml": 2,
         "ran tools.pack_rows": 1,
         "ran tools.diff_row": 2,
         "ran tools.simulate": 1,
-        "dry runs": 7,
+        "dry runs": 9,
         "parsed equivalence": 1,
         "parsed tools.diff_row": 1,
         "parsed tools.compare_runs": 2,
@@ -176,11 +187,13 @@ SMALL = {
 
 
 def run_job(overrides, _worker):
-    """On the one rank of a world: the guide's job."""
+    """On the one rank of a world: the guide's job, or that of `config`."""
     from production.training.config import load
     from production.training.loop import run
 
-    outcome = run(load(["job.yaml"], [f"{key}={value}" for key, value in {**SMALL, **overrides}.items()]))
+    given = {**SMALL, **overrides}
+    config = given.pop("config", "job.yaml")
+    outcome = run(load([config], [f"{key}={value}" for key, value in given.items()]))
     return outcome.step, [(each.step, each.loss, each.learning_rate) for each in outcome.numbers]
 
 
@@ -188,8 +201,7 @@ def test_the_guides_job_runs_resumes_and_its_dump_is_held_against_the_reference(
     """Each run in a world of its own, as torchrun would start it."""
     from equivalence.workers import open_world, preload
 
-    given = {language: text for language, text in blocks("from-packed-file-to-run.md") if language == "yaml"}
-    (checkout / "job.yaml").write_text(given["yaml"])
+    (checkout / "job.yaml").write_text(yaml_of("job.yaml"))
     every = [
         words for language, text in blocks("from-packed-file-to-run.md") if not language for words in commands(text)
     ]
@@ -208,6 +220,20 @@ def test_the_guides_job_runs_resumes_and_its_dump_is_held_against_the_reference(
     fed = next(words for words in every if "--fed" in words)
     assert main_of("tools.diff_row.__main__")(fed[3:]) == 0
     assert capsys.readouterr().out
+
+
+def test_the_guides_job_on_ordinary_chat_files_runs(checkout):
+    from equivalence.workers import open_world, preload
+
+    (checkout / "chat.yaml").write_text(yaml_of("chat.yaml"))
+    preload("production.training.loop", "production.training.dumps", "transformers")
+    with open_world(1) as world:
+        ((step, numbers),) = world.run(f"{__name__}:run_job", {"config": "chat.yaml", "sft.max_num_steps": 2})
+    assert step == 2
+    assert all(7 < loss < 10 for _, loss, _ in numbers)
+    records = [json.loads(line) for line in (checkout / "results/chat/logs/metrics.jsonl").read_text().splitlines()]
+    assert sum("mtp_2_loss" in str(record) for record in records) >= 2
+    assert any("validation_loss" in str(record) for record in records)
 
 
 @pytest.mark.usefixtures("checkout")

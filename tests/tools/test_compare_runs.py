@@ -256,6 +256,16 @@ def test_what_is_no_run_is_refused_with_what_is_missing(tmp_path, name, content,
         read_run(tmp_path / name, names())
 
 
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [("a.txt", "no log\n"), ("a.json", "{broken"), ("a.jsonl", '{"messages": []}\n'), ("a.csv", "x\n1\n")],
+)
+def test_a_file_of_no_known_kind_is_told_which_kinds_there_are(tmp_path, name, content, capsys):
+    (tmp_path / name).write_text(content)
+    assert main(["recorded", str(tmp_path / name), str(tmp_path / name)]) == 2
+    assert "To mend it: give a Megatron-LM log, a run's folder or its metrics.jsonl" in capsys.readouterr().err
+
+
 def test_an_empty_folder_is_refused(tmp_path):
     with pytest.raises(InputError, match=r"neither metrics\.jsonl nor event files"):
         read_run(tmp_path, names())
@@ -319,13 +329,79 @@ def test_the_verdict_looks_for_the_first_difference_in_all_steps_and_says_which(
     every = "all 23 steps that both runs have (1-23)"
     assert said({}) == f"equal losses, to the last recorded digit, at {every}"
     assert said({22: 5.0}) == (
-        f"losses first differ at step 22, of {every}, outside of the window 3-20; in steps 3-20 all 18 are equal"
+        f"losses first differ at step 22, of {every}, outside of the window 3-20; "
+        "in steps 3-20 all 18 are equal, over all steps they differ by 2.95 at most (step 22)"
     )
     near, far = LOSSES[2] + 1, LOSSES[9] + 0.5
     assert said({2: near, 9: far}) == (
         f"losses first differ at step 2, of {every}, outside of the window 3-20; "
         "in steps 3-20 they differ at 1 of 18, by 0.0278 on average and 0.5 at most (step 9)"
     )
+
+
+def test_losses_of_depths_and_validations_are_held_as_the_loss_is(tmp_path, capsys):
+    def said(**series):
+        first = run_of("a", loss=LOSSES, mtp_1_loss=LOSSES, validation_loss={20: 1.5})
+        second = Run(name="b", source="test", place="here", series={**first.series, **series}, precision="7 digits")
+        found = compare(first, second, Window(first=3, last=20))
+        return found, verdict(found)
+
+    every = "all 23 steps that both runs have (1-23)"
+    found, text = said()
+    assert (found.equal, text) == (True, f"equal losses (loss, mtp 1 loss), to the last recorded digit, at {every}")
+    found, text = said(mtp_1_loss={step: loss + 1 for step, loss in LOSSES.items()})
+    assert not found.equal
+    assert not found.equal_but_for_rounding
+    assert text == (
+        f"losses first differ at step 1 in mtp 1 loss, of {every}, outside of the window 3-20; mtp 1 loss: in steps 3-20 "
+        "differ at 18 of 18, by 1 on average and 1 at most (step 3); equal at all steps: loss; the sources round losses "
+        "(b to 7 digits): by more than rounding they differ at 23 steps, first at step 1 (mtp 1 loss)"
+    )
+    assert found.document()["losses_at_all_steps"]["mtp_1_loss"]["differing"] == 23
+    assert broken_limits(found, most_loss_difference=0.5, most_time_ratio=None) == [
+        "mtp_1_loss differs by 1, more than 0.5"
+    ]
+    found, text = said(validation_loss={20: 2.0})
+    assert not found.equal
+    assert "validation losses differ at 1 of 1, first at step 20, by 0.5 at most" in text
+    found, text = said(mtp_1_loss=LOSSES | {5: math.nan})
+    assert (found.all_finite, text) == (False, "losses that are no numbers: b at step 5 (mtp 1 loss)")
+    log = write_log(tmp_path / "a.log")
+    apart = tmp_path / "b.log"
+    apart.write_text("".join(log_line(step, loss, 50.0, mtp=(loss + 2, loss + 2)) for step, loss in LOSSES.items()))
+    assert main(["recorded", str(log), str(apart)]) == 0
+    told = capsys.readouterr().out
+    assert "first differ at step 1 in mtp 1 loss" in told
+    assert "as far as they can tell" not in told
+
+
+def test_a_step_that_a_series_lacks_is_missing_and_no_broken_number(tmp_path):
+    lines = [log_line(step, loss, 50.0, mtp=(loss + 1,)) for step, loss in LOSSES.items()]
+    lines[8] = re.sub(r" mtp_1 loss: \S+ \|", "", lines[8])
+    (tmp_path / "a.log").write_text("".join(lines))
+    log = read_run(tmp_path / "a.log", names())
+    found = compare(write_and_read(tmp_path / "ours"), log, Window(first=3, last=20))
+    (depth,) = [each for each in found.differences if each.name == "mtp_1_loss"]
+    assert (depth.steps, depth.all_finite) == (17, True)
+    assert "mtp 1 loss is in both runs at 22 of these 23 steps" in verdict(found)
+    assert "a: mtp_1_loss is missing at 1 of its lines, first at step 9" in found.remarks
+
+
+def write_and_read(folder):
+    return read_run(write_ours(folder), names())
+
+
+def test_the_difference_is_drawn_over_the_steps_of_the_losses(monkeypatch):
+    drawn = {}
+    monkeypatch.setattr(page_module, "draw", lambda lines, *, title, **_: drawn.update({title: lines}) or "")
+    part = {step: loss for step, loss in LOSSES.items() if 5 <= step <= 20}
+    page_module.pictures(compare(run_of("a", loss=LOSSES), run_of("b", loss=part), Window(first=6, last=20)))
+    spans = [
+        (min(xs), max(xs))
+        for lines in (drawn["loss"], drawn["absolute difference of the losses"])
+        for xs in [[x for line in lines for x, _ in line.points]]
+    ]
+    assert spans == [(1, 23), (1, 23)]
 
 
 def test_differences_that_rounding_of_the_sources_makes_are_told_apart_from_others(tmp_path):

@@ -327,6 +327,21 @@ def write_dumps(folder, file, *, world=4, context=2, change=None):
     return folder
 
 
+def test_what_is_wrong_with_a_sides_row_is_told_in_words_at_a_rank_too(run, rows):
+    _, out, _ = run(*of(rows), "--cp", 2, "--rank", 1, "--sides", "reference,diff_row_fakes:SHIFTED")
+    assert "FLAW  diff_row_fakes:SHIFTED: labels are shifted by two" in out
+
+
+@pytest.mark.parametrize("option", ["--depth", "--rank", "--cp", "--row"])
+def test_what_is_no_count_is_refused_in_words(run, rows, capsys, option):
+    with pytest.raises(SystemExit) as stopped:
+        run(rows, "--tokenizer", "word", option, "1,2")
+    assert stopped.value.code == 2
+    told = " ".join(capsys.readouterr().err.replace("│", " ").split())
+    assert f"{option}: '1,2' is not one whole number, such as 2" in told
+    assert "None" not in told
+
+
 ASKED = ["--tokenizer", "word", "--prompt-format", "identity"]
 
 
@@ -342,6 +357,8 @@ def test_what_a_job_fed_is_what_the_reference_makes(run, rows, tmp_path):
     joined = "".join(out.split())  # a long path wraps anywhere
     assert joined.count(f"{rows}row1(fileline2)") == 3, "of two ranks, and the head of the row that is shown"
     assert f"{rows}row2(fileline3)" in joined
+    claim = next(line for line in out.splitlines() if line.startswith("EQUAL") and "every tensor" in line)
+    assert claim.endswith("up to share (fed has no microbatch: not compared there)")
     share = step_of(found, "share")["sides"]["fed"]
     assert set(share) >= {"input_ids", "target_ids", "token_mask", "position_ids", "cu_seqlens"}
 

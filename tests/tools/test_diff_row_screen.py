@@ -2,6 +2,7 @@
 
 import runpy
 import sys
+from pathlib import Path
 
 import pytest
 from diff_row_fakes import conversation, many, write_case, write_rows
@@ -66,6 +67,21 @@ def test_the_place_is_marked_and_every_differing_cell_in_its_neighbourhood(run, 
 def test_a_shift_by_two_is_recognised(run, tmp_path):
     _, out, _ = run("--case", write_case(tmp_path, many(3)), *sides("SHIFTED"))
     assert "FLAW  diff_row_fakes:SHIFTED: labels are shifted by two" in out
+
+
+@pytest.mark.parametrize("rank", [(), ("--cp", 4, "--rank", 2, "--depth", 1)])
+def test_the_tables_of_positions_fit_80_columns(run, rank):
+    examples = Path(__file__).parents[2] / "examples"
+    file, tokenizer = examples / "packed" / "sample.jsonl.packed", examples / "tokenizers" / "nemotron-mini"
+    wrong = "reference,equivalence.mutants.subjects:shift_twice"
+    _, out, _ = run(file, "--row", 17, "--tokenizer", tokenizer, "--sides", wrong, *rank, columns=80)
+    tables = out.splitlines()
+    heads = [n for n, line in enumerate(tables) if line.split()[:2] in (["position", "token"], ["step", "place"])]
+    assert len(heads) == (2 if rank else 1)
+    for head in heads:
+        lines = tables[head : tables.index("", head)]
+        assert len(lines) > 8
+        assert all(line.startswith("  ") for line in lines), "none is broken"
 
 
 def test_sides_that_agree_share_a_column_and_every_pair_is_counted(run, tmp_path):

@@ -107,10 +107,10 @@ class Comparison:
     """None where a run has no step times."""
     differences: Sequence[Difference]
     """Over the window: loss, then depths and gradient norm where both runs have them."""
-    whole: Difference
-    """The loss over all steps that both runs have, also outside of the window."""
+    wholes: Sequence[Difference]
+    """The loss, then each depth's loss, over all steps that both runs have, also outside of the window."""
     span: tuple[int, int]
-    """The first and the last of them."""
+    """The first and the last of the loss's."""
     validation: Difference | None
     """Over all validations that both runs have; None where there is none."""
     remarks: Sequence[str]
@@ -119,6 +119,36 @@ class Comparison:
     def loss(self) -> Difference:
         """Of the loss, over the window."""
         return self.differences[0]
+
+    @property
+    def whole(self) -> Difference:
+        """Of the loss, over all steps that both runs have."""
+        return self.wholes[0]
+
+    @property
+    def losses(self) -> Sequence[Difference]:
+        """Every series of losses that can be compared over all steps: the loss, depths, validations."""
+        return [each for each in (*self.wholes, self.validation) if each is not None and each.steps]
+
+    @property
+    def equal(self) -> bool:
+        """Whether no loss of any series differs, at any step that both runs have."""
+        return all(each.first_at is None for each in self.losses)
+
+    @property
+    def equal_but_for_rounding(self) -> bool:
+        """Whether none of them differs by more than rounding to the digits that were recorded can make."""
+        return all(each.beyond_rounding_at is None for each in self.losses)
+
+    @property
+    def windowed_losses(self) -> Sequence[Difference]:
+        """Of the loss and each depth's loss, over the window."""
+        return [each for each in self.differences if each.name.endswith("loss")]
+
+    @property
+    def all_finite(self) -> bool:
+        """Whether every loss of the window is a number, those of depths too."""
+        return all(each.all_finite for each in self.windowed_losses)
 
     def document(self) -> dict[str, Any]:
         """For JSON: what `json.dumps(allow_nan=False)` takes, numbers that are none as strings."""
@@ -139,6 +169,9 @@ class Comparison:
             "step_seconds": times,
             "differences": {each.name: _difference(each) for each in self.differences},
             "all_steps": _difference(self.whole),
+            "losses_at_all_steps": {each.name: _difference(each) for each in self.losses},
+            "equal": self.equal,
+            "equal_but_for_rounding": self.equal_but_for_rounding,
             "validation": None if self.validation is None else _difference(self.validation),
             "remarks": list(self.remarks),
         }
@@ -156,7 +189,8 @@ def compare(first: Run, second: Run, window: Window) -> Comparison:
         raise InputError(
             f"no step of {window} has a loss in both runs: {spans}; choose --steps, or shift with --offset-b"
         )
-    names = ["loss", *(f"mtp_{depth}_loss" for depth in range(1, min(first.depths, second.depths) + 1))]
+    losses = ["loss", *(f"mtp_{depth}_loss" for depth in range(1, min(first.depths, second.depths) + 1))]
+    names = [*losses]
     if first.steps("gradient_norm") & second.steps("gradient_norm"):
         names.append("gradient_norm")
     validated = first.steps("validation_loss") & second.steps("validation_loss")
@@ -167,7 +201,7 @@ def compare(first: Run, second: Run, window: Window) -> Comparison:
         differences=[
             _compared(first, second, name, window.among(first.steps(name) & second.steps(name))) for name in names
         ],
-        whole=_compared(first, second, "loss", sorted(both)),
+        wholes=[_compared(first, second, name, sorted(first.steps(name) & second.steps(name))) for name in losses],
         span=(min(both), max(both)),
         validation=_compared(first, second, "validation_loss", sorted(validated)) if validated else None,
         remarks=_remarks(first, second, window, steps),

@@ -113,7 +113,7 @@ def main(arguments: Sequence[str]) -> int:
     except (SuiteError, PackproofError, OSError) as error:
         print(f"packproof-compare-runs: {error}", file=sys.stderr)
         return CANNOT_RUN
-    return 1 if broken or not comparison.loss.all_finite else 0
+    return 1 if broken or not comparison.all_finite else 0
 
 
 def _job(options: Arguments) -> tuple[Job, int]:

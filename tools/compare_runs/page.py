@@ -67,9 +67,14 @@ def _overlay(first: Run, second: Run, series: str, title: str, *, unit: str = ""
 
 def _between(first: Run, second: Run) -> str:
     steps = sorted(first.steps("loss") & second.steps("loss"))
+    every = first.steps("loss") | second.steps("loss")
     points = [(float(step), abs(second.series["loss"][step] - first.series["loss"][step])) for step in steps]
     line = Line(name="|B - A|", points=points, colour=BETWEEN, dots=len(points) <= FEW)
-    return draw([line], title="absolute difference of the losses", x_title="step", y_title="|B - A|", from_zero=True)
+    # Not seen: it spans the steps of the losses' own picture above, so that one step stands at one place in both.
+    span = Line(name="", points=[(float(step), 0.0) for step in (min(every), max(every))], colour="none")
+    return draw(
+        [span, line], title="absolute difference of the losses", x_title="step", y_title="|B - A|", from_zero=True
+    )
 
 
 def _points(run: Run, series: str, start: int) -> list[tuple[float, float]]:

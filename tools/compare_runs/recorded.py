@@ -49,7 +49,7 @@ class Arguments:
     json_file: Annotated[Path | None, tyro.conf.arg(name="json")] = None
     """Write all numbers there."""
     most_loss_difference: float | None = None
-    """Exit with 1 where the largest absolute difference of losses in the window exceeds this."""
+    """Exit with 1 where the largest absolute difference of losses in the window, those of depths too, exceeds this."""
     most_time_ratio: float | None = None
     """Exit with 1 where B's step time over A's may exceed this: its paired 95 % bound does."""
 
@@ -70,7 +70,7 @@ def main(arguments: Sequence[str]) -> int:
     except (SuiteError, PackproofError) as error:
         print(f"packproof-compare-runs: {error}", file=sys.stderr)
         return CANNOT_RUN
-    return 1 if broken or not comparison.loss.all_finite else 0
+    return 1 if broken or not comparison.all_finite else 0
 
 
 def broken_limits(
@@ -78,8 +78,10 @@ def broken_limits(
 ) -> list[str]:
     """The limits that do not hold, or cannot be judged, each in words."""
     broken = []
-    if most_loss_difference is not None and not comparison.loss.largest <= most_loss_difference:
-        broken.append(f"losses differ by {comparison.loss.largest:.3g}, more than {most_loss_difference:g}")
+    for each in comparison.windowed_losses if most_loss_difference is not None else ():
+        if not each.largest <= most_loss_difference:  # type: ignore[operator] # not None
+            what = "losses differ" if each.name == "loss" else f"{each.name} differs"
+            broken.append(f"{what} by {each.largest:.3g}, more than {most_loss_difference:g}")
     if most_time_ratio is not None:
         paired = None if comparison.times is None else comparison.times.paired
         if paired is None:

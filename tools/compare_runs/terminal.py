@@ -28,7 +28,7 @@ def show(comparison: Comparison, console: Console, *, broken: Sequence[str] = ()
     console.print(_differences(comparison))
     for remark in comparison.remarks:
         console.print(Text(f"· {remark}", "dim"))
-    style = "bold green" if comparison.whole.first_at is None else "bold"
+    style = "bold green" if comparison.equal else "bold"
     for number, found in enumerate(words.findings(comparison)):
         console.print(Text(found if number == 0 else f"  {found}", style if number == 0 else ""), soft_wrap=True)
     for limit in broken:

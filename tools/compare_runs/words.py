@@ -73,51 +73,89 @@ def verdict(comparison: Comparison) -> str:
 
 
 def findings(comparison: Comparison) -> list[str]:
-    """Where the losses first differ, of all steps that both runs have, by how much in the window, and what of it is rounding."""
-    loss = comparison.loss
-    if not loss.all_finite:
+    """Where losses first differ and of which series, of all steps that both runs have; by how much; what of it is rounding."""
+    if not comparison.all_finite:
         who = [
-            f"{run.name} at {some(steps)}" for run, steps in zip(comparison.runs, loss.not_finite, strict=True) if steps
+            f"{run.name} at {some(steps)}" + ("" if each.name == "loss" else f" ({_called(each.name)})")
+            for each in comparison.windowed_losses
+            for run, steps in zip(comparison.runs, each.not_finite, strict=True)
+            if steps
         ]
         return [f"losses that are no numbers: {', '.join(who)}"]
-    return [_where(comparison), *_by_how_much(comparison), *_rounding(comparison)]
+    return [_where(comparison), *_by_how_much(comparison), *_missing(comparison), *_rounding(comparison)]
 
 
 def _where(comparison: Comparison) -> str:
-    """The first difference, sought in all steps that both runs have."""
-    whole, window = comparison.whole, comparison.window
+    """The first difference, sought in all steps that both runs have, of the loss and of each depth's."""
+    wholes, window = [each for each in comparison.wholes if each.steps], comparison.window
     first, last = comparison.span
-    every = f"all {whole.steps} steps that both runs have ({first}-{last})"
-    if whole.first_at is None:
-        return f"equal losses, to the last recorded digit, at {every}"
-    return f"losses first differ at step {whole.first_at}, of {every}" + (
-        f", outside of the window {window}" if not window.first <= whole.first_at <= window.last else ""
-    )
+    every = f"all {comparison.whole.steps} steps that both runs have ({first}-{last})"
+    differ = [each.first_at for each in wholes if each.first_at is not None]
+    if not differ:
+        which = "" if len(wholes) == 1 else f" ({_names(wholes)})"
+        return f"equal losses{which}, to the last recorded digit, at {every}"
+    at = min(differ)
+    which = "" if len(wholes) == 1 else f" in {_names([each for each in wholes if each.first_at == at])}"
+    outside = "" if window.first <= at <= window.last else f", outside of the window {window}"
+    return f"losses first differ at step {at}{which}, of {every}{outside}"
 
 
 def _by_how_much(comparison: Comparison) -> list[str]:
-    loss, window = comparison.loss, comparison.window
-    if comparison.whole.first_at is None:
-        return []
-    if loss.first_at is None:
-        return [f"in steps {window} all {loss.steps} are equal"]
-    told = f"in steps {window} they differ at {loss.differing} of {loss.steps}, by {loss.mean:.3g} on average"
-    return [f"{told} and {loss.largest:.3g} at most (step {loss.largest_at})"]
+    """One a series that differs; what is equal beside it is named, too."""
+    wholes = [each for each in comparison.wholes if each.steps]
+    found = [_apart(comparison, each, alone=len(wholes) == 1) for each in wholes if each.first_at is not None]
+    if found and (equal := [each for each in wholes if each.first_at is None]):
+        found.append(f"equal at all steps: {_names(equal)}")
+    validation = comparison.validation
+    if validation is not None and validation.first_at is not None:
+        found.append(
+            f"validation losses differ at {validation.differing} of {validation.steps}, first at step "
+            f"{validation.first_at}, by {validation.largest:.3g} at most"
+        )
+    return found
+
+
+def _apart(comparison: Comparison, whole: Difference, *, alone: bool) -> str:
+    """Of one series: in the window, or over all steps where the window is equal."""
+    window = next(each for each in comparison.differences if each.name == whole.name)
+    subject, they = ("", "they ") if alone else (f"{_called(whole.name)}: ", "")
+    if window.first_at is None:
+        told = f"in steps {comparison.window} all {window.steps} are equal"
+        return f"{subject}{told}, over all steps {they}differ by {whole.largest:.3g} at most (step {whole.largest_at})"
+    told = f"in steps {comparison.window} {they}differ at {window.differing} of {window.steps}"
+    return (
+        f"{subject}{told}, by {window.mean:.3g} on average and {window.largest:.3g} at most (step {window.largest_at})"
+    )
+
+
+def _missing(comparison: Comparison) -> list[str]:
+    """Series of depths that are not there at every step at which the loss is."""
+    return [
+        f"{_called(each.name)} is in both runs at {each.steps} of these {comparison.whole.steps} steps"
+        for each in comparison.wholes
+        if each.steps != comparison.whole.steps
+    ]
 
 
 def _rounding(comparison: Comparison) -> list[str]:
     """What of the differences comes of the digits that were written down; nothing where both runs stand as they were."""
-    whole = comparison.whole
     rounded = [f"{run.name} to {run.precision}" for run in comparison.runs if run.precision != "exact"]
-    if whole.first_at is None or not rounded:
+    if comparison.equal or not rounded:
         return []
     written = f"the sources round losses ({' and '.join(rounded)})"
-    if whole.beyond_rounding_at is None:
+    if comparison.equal_but_for_rounding:
         return [f"{written}, and no difference is more than rounding: as far as they can tell, the losses are equal"]
-    count, at = whole.beyond_rounding, whole.beyond_rounding_at
-    return [
-        f"{written}: by more than rounding they differ at {count} step{'s' if count > 1 else ''}, first at step {at}"
+    beyond = [each for each in comparison.losses if each.beyond_rounding_at is not None]
+    told = [
+        f"at {each.beyond_rounding} step{'s' if each.beyond_rounding > 1 else ''}, first at step {each.beyond_rounding_at}"
+        + ("" if len(comparison.losses) == 1 else f" ({_called(each.name)})")
+        for each in beyond
     ]
+    return [f"{written}: by more than rounding they differ {'; '.join(told)}"]
+
+
+def _names(series: Sequence[Difference]) -> str:
+    return ", ".join(_called(each.name) for each in series)
 
 
 def some(steps: Sequence[int]) -> str:

@@ -39,6 +39,26 @@ from tools.diff_row.ranks.steps import RankFindings
 from tools.diff_row.ranks.terminal import show_fed, show_rank
 from tools.diff_row.terminal import show
 
+
+def _whole(text: str) -> int:
+    """Of the command line. Raises ValueError in a person's words."""
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"{text!r} is not one whole number, such as 2") from None
+
+
+Whole = Annotated[
+    int | None,
+    tyro.constructors.PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="INT",
+        instance_from_str=lambda texts: _whole(texts[0]),
+        is_instance=lambda value: value is None or isinstance(value, int),
+        str_from_instance=lambda value: ["not given" if value is None else str(value)],
+    ),
+]
+"""A whole number, or nothing where the option is not given."""
 PIPED_WIDTH = 100
 """Columns where there is no terminal to ask."""
 
@@ -49,7 +69,7 @@ class Arguments:
 
     file: Annotated[Path | None, tyro.conf.Positional] = None
     """A packed file: .jsonl, .jsonl.packed, .jsonl.gz or .jsonl.zst."""
-    row: int | None = None
+    row: Whole = None
     """The row of the file, from 0: line N is row N - 1."""
     case: Path | None = None
     """A saved case instead of a file; it brings its tokenizer and settings, which the options below override."""
@@ -61,15 +81,15 @@ class Arguments:
     """Folder of a Hugging Face tokenizer, or the name of one that packproof's cases use."""
     prompt_format: str | None = None
     """nemotron-nano-v2, nemotron-h-aligned, identity or default; if not given, the manifest's, else nemotron-nano-v2."""
-    pack_length: int | None = None
+    pack_length: Whole = None
     """Tokens a row has in the model; if not given, the dump's, else what FILE.manifest.json says, else 4096."""
-    context_parallel_size: int | None = None
+    context_parallel_size: Whole = None
     """cp; if not given, the manifest's, else 1."""
     semantics: str | None = None
     """A preset, optionally with overrides: strict,lost_conversations=refuse; if not given, the manifest's, else megatron-lm-0.19."""
     pad_token: str | None = None
     """Instead of the format's pad token."""
-    assistant_prefix_len: int | None = None
+    assistant_prefix_len: Whole = None
     """Instead of the format's assistant prefix, in tokens."""
     sides: str | None = None
     """Two or more of reference, production, megatron_lm, module:object, with commas between; if not given, all built-in
@@ -84,31 +104,31 @@ class Arguments:
     """Also write the first built side's row as a dump; with a rank, every tensor of every step of all sides."""
     dump_names: str = "packproof"
     """The names in a written dump: packproof or megatron_lm."""
-    tp: int | None = None
+    tp: Whole = None
     """Tensor parallel size: with this or any option below, the way of the row to one rank is shown."""
-    cp: int | None = None
+    cp: Whole = None
     """Context parallel size; the row is built for it, too."""
-    dp: int | None = None
+    dp: Whole = None
     """Data parallel size."""
-    pp: int | None = None
+    pp: Whole = None
     """Pipeline parallel size."""
-    rank: int | None = None
+    rank: Whole = None
     """The rank among all, from 0: tp counts fastest, then cp, dp, pp slowest."""
-    depth: int | None = None
-    """Depths of multi-token prediction that are made, each a step."""
+    depth: Whole = None
+    """How many depths of multi-token prediction are made, each a step: 2 makes depths 1 and 2."""
     stop_at: str | None = None
     """row, batch, microbatch, depth, share, slice or weights: the last step; if not given the share, at tp > 1 the slice."""
-    at: int | None = None
+    at: Whole = None
     """A position of the row to follow through the steps; if not given, the first that differs."""
     layout: str = "zigzag"
     """How the row is cut among cp ranks: zigzag or contiguous."""
     sequence_parallel: bool = True
     """Whether tp ranks each hold a slice of the share after embedding."""
-    global_batch_size: int | None = None
+    global_batch_size: Whole = None
     """Rows of the global batch, in sequential order, for --stop-at weights; dp if not given."""
     fed: Path | None = None
     """A job's dump of a step (a folder): what its ranks fed, against what the reference makes of the same rows."""
-    microbatch: int | None = None
+    microbatch: Whole = None
     """Only this microbatch of the dump."""
 
 

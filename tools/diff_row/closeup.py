@@ -7,11 +7,13 @@ from collections.abc import Iterator, Sequence
 from rich.cells import cell_len
 from rich.text import Text
 
-from tools.diff_row.columns import Column, draw
+from tools.diff_row.columns import GAP, Column, draw
 from tools.diff_row.findings import TOKEN_TENSORS, Findings
 from tools.diff_row.neighbourhood import Place, groups, neighbourhood
 from tools.diff_row.tokens import fit, visible
 
+SHORTEST = 8
+"""Columns that a token's text has at least."""
 SHORT = {"input_ids": "id", "target_ids": "target", "token_mask": "mask", "position_ids": "pos"}
 
 
@@ -49,17 +51,18 @@ def closeup(findings: Findings, position: int, width: int, *, origin: Sequence[i
 
     def needed() -> int:
         return sum(
-            column.needed([line[n] for line in lines if not isinstance(line, str)]) + 2
+            column.needed([line[n] for line in lines if not isinstance(line, str)]) + GAP
             for n, column in enumerate(columns)
             if n != token
         )
 
     rows = [line for line in lines if not isinstance(line, str)]
-    if origin is not None and needed() + 12 > width:  # the conversation of the middle one stands above
+    # The conversation of the middle one stands above.
+    if needed() + (12 if origin is not None else SHORTEST + GAP) > width:
         del columns[token + 1]
         for row in rows:
             del row[token + 1]
-    room = max(8, min(28, width - needed() - 1))
+    room = max(SHORTEST, min(28, width - needed() - GAP))
     for row in rows:
         row[token] = Text(fit(row[token].plain, min(room, cell_len(row[token].plain))), row[token].style)
     yield from draw(columns, lines, width)

@@ -29,7 +29,7 @@ MOST_CONVERSATIONS = 6
 
 def show(findings: Findings, console: Console, *, page: str | None = None) -> None:
     """Print the screen. `page` is where the page of all tokens was written, if it was."""
-    for part in (header, _conversations, _losses, refusals, _first, _flaws, _counts):
+    for part in (header, _conversations, _losses, refusals, _first, flaws, _counts):
         lines = list(part(findings, console.width))
         for line in lines:
             console.print(line, no_wrap=False, soft_wrap=False, highlight=False)
@@ -213,12 +213,13 @@ def _equal(findings: Findings) -> Iterator[Text]:
     yield Text(f"      {counts}")
 
 
-def _flaws(findings: Findings, width: int) -> Iterator[Text]:
+def flaws(findings: Findings, width: int) -> Iterator[Text]:
+    """What is wrong with a side's row in itself, in words."""
     for side in findings.sides:
-        flaws = findings.flaws.get(side.name, ())
-        if side.name == "dump" and all(flaw.note for flaw in flaws):
+        found = findings.flaws.get(side.name, ())
+        if side.name == "dump" and all(flaw.note for flaw in found):
             yield Text("consistent in itself: labels are the next tokens, boundaries restart positions", "green")
-        for flaw in flaws:
+        for flaw in found:
             line = Text("note  " if flaw.note else "FLAW  ", "dim" if flaw.note else "bold red")
             where = "" if flaw.position is None else f", first at position {flaw.position:,}"
             times = "" if flaw.count == 1 and flaw.position is None else f"  {flaw.count:,} times{where}"

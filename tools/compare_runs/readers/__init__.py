@@ -10,7 +10,7 @@ from production.errors import PackproofError
 from tools.compare_runs.readers.event_files import PATTERN, read_events
 from tools.compare_runs.readers.lines import read_lines
 from tools.compare_runs.readers.megatron_log import read_log
-from tools.compare_runs.readers.names import Names
+from tools.compare_runs.readers.names import Names, UnknownKindError
 from tools.compare_runs.readers.tables import read_csv, read_json
 from tools.compare_runs.run import Run
 
@@ -33,6 +33,8 @@ def read_run(path: Path, names: Names) -> Run:
         raise PackproofError(what="there is no such file or folder", where=str(path), mend=f"give {KINDS}")
     try:
         return _read(path, names)
+    except UnknownKindError as error:
+        raise InputError(f"{error}. To mend it: give {KINDS}") from error
     except UnicodeDecodeError as error:
         raise PackproofError(
             what=f"it is no UTF-8 text (byte {error.start:,})", where=str(path), mend=f"give {KINDS}"
@@ -51,7 +53,7 @@ def _read(path: Path, names: Names) -> Run:
             return read_lines(path / "metrics.jsonl", names)
         if next(path.glob(PATTERN), None) is not None:
             return read_events(path, names)
-        raise InputError(f"{path}: neither metrics.jsonl nor event files of TensorBoard lie in it")
+        raise UnknownKindError(f"{path}: neither metrics.jsonl nor event files of TensorBoard lie in it")
     if path.name.startswith(PATTERN.removesuffix("*")):
         return read_events(path, names)
     if path.suffix == ".wandb":

@@ -6,8 +6,7 @@ import math
 import re
 from pathlib import Path
 
-from equivalence.errors import InputError
-from tools.compare_runs.readers.names import Names, no_loss
+from tools.compare_runs.readers.names import Names, UnknownKindError, no_loss
 from tools.compare_runs.run import Gathered, Run, spacing, to_number
 
 ITERATION = re.compile(r"\biteration\s+(\d+)/\s*\d+ \|(.*)")
@@ -29,7 +28,7 @@ def read_log(path: Path, names: Names) -> Run:
                 if value is not None:
                     validations.append((len(lines), int(match[1]), value))
     if not lines:
-        raise InputError(f"{path}: no line of Megatron-LM such as ' iteration        3/     200 | …'")
+        raise UnknownKindError(f"{path}: no line of Megatron-LM such as ' iteration        3/     200 | …'")
     return _run(path, names, lines, validations)
 
 
@@ -53,6 +52,7 @@ def _run(
         raise no_loss(path, recorded)
     gathered = Gathered()
     skipped, before = 0, 0
+    left_out: dict[str, list[int]] = {}
     for at, (step, fields) in enumerate(lines):
         for _, validated, value in (each for each in validations if each[0] == at):
             gathered.put("validation_loss", validated, value)
@@ -64,8 +64,10 @@ def _run(
             number = to_number(fields.get(name))
             if number is not None:
                 gathered.put(series, step, number * factor)
+            elif name in losses and to_number(fields.get(NAN)) != 0:
+                gathered.put(series, step, math.nan)  # Megatron-LM leaves a loss out that is NaN, and counts it
             elif name in losses:
-                gathered.put(series, step, math.nan)  # Megatron-LM leaves a loss out that is NaN
+                left_out.setdefault(series, []).append(step)
     for _, validated, value in (each for each in validations if each[0] == len(lines)):
         gathered.put("validation_loss", validated, value)
     return Run(
@@ -79,6 +81,10 @@ def _run(
             "the log has losses to 7 digits, gradient norms to 3 decimals, times to 0.1 ms",
             *_interval(sorted(gathered.series["loss"])),
             *([f"{skipped} iterations were skipped by the optimizer"] if skipped else []),
+            *(
+                f"{series} is missing at {len(steps)} of its lines, first at step {steps[0]}"
+                for series, steps in left_out.items()
+            ),
         ],
     )
 

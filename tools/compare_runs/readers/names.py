@@ -25,6 +25,10 @@ KNOWN: dict[str, tuple[str, ...]] = {
 _DEPTH = re.compile(r"(?:train/)?mtp[_ ](\d+)[_ ]loss")
 
 
+class UnknownKindError(InputError):
+    """What was given is none of the kinds that can be read."""
+
+
 class Names:
     """Which recorded name is which series."""
 

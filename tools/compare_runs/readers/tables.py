@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from equivalence.errors import InputError
-from tools.compare_runs.readers.names import Names, no_loss
+from tools.compare_runs.readers.names import Names, UnknownKindError, no_loss
 from tools.compare_runs.run import Gathered, Run, to_number
 
 STEPS = ("_step", "Step", "step", "trainer/global_step", "train/global_step")
@@ -36,12 +36,12 @@ def read_json(path: Path, names: Names) -> Run:
         try:
             content = [json.loads(line) for line in text.splitlines() if line.strip()]
         except ValueError as error:
-            raise InputError(f"{path}: neither JSON nor one JSON object a line: {error}") from error
+            raise UnknownKindError(f"{path}: neither JSON nor one JSON object a line: {error}") from error
     rows = list(_columns(path, content)) if isinstance(content, dict) and not _is_row(content) else content
     if isinstance(rows, dict):
         rows = [rows]
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        raise InputError(f"{path}: no history of a run: give a list of objects, columns, or one object a line")
+        raise UnknownKindError(f"{path}: no history of a run: give a list of objects, columns, or one object a line")
     return _run(path, names, rows, "W&B export (JSON)")
 
 
@@ -81,7 +81,9 @@ def _run(path: Path, names: Names, rows: Sequence[Mapping[str, Any]], source: st
     recorded = {name for row in rows for name in row}
     column = next((name for name in STEPS if name in recorded), None)
     if column is None:
-        raise InputError(f"{path}: no column of steps ({', '.join(STEPS)}) among {', '.join(sorted(recorded)[:20])}")
+        raise UnknownKindError(
+            f"{path}: no column of steps ({', '.join(STEPS)}) among {', '.join(sorted(recorded)[:20])}"
+        )
     found = names.find(recorded)
     if not any(series == "loss" for series, _ in found.values()):
         raise no_loss(path, recorded)

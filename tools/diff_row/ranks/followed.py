@@ -19,6 +19,9 @@ SHORT = {
 }
 """What tensors without a column of their own are called in the last one."""
 
+ROOM, NARROW, WIDE = 22, 12, 100
+"""Columns of a token with its text, on a terminal of at least WIDE columns and on a narrower one."""
+
 
 def followed_lines(findings: RankFindings, width: int) -> Iterator[Text]:
     """One position at every step: each side that has other values than the first gets a line of its own."""
@@ -40,6 +43,7 @@ def followed_lines(findings: RankFindings, width: int) -> Iterator[Text]:
         Column(title="else"),
     ]
     lines: list[list[Text] | str] = []
+    room = ROOM if width >= WIDE else NARROW
     share_has = any(each.step.name == "share" and each.place is not None for each in followed)
     for each in followed:
         if each.place is None:
@@ -68,7 +72,7 @@ def followed_lines(findings: RankFindings, width: int) -> Iterator[Text]:
             who = "all" if len(groups) == 1 else " ".join(findings.row.letters[side] for side in names)
             label = Text("" if number else each.step.label)
             differs = "bold red" if number else ""
-            cells = [Text(_token(has, name, findings), differs) for name in ("input_ids", "target_ids")]
+            cells = [Text(_token(has, name, findings, room), differs) for name in ("input_ids", "target_ids")]
             cells += [Text(_plain(has.get(name)), differs) for name in ("token_mask", "position_ids")]
             rest = " ".join(
                 f"{SHORT.get(n, n)} {_plain(v)}"
@@ -95,12 +99,12 @@ def _merged(groups: list[tuple[list[str], dict[str, object]]]) -> list[tuple[lis
     return found
 
 
-def _token(values: dict[str, object], name: str, findings: RankFindings) -> str:
+def _token(values: dict[str, object], name: str, findings: RankFindings, room: int) -> str:
     value = values.get(name)
     if not isinstance(value, int):
         return ""
     text = findings.row.texts.text(value)
-    return fit(f"{value} {text}", min(22, len(f"{value} {text}")))
+    return fit(f"{value} {text}", min(room, len(f"{value} {text}")))
 
 
 def _plain(value: object) -> str:

@@ -121,6 +121,15 @@ class RankFindings:
         return self.first is None
 
     @property
+    def without(self) -> Mapping[str, tuple[str, ...]]:
+        """By side, the labels of the steps at which it has nothing, so that it is not compared there; only sides with such steps."""
+        found = {
+            side.name: tuple(step.label for step in self.steps if not isinstance(step.sides.get(side.name), Mapping))
+            for side in self.row.sides
+        }
+        return {side: labels for side, labels in found.items() if labels}
+
+    @property
     def share(self) -> Step | None:
         """The step that says which positions this rank owns; None where the way ended before."""
         return next((step for step in self.steps if step.name == "share" and step.origin is not None), None)

@@ -14,7 +14,7 @@ from tools.diff_row.ranks.fed import FedFindings
 from tools.diff_row.ranks.followed import followed_lines
 from tools.diff_row.ranks.places import owned_runs
 from tools.diff_row.ranks.steps import ABOUT, RankFindings, Refused, Step, StepDifference
-from tools.diff_row.terminal import header, refusals
+from tools.diff_row.terminal import flaws, header, refusals
 from tools.diff_row.tokens import fit, visible
 
 MOST_SEGMENTS = 4
@@ -250,6 +250,7 @@ def _refused(findings: RankFindings, width: int) -> Iterator[Text]:
                 f"        To mend it: build the row for cp {findings.place.cp} (leave --context-parallel-size out), with a pack length that is a multiple of 2·cp",
                 "dim",
             )
+    yield from flaws(findings.row, width)
 
 
 def _first(findings: RankFindings, width: int) -> Iterator[Text]:
@@ -258,7 +259,8 @@ def _first(findings: RankFindings, width: int) -> Iterator[Text]:
         if findings.steps and len(findings.row.sides) > 1:
             names = " = ".join(visible(side.name) for side in findings.row.sides)
             last = findings.steps[-1].label
-            yield Text("EQUAL ", "bold green").append(f"{names}: every tensor at every step up to {last}")
+            line = Text("EQUAL ", "bold green").append(f"{names}: every tensor at every step up to {last}")
+            yield line.append(_uncompared(findings))
         return
     found = step.differences[0]
     line = Text("DIFFERENT ", "bold red").append(f"first at step {step.label}", "bold")
@@ -279,6 +281,12 @@ def _first(findings: RankFindings, width: int) -> Iterator[Text]:
         yield Text("")
         origin = None if step.origin is None or step.name == "row" else step.origin.tolist()
         yield from closeup(step.view, found.place, width, origin=origin)
+
+
+def _uncompared(findings: RankFindings) -> str:
+    """The steps among them that a side has not, so that it is not compared there."""
+    told = [f"{visible(name)} has no {', '.join(labels)}" for name, labels in findings.without.items()]
+    return f" ({'; '.join(told)}: not compared there)" if told else ""
 
 
 def _line_of(found: StepDifference) -> Text:
