@@ -22,6 +22,7 @@ class Manifest:
     """A manifest."""
 
     path: Path
+    """Where it stands."""
     settings: Mapping[str, Any]
     """Fields of RowSettings that it names: pack_length, prompt_format, context_parallel_size, semantics."""
 
