@@ -81,13 +81,6 @@ def expect(case: ModelCase, shapes: Shapes) -> Expected:
     )
 
 
-def predict_gradients(case: ModelCase, shapes: Shapes) -> dict[str, torch.Tensor]:
-    """The reference's gradients alone, for a fifth of what `expect` costs."""
-    step = Step(case)
-    model = Model.from_tensors(step.shape, step.named(shapes))
-    return model.gradients(step.run(model)[1])
-
-
 class Step:
     """A case as the reference reads it: masks and weights of every rank's tokens, and how a model is run over the rows."""
 
