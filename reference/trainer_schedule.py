@@ -39,7 +39,7 @@ class Schedule:
     weight_decay_style: str = "constant"
     """One of WEIGHT_DECAY_STYLES."""
     weight_decay_steps: int | None = None
-    """Steps of the run, over which the weight decay grows, whatever the rate does; None: `decay_steps`, which are those of a run that does not say when its rate has decayed. R-TRAIN-3."""
+    """Steps of the run, over which the weight decay grows, whatever the rate does; needed where it grows. R-TRAIN-3."""
 
     def __post_init__(self) -> None:
         """Refuse what no rule speaks of."""
@@ -75,10 +75,13 @@ class Schedule:
     def weight_decay_at(self, step: int) -> float:
         """The weight decay of a step. R-TRAIN-3."""
         end = self.weight_decay if self.end_weight_decay is None else self.end_weight_decay
-        steps = self.decay_steps if self.weight_decay_steps is None else self.weight_decay_steps
-        if self.weight_decay_style == "constant" or step > steps:
+        if self.weight_decay_style == "constant":
             return end
-        passed = float(step) / float(steps)
+        if self.weight_decay_steps is None:
+            raise ValueError("a weight decay that grows does so over the run: give weight_decay_steps")
+        if step > self.weight_decay_steps:
+            return end
+        passed = float(step) / float(self.weight_decay_steps)
         share = passed if self.weight_decay_style == "linear" else 0.5 * (math.cos(math.pi * (1 - passed)) + 1.0)
         return self.weight_decay + share * (end - self.weight_decay)
 

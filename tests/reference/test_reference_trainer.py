@@ -101,6 +101,14 @@ def test_a_schedule_that_no_rule_speaks_of_is_refused(wrong):
         dataclasses.replace(COSINE, **wrong)
 
 
+def test_a_weight_decay_that_grows_needs_the_length_of_the_run():
+    grows = dataclasses.replace(COSINE, weight_decay=0.1, end_weight_decay=0.3, weight_decay_style="linear")
+    with pytest.raises(ValueError, match="give weight_decay_steps"):
+        grows.weight_decay_at(3)
+    assert dataclasses.replace(grows, weight_decay_steps=10).weight_decay_at(5) == pytest.approx(0.2)
+    assert COSINE.weight_decay_at(3) == 0.0
+
+
 def test_two_updates_worked_by_hand():
     """Weight 2, gradients 0.5 then -1, rate 0.1, decay 0.2, betas 0.9 and 0.99, epsilon 0."""
     settings = Settings(schedule=COSINE, beta1=0.9, beta2=0.99, epsilon=0.0)
