@@ -11,7 +11,8 @@ class _Kind(type):
         if len(text) != 1 or fields:
             return super().__call__(*text, **fields)
         # megatron-core's build_module and torch's loader say `type(error)(f"{error} …")`: the fields are those of the error at hand.
-        kind, now = cls.mro()[0], sys.exception()
+        kind: Any = cls  # of exceptions, which a type checker does not see
+        now = sys.exception()
         is_again = isinstance(now, kind) and str(now) in text[0]
         fields = dict(vars(now)) if is_again else {"what": text[0], "where": "", "mend": ""}
         return _rebuild(kind, text[0], fields)

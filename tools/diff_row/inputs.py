@@ -232,14 +232,16 @@ def _chosen(
         where["pack_length"] = "of the dump" + (f"; packed for {packed:,}" if packed != dumped_length else "")
         said["pack_length"] = dumped_length
     elif "pack_length" not in said:
-        said["pack_length"], where["pack_length"] = DEFAULT_PACK_LENGTH, "the default: the file has no manifest"
+        said["pack_length"], where["pack_length"] = (
+            DEFAULT_PACK_LENGTH,
+            ("the default: the file has no manifest" if path is None else f"the default: {path.name} says none"),
+        )
     return {**said, **given}, {name: origin for name, origin in where.items() if name not in given}
 
 
 def _messages(file: Path, row: int, chat_key: str) -> tuple[Messages, int]:
     """The messages of a row and its line (from 1), by production's reader, which names file, line and byte of what it refuses."""
-    from production.errors import PackproofError  # noqa: PLC0415 - cases and dumps need no file reader
-    from production.files.source import open_source  # noqa: PLC0415
+    from production.files.source import open_source  # noqa: PLC0415 - cases and dumps need no file reader
 
     if not file.is_file():
         raise BadInput(f"there is no file {file}: give a packed file, one row a line")
