@@ -9,36 +9,31 @@ from unittest import mock
 from equivalence.models import layout
 
 
-@contextlib.contextmanager
 def dies_once(entry, worker):
     """Rank 1 is killed in its first step; `entry` is (sizes, the path of a file that says it has happened)."""
-    sizes, marker = entry
-    from production.training import step
+    return _once(entry, worker, is_here=worker.rank == 1, fault=lambda: os.kill(os.getpid(), signal.SIGKILL))
 
-    own = step.forward_backward
 
-    def forward_backward(*args, **options):
-        if worker.rank == 1 and not Path(marker).exists():
-            Path(marker).touch()
-            os.kill(os.getpid(), signal.SIGKILL)
-        return own(*args, **options)
+def fails_once_alone(entry, worker):
+    """The first step on one rank raises; `entry` as that of `dies_once`."""
 
-    with layout(sizes, worker) as place, mock.patch.object(step, "forward_backward", forward_backward):
-        yield place
+    def fault():
+        raise RuntimeError("alone")
+
+    return _once(entry, worker, is_here=worker.size == 1, fault=fault)
 
 
 @contextlib.contextmanager
-def fails_once_alone(entry, worker):
-    """The first step on one rank raises; `entry` as that of `dies_once`."""
+def _once(entry, worker, *, is_here, fault):
     sizes, marker = entry
     from production.training import step
 
     own = step.forward_backward
 
     def forward_backward(*args, **options):
-        if worker.size == 1 and not Path(marker).exists():
+        if is_here and not Path(marker).exists():
             Path(marker).touch()
-            raise RuntimeError("alone")
+            fault()
         return own(*args, **options)
 
     with layout(sizes, worker) as place, mock.patch.object(step, "forward_backward", forward_backward):

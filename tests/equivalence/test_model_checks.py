@@ -124,36 +124,27 @@ def test_a_tie_is_counted_and_not_compared(runs):
     assert tally.refusals["router_tie", "any"] == 1
 
 
-def test_a_rank_that_dies_is_a_failed_case_with_its_stack_and_the_next_case_runs(tmp_path):
+@pytest.mark.parametrize(
+    ("fault", "left", "said"),
+    [
+        # The second is the stack of the rank that waited.
+        ("dies_once", "a result, not died", ["rank 1 was killed by SIGKILL", "schedules.py"]),
+        ("fails_once_alone", "a result, not RuntimeError", ["on 1 ranks"]),
+    ],
+)
+def test_a_rank_that_fails_is_a_failed_case_and_the_next_case_runs(tmp_path, fault, left, said):
     from equivalence.layout_runs import preload_models, run_layout
 
     preload_models()
     cases = [dataclasses.replace(CASE, sizes=Sizes(context=2), seed=seed) for seed in (2, 4)]
 
     def entered(sizes):
-        return "model_targets:dies_once", (sizes, str(tmp_path / "died"))
+        return f"model_targets:{fault}", (sizes, str(tmp_path / "failed"))
 
     first, second = run_layout(cases, entered=entered)
     (difference,) = first.results[0].findings[0].differences
-    assert "rank 1 was killed by SIGKILL" in difference.right
-    assert "schedules.py" in difference.right, "the stack of the rank that waited"
-    assert second.equal
-    assert {each.check for each in second.results} == {"models", "third_witness", "invariance"}
-
-
-def test_a_step_that_fails_on_one_rank_is_a_failed_case_and_the_next_ones_run(tmp_path):
-    from equivalence.layout_runs import preload_models, run_layout
-
-    preload_models()
-    cases = [dataclasses.replace(CASE, sizes=Sizes(context=2), seed=seed) for seed in (2, 4)]
-
-    def entered(sizes):
-        return "model_targets:fails_once_alone", (sizes, str(tmp_path / "failed"))
-
-    first, second = run_layout(cases, entered=entered)
-    (difference,) = first.results[0].findings[0].differences
-    assert difference.left == "a result, not RuntimeError"
-    assert "on 1 ranks" in difference.right
+    assert difference.left == left
+    assert all(each in difference.right for each in said)
     assert second.equal
     assert {each.check for each in second.results} == {"models", "third_witness", "invariance"}
 

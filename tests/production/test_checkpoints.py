@@ -7,12 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from safetensors import safe_open
-
-from equivalence.workers import Deadlines, open_world, preload
-
-sys.path.insert(0, str(Path(__file__).parent))
 import training_job_worlds as jobs
+from safetensors import safe_open
 
 pytestmark = [
     pytest.mark.xdist_group("gloo"),
@@ -20,18 +16,6 @@ pytestmark = [
 ]
 
 MEGATRON = "policy.megatron_cfg"
-
-
-@pytest.fixture(scope="module")
-def world():
-    """Runs a target in a new world of so many ranks: a job leaves some hundred threads of megatron-core's groups behind."""
-    preload(*jobs.MODULES)
-
-    def run(size, target, payload):
-        with open_world(size, deadlines=Deadlines(open_s=120, case_s=300, idle_s=60)) as opened:
-            return opened.run(f"training_job_worlds:{target}", payload)
-
-    return run
 
 
 @pytest.fixture(scope="module")

@@ -2,16 +2,13 @@
 
 import json
 import math
-import sys
 from pathlib import Path
 
 import pytest
+import training_job_worlds as jobs
 from safetensors.torch import load_file
 
-from equivalence.workers import CaseFailed, Deadlines, open_world, preload
-
-sys.path.insert(0, str(Path(__file__).parent))
-import training_job_worlds as jobs
+from equivalence.workers import CaseFailed
 
 pytestmark = [
     pytest.mark.xdist_group("gloo"),
@@ -26,23 +23,6 @@ CONTEXT = {f"{MEGATRON}.context_parallel_size": 2}
 PIPELINE = {f"{MEGATRON}.pipeline_model_parallel_size": 2}
 UNSAVED = {"checkpointing.enabled": False}
 DDP = f"{MEGATRON}.distributed_data_parallel_config"
-
-
-@pytest.fixture(scope="module")
-def world():
-    """Runs a target in a new world of so many ranks: a job leaves some hundred threads of megatron-core's groups behind."""
-    preload(*jobs.MODULES)
-
-    def run(size, target, payload, **deadlines):
-        with open_world(size, deadlines=Deadlines(open_s=120, case_s=300, idle_s=60, **deadlines)) as opened:
-            return opened.run(f"training_job_worlds:{target}", payload)
-
-    return run
-
-
-@pytest.fixture(scope="module")
-def rows(tmp_path_factory):
-    return jobs.write_rows(tmp_path_factory.mktemp("rows") / "rows.jsonl")
 
 
 @pytest.fixture

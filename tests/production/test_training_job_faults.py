@@ -1,15 +1,14 @@
 """What goes wrong in a running job ends it with a message that names it: a rank that hangs, a full disk, a loss that is no number."""
 
 import json
-import sys
 import threading
 import time
 from collections import Counter
-from pathlib import Path
 
 import pytest
+import training_job_worlds as jobs
 
-from equivalence.workers import CaseFailed, Deadlines, open_world, preload
+from equivalence.workers import CaseFailed
 from production.files.source import open_source
 from production.parallel import Place
 from production.training.config import load
@@ -18,32 +17,12 @@ from production.training.loggers import read_records
 from production.training.order import Order
 from production.training.summary import summarize
 
-sys.path.insert(0, str(Path(__file__).parent))
-import training_job_worlds as jobs
-
 pytestmark = [
     pytest.mark.xdist_group("gloo"),
     pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning"),
 ]
 
 MEGATRON = "policy.megatron_cfg"
-
-
-@pytest.fixture(scope="module")
-def world():
-    """Runs a target in a new world of so many ranks: a job leaves some hundred threads of megatron-core's groups behind."""
-    preload(*jobs.MODULES)
-
-    def run(size, target, payload, **deadlines):
-        with open_world(size, deadlines=Deadlines(open_s=120, case_s=300, idle_s=60, **deadlines)) as opened:
-            return opened.run(f"training_job_worlds:{target}", payload)
-
-    return run
-
-
-@pytest.fixture(scope="module")
-def rows(tmp_path_factory):
-    return jobs.write_rows(tmp_path_factory.mktemp("rows") / "rows.jsonl")
 
 
 HUNG = {

@@ -1,15 +1,12 @@
 """A resumed job is the job that was never stopped, to the bit; what is not that job is refused with both values named."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
-
-from equivalence.workers import CaseFailed, Deadlines, open_world, preload
-
-sys.path.insert(0, str(Path(__file__).parent))
 import training_job_worlds as jobs
+
+from equivalence.workers import CaseFailed
 
 pytestmark = [
     pytest.mark.xdist_group("gloo"),
@@ -40,23 +37,6 @@ CELLS = {
     "pp 2, plain optimizer, depths": split("pipeline_model") | MTP,
     "ep 2, distributed optimizer, experts": split("expert_model") | DISTRIBUTED | EXPERTS,
 }
-
-
-@pytest.fixture(scope="module")
-def world():
-    """Runs a target in a new world of so many ranks: a job leaves some hundred threads of megatron-core's groups behind."""
-    preload(*jobs.MODULES)
-
-    def run(size, target, payload):
-        with open_world(size, deadlines=Deadlines(open_s=120, case_s=300, idle_s=60)) as opened:
-            return opened.run(f"training_job_worlds:{target}", payload)
-
-    return run
-
-
-@pytest.fixture(scope="module")
-def rows(tmp_path_factory):
-    return jobs.write_rows(tmp_path_factory.mktemp("rows") / "rows.jsonl")
 
 
 def resumed(folder, rows, changes, *, first=2, last=4, workers=(1, 2, 0)):

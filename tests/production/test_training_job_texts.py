@@ -3,13 +3,13 @@
 import dataclasses
 import json
 import re
-import sys
 import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import training_job_worlds as jobs
 from torch._C._distributed_c10d import HashStore
 
 from production.errors import PackproofError
@@ -24,9 +24,6 @@ from production.training.export import _settings
 from production.training.feed import Feed
 from production.training.identity import MEND, ResumeRefused, check_resume, option
 from production.training.start import identity
-
-sys.path.insert(0, str(Path(__file__).parent))
-import training_job_worlds as jobs
 
 MEGATRON = "policy.megatron_cfg"
 PLACE = Place(

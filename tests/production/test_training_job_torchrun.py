@@ -10,8 +10,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
 import training_job_worlds as jobs
 
 pytestmark = pytest.mark.xdist_group("gloo")

@@ -1,10 +1,10 @@
 """What of the machine would end a run later is refused before anything is built (SPEC R-SETUP-20): folders, packages."""
 
 import importlib.util
-import sys
 from pathlib import Path
 
 import pytest
+import training_job_worlds as jobs
 from rich.console import Console
 
 from production.errors import PackproofError
@@ -14,9 +14,6 @@ from production.training.config import load, missing_files, unready
 from production.training.feed import load_tokenizer
 from production.training.loggers import JsonLines, Record
 from production.training.summary import close_run
-
-sys.path.insert(0, str(Path(__file__).parent))
-import training_job_worlds as jobs
 
 FOLDERS = [
     "checkpointing.checkpoint_dir",

@@ -11,13 +11,11 @@ from unittest import mock
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from training_metrics_world import COUNTS
 
 from production.errors import PackproofError
 from production.training.counts import RowCounts
 from production.training.metrics import Group, StepMetrics, Timing
-
-sys.path.insert(0, str(Path(__file__).parent))
-from training_metrics_world import COUNTS
 
 TIMING = Timing(step_seconds=2.0, own_seconds=1.5, data_wait_seconds=0.25)
 
