@@ -15,10 +15,10 @@ from production.chat import ChatTokenizer
 from production.errors import PackproofError
 from production.files.source import Location, PackedSource, open_source
 from production.guards import BatchSettings
-from production.packing import take_rank
 from production.parallel import Place
-from production.rectangle import Rectangle, build_rectangle, fill_bins, longest_bin, round_up, take_sequences
-from production.squeeze import Padding, Precision, choose_padding
+from production.rectangle import Rectangle, round_up
+from production.squeeze import Padding
+from production.training.bins import bin_settings, count_bins, pack_bins
 from production.training.config import (
     Dataset,
     Job,
@@ -66,6 +66,7 @@ class Feed:
         train = _as_one(job)
         self.sources = _open(job, train, apart=any(file.weight is not None for file in train.data_path))
         self._rows = row_settings(job, train)
+        self._bins = bin_settings(job, place.data_size)
         self._order_settings = order_settings(job, place.data_size)
         _check_enough(job, [len(source) for source in self.sources])
         self.order = Order([len(source) for source in self.sources], self._order_settings)
@@ -102,6 +103,18 @@ class Feed:
         found = fingerprint(sources=self.sources, tokenizer=self.tokenizer, rows=self._rows, order=self._order_settings)
         layout = {f"{name}_parallel_size": size for name, size in dataclasses.asdict(sizes(self._job)).items()}
         return found | layout | {"path": "direct" if self._job.is_packed else "online"}
+
+    def made_with(self) -> dict[str, Any]:
+        """What it takes to make the same rows again from the same files, as plain values: kept beside what a rank fed (`dumps`)."""
+        job, dataset = self._job, self._job.data.train[0]
+        is_own_template = job.policy.tokenizer.chat_template is not None
+        return {
+            "tokenizer": job.policy.tokenizer.name,
+            "chat_template": self.tokenizer.chat_template if is_own_template else None,
+            "chat_key": dataset.chat_key,
+            "rows": dataclasses.asdict(self._rows) | {"semantics": dataset.semantics},
+            "bins": None if job.is_packed else dataclasses.asdict(self._bins),
+        }
 
     def locate(self, sample: Sample) -> Location:
         """Where a sample's row stands."""
@@ -183,8 +196,8 @@ class Feed:
         if isinstance(batch, Batch):
             microbatches = [*split_rows(batch)]
         else:
-            rectangles, padding = self._packed_now(batch)
-            microbatches, counts = [*rectangles], _counted(rectangles, padding)
+            bins, padding = pack_bins(batch, self._bins, data_rank=self._place.data_rank)
+            microbatches, counts = [*bins], count_bins(bins, padding)
         return Fed(
             microbatches=microbatches,
             padding=padding,
@@ -193,36 +206,6 @@ class Feed:
             consumed_samples=prepared.consumed_samples,
             wait_seconds=prepared.wait_seconds,
         )
-
-    def _packed_now(self, batch: ConversationBatch) -> tuple[list[Rectangle], Padding]:
-        """The bins of this rank in the global batch (R-ONLINE-3); all ranks pack the same."""
-        job, layout = self._job, sizes(self._job)
-        multiple = job.policy.make_sequence_length_divisible_by or 1
-        rectangle = dataclasses.replace(
-            build_rectangle(batch.conversations, make_sequence_length_divisible_by=multiple),
-            sample_mask=batch.sample_mask,
-        )
-        packing = job.policy.sequence_packing
-        bins = fill_bins(
-            rectangle,
-            packing.train_mb_tokens or job.policy.max_total_sequence_length,
-            algorithm=packing.algorithm,
-            make_sequence_length_divisible_by=multiple,
-            data_parallel_size=self._place.data_size,
-            seed=job.data.seed if packing.algorithm == "first_fit_shuffle" else None,
-        )
-        padding = choose_padding(
-            make_sequence_length_divisible_by=multiple,
-            context_parallel_size=layout.context,
-            tensor_parallel_size=layout.tensor,
-            sequence_parallel=layout.tensor > 1,
-            pipeline_parallel_size=layout.pipeline,
-            precision=_precision(job),
-            hybrid_expert_parallel=job.megatron.transformer.get("moe_flex_dispatcher_backend") == "hybridep",
-            longest_bin=longest_bin(rectangle, bins, make_sequence_length_divisible_by=multiple),
-        )
-        own = take_rank(bins, rank=self._place.data_rank, size=self._place.data_size)
-        return [take_sequences(rectangle, members) for members in own], padding
 
 
 def load_tokenizer(job: Job) -> Any:
@@ -308,28 +291,3 @@ def _open(job: Job, dataset: Dataset, *, apart: bool) -> list[PackedSource]:
         )
         for group in groups
     ]
-
-
-def _counted(rectangles: Sequence[Rectangle], padding: Padding) -> RowCounts:
-    """What this rank's bins hold once they are squeezed."""
-    counts = RowCounts()
-    for each in rectangles:
-        lengths: list[int] = each.input_lengths.tolist()
-        filled = sum(round_up(length, padding.sequence_multiple) for length in lengths)
-        total = padding.row_length or round_up(filled, padding.row_multiple)
-        counts += RowCounts(
-            rows=len(lengths),
-            tokens=total,
-            padding_tokens=total - sum(lengths),
-            trained_tokens=int(each.valid_tokens()),
-            square_sum=sum(length * length for length in lengths),
-        )
-    return counts
-
-
-def _precision(job: Job) -> Precision:
-    """As the padding of a row takes it."""
-    if not job.megatron.fp8_cfg.enabled:
-        return "unquantized"
-    recipes: dict[str, Precision] = {"blockwise": "fp8_blockwise", "mxfp8": "fp8_mxfp8"}
-    return recipes.get(job.megatron.fp8_cfg.fp8_recipe, "fp8_other")

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from production.errors import PackproofError
 from production.multi_token_feed import rolls_from_tables
-from production.training.config import Job, device_here, sizes, unready, validate
+from production.training.config import Job, device_here, multi_token_depths, sizes, unready, validate
 from production.training.config.sections import Mlflow
 from production.training.dumps import dump
 from production.training.ending import Ending, Reason, asked_to_end, length_reached, nothing_left
@@ -235,7 +235,7 @@ class _Run:
         raise NotFinite(
             what=f"loss {numbers.loss}, gradient norm {numbers.gradient_norm}",
             where=f"step {numbers.step}, {fed}",
-            mend="look at the rows that rank_R.rows.json there names (packproof-diff-row FILE --row N), lower the learning rate, or "
+            mend="look at those rows beside the reference's (packproof-diff-row --fed with that folder), lower the learning rate, or "
             "leave the rows out; the newest checkpoint is of before",
         )
 
@@ -272,7 +272,9 @@ class _Run:
             Path(self._job.logger.log_dir) / "dumps" / f"step_{step:08d}",
             fed,
             place=self._place,
-            settings=self._engine.settings,
+            normalization=self._engine.settings.normalization,
+            depths=multi_token_depths(self._job),
+            made_with=self._feed.made_with(),
             locations=[self._feed.locate(sample) for sample in fed.samples],
         )
 

@@ -22,7 +22,7 @@ def test_every_documented_key_is_there(capsys, tmp_path):
     assert found["schema"] == "packproof.diff_row/1"
     assert found["equal"] is False
     assert found["source"] == {
-        "file": case, "row": None, "line": None, "case": True, "dump": None, "dump_row": None, "settings_from": {},
+        "file": case, "row": None, "line": None, "case": True, "dump": None, "dump_row": None, "bin": [], "settings_from": {},
     }  # fmt: skip
     assert found["settings"]["pack_length"] == 24
     assert [side["name"] for side in found["sides"]] == ["reference", "diff_row_fakes:LEAKY"]

@@ -1,4 +1,4 @@
-"""The way of a row to one rank: every step on both sides, faults named at the step where they are made, dumps of a job."""
+"""The way of a row to one rank: every step on both sides, faults named at the step where they are made."""
 
 import dataclasses
 import json
@@ -6,19 +6,9 @@ import json
 import pytest
 import torch
 from diff_row_fakes import many, write_case, write_rows
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
-from equivalence.generators.tokenizers import load as load_tokenizer
-from equivalence.subjects import RowSettings, load
 from production import context_parallel as production_context
-from production.batches import Batch
-from production.files.source import open_source
-from production.parallel import Place
-from production.training.counts import RowCounts
-from production.training.dumps import dump
-from production.training.feed import Fed
-from production.training.order import Sample
-from production.training.step import StepSettings, split_rows
 from tools.diff_row.__main__ import main
 from tools.diff_row.ranks.place import find_place
 
@@ -283,50 +273,6 @@ def test_the_page_carries_every_step_and_escapes_what_the_row_contains(run, tmp_
 # What a job dumps.
 
 
-def write_dumps(folder, file, *, world=4, context=2, change=None):
-    """A step of a job of dp 2: rows 1 and 2, by the job's own dump."""
-    settings = RowSettings(pack_length=48, prompt_format="identity", context_parallel_size=context)
-    production = load("production")
-    with open_source([file]) as source:
-        for rank in range(world):
-            place = Place(
-                rank=rank,
-                world_size=world,
-                tensor_rank=0,
-                context_rank=rank % context,
-                context_size=context,
-                data_rank=rank // context,
-                data_size=world // context,
-                pipeline_rank=0,
-                pipeline_size=1,
-            )
-            row = 1 + place.data_rank
-            built = [production.build_row(source[each], load_tokenizer("word"), settings) for each in (0, 1, 2)]
-            # Collated with others, as a job does: boundaries are filled up to the longest of them.
-            made = production.collate(built, settings)
-            batch = Batch(**{field.name: getattr(made, field.name) for field in dataclasses.fields(Batch)})
-            assert (batch.packed_cu_seqlens[1:3] < 0).any()
-            fed = Fed(
-                microbatches=[split_rows(batch)[row]],
-                padding=None,
-                counts=RowCounts(),
-                samples=(Sample(source=0, row=row, epoch=0),),
-                consumed_samples=2,
-                wait_seconds=0.0,
-            )
-            dump(
-                folder,
-                fed,
-                place=place,
-                settings=StepSettings(normalization="global_valid_tokens"),
-                locations=[source.locate(row)],
-            )
-            if change is not None and rank == 3:
-                path = folder / f"rank_{rank}.safetensors"
-                save_file(change(load_file(path)), path)
-    return folder
-
-
 def test_what_is_wrong_with_a_sides_row_is_told_in_words_at_a_rank_too(run, rows):
     _, out, _ = run(*of(rows), "--cp", 2, "--rank", 1, "--sides", "reference,diff_row_fakes:SHIFTED")
     assert "FLAW  diff_row_fakes:SHIFTED: labels are shifted by two" in out
@@ -340,97 +286,6 @@ def test_what_is_no_count_is_refused_in_words(run, rows, capsys, option):
     told = " ".join(capsys.readouterr().err.replace("│", " ").split())
     assert f"{option}: '1,2' is not one whole number, such as 2" in told
     assert "None" not in told
-
-
-ASKED = ["--tokenizer", "word", "--prompt-format", "identity"]
-
-
-def test_what_a_job_fed_is_what_the_reference_makes(run, rows, tmp_path):
-    folder = write_dumps(tmp_path / "step", rows)
-    status, found = described(run, "--fed", folder, *ASKED)
-    assert (status, found["equal"]) == (0, True)
-    assert [(each["rank"], each["row"], each["line"], each["first"]) for each in found["fed"]["looked_at"]] == [
-        *((0, 1, 2, ""), (1, 1, 2, "")),
-        *((2, 2, 3, ""), (3, 2, 3, "")),
-    ]
-    _, out, _ = run("--fed", folder, *ASKED, columns=200)
-    joined = "".join(out.split())  # a long path wraps anywhere
-    assert joined.count(f"{rows}row1(fileline2)") == 3, "of two ranks, and the head of the row that is shown"
-    assert f"{rows}row2(fileline3)" in joined
-    claim = next(line for line in out.splitlines() if line.startswith("EQUAL") and "every tensor" in line)
-    assert claim.endswith("up to share (fed has no microbatch: not compared there)")
-    share = step_of(found, "share")["sides"]["fed"]
-    assert set(share) >= {"input_ids", "target_ids", "token_mask", "position_ids", "cu_seqlens"}
-
-
-def test_a_rank_that_fed_another_ranks_share_is_named(run, rows, tmp_path):
-    def other(tensors):
-        mine = load_file(tmp_path / "step" / "rank_2.safetensors")
-        return {name: mine[name] if ".share." in name else tensor for name, tensor in tensors.items()}
-
-    folder = write_dumps(tmp_path / "step", rows, change=other)
-    status, out, _ = run("--fed", folder, *ASKED)
-    assert status == 1
-    assert "4 microbatches of 4 ranks against the reference, 1 differ" in " ".join(out.split())
-    assert "DIFFERENT first at step share in " in out
-    assert "what cp rank 0 owns" in out
-    status, found = described(run, "--fed", folder, *ASKED)
-    assert (status, found["equal"], found["place"]["rank"]) == (1, False, 3)
-    assert [each["rank"] for each in found["fed"]["looked_at"] if not each["equal"]] == [3]
-    assert run("--fed", folder, "--rank", 2, *ASKED)[0] == 0
-
-
-def test_a_row_that_the_job_built_otherwise_is_found_at_the_row(run, rows, tmp_path):
-    def leaky(tensors):
-        labels = tensors["microbatch_0.row.target_ids"].clone()
-        labels[0, 4] = -100
-        return tensors | {"microbatch_0.row.target_ids": labels}
-
-    folder = write_dumps(tmp_path / "step", rows, change=leaky)
-    status, found = described(run, "--fed", folder, *ASKED)
-    assert (status, found["first"]) == (1, "row")
-    told = step_of(found, "row")["differences"][0]
-    assert (told["tensor"], told["position"], told["right"], told["right_value"]) == ("target_ids", 4, "fed", -100)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (["--rank", 9], "has no rank 9"),
-        (["--microbatch", 3], "fed 1 microbatches"),
-        (["--depth", 1], "no depth and no weights"),
-        (["--row", 1], "the dump names its own rows"),
-        (["--sides", "reference,production"], "held against the reference"),
-    ],
-)
-def test_a_dump_is_asked_only_for_what_it_holds(run, rows, tmp_path, arguments, says):
-    folder = write_dumps(tmp_path / "step", rows, world=2)
-    status, _, err = run("--fed", folder, *ASKED, *arguments)
-    assert status == 2
-    assert says in err
-    assert "To mend it: " in err
-
-
-def test_a_dump_that_is_none_is_refused(run, rows, tmp_path):
-    assert "has no rank_R.safetensors" in run("--fed", tmp_path, *ASKED)[2]
-    folder = write_dumps(tmp_path / "step_00000002", rows, world=2)
-    assert f"To mend it: give one of the steps in it: --fed {folder}" in run("--fed", tmp_path, *ASKED)[2]
-    assert f"--fed {folder} --rank 1" in run("--fed", folder / "rank_1.safetensors", *ASKED)[2]
-    (folder / "rank_0.rows.json").write_text("[]")
-    assert "dump the step again" in run("--fed", folder, *ASKED)[2]
-    online = load_file(folder / "rank_1.safetensors")
-    save_file({n: t for n, t in online.items() if "packed_cu" not in n}, folder / "rank_1.safetensors")
-    assert "fed the online path" in run("--fed", folder, "--rank", 1, *ASKED)[2]
-
-
-def test_a_jobs_dump_given_as_a_batch_leads_to_the_option_that_reads_it(run, rows, tmp_path):
-    folder = write_dumps(tmp_path / "step_00000002", rows, world=2)
-    for given, instead in ((folder, f"--fed {folder} "), (folder / "rank_1.safetensors", f"--fed {folder} --rank 1 ")):
-        status, _, err = run("--dump", given, "--tokenizer", "word")
-        assert status == 2
-        assert f"a training job's dump of a step, which --dump does not read: give {instead}" in err
-    (tmp_path / "other").mkdir()
-    assert "is a folder: give a safetensors file" in run("--dump", tmp_path / "other", "--tokenizer", "word")[2]
 
 
 def test_slice_and_weights_stand_on_one_screen(run, rows):

@@ -5,7 +5,7 @@
     packproof-diff-row --dump BATCH.safetensors              what a job really fed, on its own
     packproof-diff-row FILE --row N --tokenizer DIR --dump BATCH.safetensors --dump-row B
     packproof-diff-row FILE --row N --tokenizer DIR --cp 4 --rank 2 --depth 1     its way to one rank
-    packproof-diff-row --fed DUMPS/step_00000010 --tokenizer DIR                  what each rank of a job fed
+    packproof-diff-row --fed DUMPS/step_00000010                                  what each rank of a job fed
 
 Exit status: 0 all sides are equal, 1 they differ (or a lone dump is inconsistent in itself), 2 bad input.
 """

@@ -25,6 +25,8 @@ REACH = 4
 """Positions shown before and after the first difference."""
 MOST_LISTED = 200
 """Differences that are listed one by one; all are counted."""
+MOST_LINES = 12
+"""Lines of a bin's conversations that are told."""
 WHOLE = ("max_seqlen", "report", "dtype_or_shape", "refusal")
 """Classes of what differs as a whole and not at a position."""
 RULES = {
@@ -60,12 +62,18 @@ class Source:
     """The dumped batch."""
     dump_row: int | None = None
     """The row of the batch, from 0."""
+    bin: tuple[tuple[str, int], ...] = ()
+    """File and line (from 1) of each conversation, where the row is a bin of the online path."""
     settings_from: Mapping[str, str] = field(default_factory=dict)
     """Where settings come from that nobody gave, by name."""
 
     @property
     def place(self) -> str:
-        """The row in its file, in words that cannot be read from the wrong end: rows count from 0, lines from 1."""
+        """The row in its file, in words that cannot be read from the wrong end: rows count from 0, lines from 1. Empty where it has none."""
+        if self.bin:
+            return _bin_in_words(self.bin)
+        if self.row is None:
+            return ""
         return f"row {self.row}" + ("" if self.line is None else f" (file line {self.line})")
 
 
@@ -195,6 +203,14 @@ def boundary_set(row: Row) -> set[int]:
     if row.cu_seqlens is None or row.input_ids is None:
         return set()
     return {int(value) for value in row.cu_seqlens.reshape(-1)} - {0, row.input_ids.numel()}
+
+
+def _bin_in_words(members: Sequence[tuple[str, int]]) -> str:
+    """Conversations in the order in which they lie in the bin; a file's name where there are several."""
+    several = len({file for file, _ in members}) > 1
+    lines = [f"{file} {line}" if several else str(line) for file, line in members]
+    told = ", ".join(lines[:MOST_LINES]) + (f" and {len(lines) - MOST_LINES} more" if len(lines) > MOST_LINES else "")
+    return f"bin of {len(members)} (file line{'s' if len(members) > 1 else ''} {told})"
 
 
 def _place(difference: Difference, left: Row, right: Row) -> int | None:

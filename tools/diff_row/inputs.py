@@ -5,6 +5,7 @@ Whatever a user can get wrong here is a `BadInput` of one line.
 
 from __future__ import annotations
 
+import copy
 import importlib.metadata
 import warnings
 from collections.abc import Mapping, Sequence
@@ -72,8 +73,8 @@ def find(request: Request) -> Findings:
     if request.case is not None and request.file is not None:
         raise BadInput(f"both {request.file} and --case {request.case} are given: a row comes from one of them")
     dump = None if request.dump is None else read_dump(request.dump, request.dump_row)
-    dumped = dump.row.input_ids.numel() if dump is not None and dump.row.input_ids is not None else None
-    asked = _asked(request, dumped)
+    length = dump.row.input_ids.numel() if dump is not None and dump.row.input_ids is not None else None
+    asked = _asked(request, {} if length is None else {"pack_length": length})
     sides = [] if dump is None else [Side(name=DUMP, version=f"{dump.names} names, {dump.rows} rows", row=dump.row)]
     if asked is not None:
         sides += [_build(name, asked) for name in _side_names(request, asked.settings)]
@@ -134,7 +135,7 @@ def build_rows(request: Request, rows: Sequence[int], sides: Sequence[str]) -> d
     """Several rows of the file on each of these sides, for what depends on a row's neighbors. Raises BadInput."""
     if request.file is None or not rows:
         raise BadInput("several rows come from a file: give FILE")
-    asked = _asked(replace(request, row=rows[0]), None)
+    asked = _asked(replace(request, row=rows[0]), {})
     assert asked is not None
     every = [replace(asked, messages=_messages(request.file, row, request.chat_key)[0]) for row in rows]
     return {side: [_build(side, one).row for one in every] for side in sides}
@@ -143,17 +144,20 @@ def build_rows(request: Request, rows: Sequence[int], sides: Sequence[str]) -> d
 class Beside:
     """Builds rows of files with the reference, beside a side that is there already, with one tokenizer for all."""
 
-    def __init__(self, request: Request) -> None:
-        """Settings and tokenizer of the request; its file and row are not used."""
-        self._request = request
+    def __init__(self, request: Request, made_with: Mapping[str, Any]) -> None:
+        """The request's tokenizer, and settings where they are given (its file and row are not used), else those that the side was made with:
+        `rows` and `chat_template` of a job's dump.
+        """
+        self._request, self._made_with = request, made_with
         self._known: _Asked | None = None
 
     def findings(self, side: Side, *, file: Path, row: int) -> Findings:
-        """Row `row` of the file as the reference builds it, for the length of the side's row. Raises BadInput."""
-        assert side.row.input_ids is not None
+        """Row `row` of the file as the reference builds it. Raises BadInput."""
         if self._known is None:
-            self._known = _asked(replace(self._request, file=file, row=row), side.row.input_ids.numel())
-            assert self._known is not None
+            asked = _asked(replace(self._request, file=file, row=row), self._made_with["rows"])
+            assert asked is not None
+            tokenizer = load_named(asked.tokenizer_name, self._made_with["chat_template"])
+            self._known = replace(asked, tokenizer=tokenizer)
         messages, line = _messages(file, row, self._request.chat_key)
         asked = replace(self._known, messages=messages)
         return findings_of(
@@ -166,12 +170,21 @@ class Beside:
         )
 
 
+def load_named(name: str, chat_template: str | None = None) -> Any:
+    """The tokenizer of a folder or a name, with this chat template instead of its own if there is one. Raises BadInput."""
+    tokenizer = _tokenizer(name)
+    if chat_template is not None:
+        tokenizer = copy.copy(tokenizer)  # loaded once for all that ask for it
+        tokenizer.chat_template = chat_template
+    return tokenizer
+
+
 def subject_of(side: str) -> Subject | None:
     """The subject that a side is; None for a dump, which builds nothing."""
     return None if side == DUMP else _subject(side)
 
 
-def _asked(request: Request, dumped_length: int | None) -> _Asked | None:
+def _asked(request: Request, dumped: Mapping[str, Any]) -> _Asked | None:
     given = dict(request.settings)
     if request.case is not None:
         try:
@@ -189,7 +202,7 @@ def _asked(request: Request, dumped_length: int | None) -> _Asked | None:
         raise BadInput(f"which row of {request.file}? Give --row N, the first is 0")
     if request.tokenizer is None:
         raise BadInput("which tokenizer? Give --tokenizer DIR, the folder of a Hugging Face tokenizer")
-    chosen, settings_from = _chosen(request.file, given, dumped_length)
+    chosen, settings_from = _chosen(request.file, given, dumped)
     try:
         settings = RowSettings(**chosen)
     except ValueError as error:
@@ -206,7 +219,7 @@ def _asked(request: Request, dumped_length: int | None) -> _Asked | None:
 
 
 def _chosen(
-    file: Path, given: Mapping[str, Any], dumped_length: int | None
+    file: Path, given: Mapping[str, Any], dumped: Mapping[str, Any]
 ) -> tuple[dict[str, Any], Mapping[str, str]]:
     """Settings of a row of a file, and where those come from that were not given: a dump, the file's manifest, the default.
 
@@ -227,11 +240,11 @@ def _chosen(
     where = dict.fromkeys(said, "manifest")
     if path is not None and "pack_length" in said:
         where["pack_length"] = f"from {path.name}"
-    if dumped_length is not None:
-        packed = said.get("pack_length", dumped_length)
-        where["pack_length"] = "of the dump" + (f"; packed for {packed:,}" if packed != dumped_length else "")
-        said["pack_length"] = dumped_length
-    elif "pack_length" not in said:
+    for name, value in dumped.items():
+        packed = said.get(name, value)
+        where[name] = "of the dump" + (f"; packed for {packed}" if packed != value else "")
+        said[name] = value
+    if "pack_length" not in said:
         said["pack_length"], where["pack_length"] = (
             DEFAULT_PACK_LENGTH,
             ("the default: the file has no manifest" if path is None else f"the default: {path.name} says none"),

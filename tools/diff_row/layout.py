@@ -86,6 +86,16 @@ def map_row(messages: Messages | None, tokenizer: Any | None, settings: RowSetti
     return _map_dump(row)
 
 
+def map_conversations(conversations: Sequence[tuple[tuple[str, ...], Ints]], row: Row) -> RowMap:
+    """Map a row whose conversations are known as their roles and the message of each token: a bin of the online path."""
+    ends = boundaries(row) if row.input_ids is not None else [0]
+    found = []
+    for number, (roles, turn_of) in enumerate(conversations):
+        start, end = (ends[number], ends[number + 1]) if number < len(ends) - 1 else (None, None)
+        found.append(_conversation(number, roles, turn_of, start, end, row))
+    return _paint(found, [turn_of for _, turn_of in conversations], ends[-1], padding_known=True)
+
+
 def boundaries(row: Row) -> list[int]:
     """The boundaries of a built row, 0 first, in order, P last; [0, P] if those that it has make no sense."""
     assert row.input_ids is not None

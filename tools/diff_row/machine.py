@@ -1,8 +1,8 @@
 """`--json`: everything the screen shows, for machines. The schema is stable; a change of it raises SCHEMA.
 
 - `schema`: `packproof.diff_row/1`; `equal`: whether the exit status is 0.
-- `source`: file, row (from 0), line (from 1), case, dump, dump_row (from 0), settings_from (by setting, where it comes from if
-  nobody gave it). `settings`: RowSettings by field, null if only a dump is looked at.
+- `source`: file, row (from 0), line (from 1), case, dump, dump_row (from 0), bin (pairs of file and line: the conversations of a
+  bin of the online path), settings_from (by setting, where it comes from if nobody gave it). `settings`: RowSettings by field, null if only a dump is looked at.
   `tokenizer`: its name or folder, or null.
 - `sides`, a list: name, version, refusal (null, or kind, message, conversation, turn), pack_length, boundaries,
   max_seqlen, trained_tokens, report (SPEC section 6, or null), flaws (a list: what, rule, count, position, note).

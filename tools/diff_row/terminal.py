@@ -44,7 +44,7 @@ def header(findings: Findings, width: int) -> Iterator[Text]:
     what = Text()
     if source.file is not None:
         what.append(visible(source.file), "bold")
-        what.append(" (saved case)" if source.case else f"  {source.place}", "bold")
+        what.append(" (saved case)" if source.case else f"  {source.place}".rstrip(), "bold")
     if source.dump is not None:
         what.append("  against  " if source.file is not None else "")
         what.append(f"{visible(source.dump)}  row {source.dump_row} of the batch, from 0", "bold")

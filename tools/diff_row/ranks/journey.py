@@ -22,7 +22,7 @@ def travel(
     row: Findings,
     place: RankPlace,
     *,
-    subjects: Mapping[str, Any],
+    subjects: Mapping[str, Any] | None,
     depths: int,
     layout: str = "zigzag",
     stop_at: str = "slice",
@@ -32,18 +32,18 @@ def travel(
 ) -> RankFindings:
     """The way of a row whose sides are built, up to and with `stop_at` (not `weights`, which wants a global batch).
 
-    `subjects` collate, by side; a side without one is collated by the reference. `ways` are given for sides that have
+    `subjects` collate, by side; a side without one is collated by the reference; None for a bin, which no one collates. `ways` are given for sides that have
     gone theirs already (a dump of a job). Raises BadInput where a slice is asked for that does not divide.
     """
     cut = Cut(rank=place.context_rank, size=place.cp, layout=layout, depths=depths)
     last = STOPS.index(stop_at)
     gone = {
-        side.name: (ways or {}).get(side.name) or walk(side.name, side.row, cut, subjects.get(side.name))
+        side.name: (ways or {}).get(side.name) or walk(side.name, side.row, cut, (subjects or {}).get(side.name))
         for side in row.built
     }
     base = row.built[0].name if row.built else None
     steps = [_row_step(row)]
-    if base is not None and last >= STOPS.index("batch"):
+    if subjects is not None and base is not None and last >= STOPS.index("batch"):
         steps.append(_batch_step(row, subjects))
     names = ["microbatch"] if last >= STOPS.index("microbatch") else []
     names += [f"depth {k}" for k in range(1, depths + 1)] if last >= STOPS.index("depth") else []
@@ -51,7 +51,7 @@ def travel(
         names += ["share", *(f"share, depth {k}" for k in range(1, depths + 1))]
     if base is not None:
         paths = {side: way for side, (_, way) in gone.items()}
-        steps += [_way_step(name, row, paths, cut) for name in names]
+        steps += [_way_step(name, row, paths, cut) for name in names if any(name in way for way in paths.values())]
         if last >= STOPS.index("slice") and steps[-1].origin is not None:
             steps += [_slice_step(step, place) for step in steps if step.name == "share"]
     return RankFindings(
@@ -227,7 +227,16 @@ def view_of(step: Step, row: Findings) -> Findings | None:
     sides = []
     for side in row.built:
         has = step.sides.get(side.name)
-        if has is None or isinstance(has, Refused) or any(name not in has for name in TENSORS):
+        if has is None or isinstance(has, Refused):
+            continue
+        if (
+            "position_ids" not in has
+            and side.row.position_ids is not None
+            and len(has["input_ids"]) == len(step.origin)
+        ):
+            # Online the model is given none without depths: those of the row, then.
+            has = {**has, "position_ids": side.row.position_ids.reshape(-1)[step.origin]}
+        if any(name not in has for name in TENSORS):
             continue
         tensors = {name: has[name].reshape(-1) for name in TENSORS}
         sides.append(Side(name=side.name, version=side.version, row=_as_row(tensors, step.origin, row.map)))

@@ -64,7 +64,7 @@ def show_fed(fed: FedFindings, console: Console, *, page: str | None = None) -> 
         [
             Text(f"{'▶ ' if each is fed.shown_as else ''}{each.rank}", "bold" if each is fed.shown_as else ""),
             Text(str(each.microbatch)),
-            Text(f"{visible(each.file)} row {each.row} (file line {each.line})"),
+            Text(f"{visible(each.file)} {each.told}"),
             Text(each.first or "equal", "bold red" if each.first else "green"),
         ]
         for each in listed

@@ -1,0 +1,191 @@
+"""The online path's bins as the reference packs them, for what a rank of a job fed (SPEC section 15).
+
+One packing holds for the whole global batch, so all its conversations are made before the first bin is known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from equivalence.subjects import Refusal, Row
+from equivalence.subjects.reference import adapt
+from reference import chat, context_parallel, packing, prompts
+from reference import microbatches as reference
+from reference.refusals import RowRefused
+from tools.diff_row.findings import Findings, Side, Source, compare
+from tools.diff_row.layout import Ints, map_conversations
+from tools.diff_row.ranks.dumped import Dumped
+from tools.diff_row.ranks.place import problem
+from tools.diff_row.ranks.steps import TENSORS, Has
+from tools.diff_row.tokens import TokenTexts
+
+_SQUEEZED = ("input_ids", "target_ids", "target_mask", "position_ids", "cu_seqlens_padded", "max_seqlen")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Bin:
+    """A bin on both sides."""
+
+    findings: Findings
+    """Of its row, the conversations end to end."""
+    ways: Mapping[str, Mapping[str, Has]]
+    """Side to what it makes of the row."""
+    members: tuple[int, ...]
+    """Its conversations as the reference packs them, by their place in the global batch."""
+
+
+class ReferenceBins:
+    """All bins of one dumped step."""
+
+    def __init__(
+        self, dumped: Dumped, messages: Sequence[Any], *, tokenizer: Any, tokenizer_name: str, layout: str
+    ) -> None:
+        """`messages` are those of `dumped.rows`. Raises BadInput where the reference refuses a conversation that was fed."""
+        self._settings, self._rows = dumped.made_with["bins"], dumped.rows
+        self._tokenizer, self._tokenizer_name, self._layout = tokenizer, tokenizer_name, layout
+        self._messages = messages
+        self._prompt = prompts.Prompt(format=dumped.made_with["rows"]["prompt_format"])
+        made = [self._tokens(number) for number in range(len(messages))]
+        multiple = int(self._settings["make_sequence_length_divisible_by"])
+        try:
+            self._rectangle = reference.rectangle(made, multiple)
+            lengths = [reference.rounded(len(tokens), multiple) for tokens, _ in made]
+            self._bins = packing.raise_bin_count(self._pack(lengths), self._settings["data_parallel_size"])
+            self._padding = reference.padding(
+                multiple=multiple,
+                sequence_parallel=self._settings["tensor_parallel_size"] > 1,
+                longest_bin=max(sum(lengths[member] for member in members) for members in self._bins),
+                **{
+                    name: self._settings[name]
+                    for name in (
+                        *("context_parallel_size", "tensor_parallel_size", "pipeline_parallel_size"),
+                        *("precision", "hybrid_expert_parallel"),
+                    )
+                },
+            )
+        except (reference.PaddingError, packing.PackingError) as error:
+            raise problem(
+                f"the reference does not pack it: {error}",
+                where="made_with.bins",
+                mend="give the file that the job read",
+            ) from error
+
+    def count(self, data_rank: int) -> int:
+        """Bins of a data-parallel rank."""
+        return len(packing.bins_of_rank(self._bins, data_rank, self._settings["data_parallel_size"]))
+
+    def compare(self, dumped: Dumped, number: int, *, name: str) -> Bin:
+        """Bin `number` of this rank beside what the rank fed there; the side of the latter is called `name`."""
+        own = packing.bins_of_rank(self._bins, dumped.place.data_rank, self._settings["data_parallel_size"])
+        theirs = self._fed(dumped, number, name)
+        members = tuple(own[number]) if number < len(own) else ()
+        row, way = self._made(dumped, members) if members else (_none(f"the reference packs {len(own)} bins"), {})
+        sides = (Side(name="reference", version="", row=row), theirs)
+        compared = compare(sides)
+        rows = [self._rows[member] for member in members]
+        found = Findings(
+            source=Source(
+                file=", ".join(dict.fromkeys(str(each["file"]) for each in rows)),
+                bin=tuple((str(each["file"]), int(each["line"])) for each in rows),
+            ),
+            settings=None,
+            tokenizer=self._tokenizer_name,
+            texts=TokenTexts(self._tokenizer),
+            sides=sides,
+            map=map_conversations([self._turns(member) for member in members], row),
+            pairs=compared.pairs,
+            listed=compared.listed,
+            differing=compared.differing,
+            flaws={},
+        )
+        gone: Mapping[str, Has] = {} if theirs.row.refusal is not None else dumped.way(number)
+        return Bin(findings=found, ways={"reference": way, name: gone}, members=members)
+
+    def _pack(self, lengths: Sequence[int]) -> packing.Bins:
+        capacity, algorithm = int(self._settings["capacity"]), str(self._settings["algorithm"])
+        if algorithm == "first_fit_shuffle":
+            return packing.first_fit_shuffle(lengths, capacity, int(self._settings["seed"]))
+        return packing.PACKERS[algorithm](lengths, capacity)
+
+    def _tokens(self, number: int, count: int | None = None) -> tuple[list[int], list[int]]:
+        """Of the first `count` messages of a conversation, or of all. Raises BadInput."""
+        try:
+            return chat.tokenize_messages(
+                self._messages[number][:count], self._prompt, adapt(self._tokenizer), bos_token=None, eos_token=None
+            )
+        except RowRefused as refused:
+            where = self._rows[number]
+            raise problem(
+                f"the reference refuses what was fed ({refused.kind}): {refused.why}",
+                where=f"{where['file']}, line {where['line']}",
+                mend="give the tokenizer and the file that the job read",
+            ) from refused
+
+    def _turns(self, number: int) -> tuple[tuple[str, ...], Ints]:
+        """Roles of a conversation, and the message of each of its tokens: what the messages before it add to it."""
+        messages = self._messages[number]
+        ends = [len(self._tokens(number, count)[0]) for count in range(1, len(messages) + 1)]
+        turns: Ints = np.searchsorted(np.array(ends), np.arange(ends[-1]), side="right").astype(np.int32)
+        return tuple(str(message["role"]) for message in messages), turns
+
+    def _made(self, dumped: Dumped, members: Sequence[int]) -> tuple[Row, dict[str, Has]]:
+        """The reference's row of these conversations, and what this rank is given of it."""
+        batch = reference.take(self._rectangle, members)
+        place, depths = dumped.place, dumped.depths
+        whole = reference.process_microbatch(batch, rank=0, context_parallel_size=1, how=self._padding, depths=depths)
+        made = reference.process_microbatch(
+            batch,
+            rank=place.context_rank,
+            context_parallel_size=place.cp,
+            how=self._padding,
+            depths=depths,
+            layout=self._layout,
+        )
+        assert whole.row is not None
+        row = Row(
+            input_ids=whole.row.input_ids,
+            target_ids=whole.row.target_ids,
+            token_mask=whole.row.target_mask,
+            position_ids=whole.row.position_ids,
+            cu_seqlens=torch.tensor(whole.row.cu_seqlens_padded, dtype=torch.int32),
+            max_seqlen=whole.max_seqlen,
+        )
+        owned = context_parallel.owned_positions(whole.cu_seqlens, place.context_rank, place.cp, self._layout)
+        share = {
+            "positions": torch.tensor(owned),
+            "input_ids": made.input_ids,
+            "target_ids": made.target_ids,
+            "token_mask": made.target_mask,
+            "cu_seqlens": torch.tensor(made.cu_seqlens, dtype=torch.int32),
+        }
+        if made.position_ids is not None:  # the model is given them with depths only
+            share["position_ids"] = made.position_ids
+        way: dict[str, Has] = {"share": share}
+        for depth, each in enumerate(made.depths, 1):
+            way[f"share, depth {depth}"] = {tensor: getattr(each, tensor) for tensor in TENSORS}
+        return row, way
+
+    def _fed(self, dumped: Dumped, number: int, name: str) -> Side:
+        told = f"microbatch {number} of the dump"
+        if number >= dumped.microbatches:
+            return Side(name=name, version=told, row=_none(f"the rank fed {dumped.microbatches} microbatches"))
+        found = dumped.of(number, "squeezed", _SQUEEZED)
+        row = Row(
+            input_ids=found["input_ids"].reshape(-1),
+            target_ids=found["target_ids"].reshape(-1),
+            token_mask=found["target_mask"].reshape(-1),
+            position_ids=found["position_ids"].reshape(-1),
+            cu_seqlens=found["cu_seqlens_padded"],
+            max_seqlen=int(found["max_seqlen"]),
+        )
+        return Side(name=name, version=told, row=row)
+
+
+def _none(why: str) -> Row:
+    """A bin that a side has not."""
+    return Row(refusal=Refusal(kind="no_bin", message=why))
