@@ -124,7 +124,7 @@ def run(case: ModelCase, worker: Worker) -> RankOutcome:
     """The step of production on this rank of a world that entered `layout` with the case's sizes."""
     from megatron.core.utils import get_model_config  # noqa: PLC0415 - megatron-core
 
-    from production.training.step import forward_backward, wrap  # noqa: PLC0415
+    from production.training.step import count_valid, forward_backward, wrap  # noqa: PLC0415
 
     place: Place = worker.entered
     settings = _step_settings(case)
@@ -135,12 +135,15 @@ def run(case: ModelCase, worker: Worker) -> RankOutcome:
         get_model_config(model).variable_seq_lengths = True  # stages then tell each other how much they send
     with _token_losses(model) as token_losses:
         report = forward_backward(model, rows, settings, place)
+    valid = report.global_valid_tokens
+    if valid is None:  # nothing was divided by it
+        valid = count_valid(rows, torch.device("cpu"))
     return outcome(
         model,
         place,
         token_losses=token_losses,
         reports=report.losses,
-        valid_tokens=float(report.global_valid_tokens),
+        valid_tokens=float(valid),
         microbatches=len(rows),
     )
 
@@ -167,6 +170,7 @@ def run_online(case: GivenRectangles, worker: Worker) -> RankOutcome:
 
     with _cross_entropies(model) as deeper:  # the model itself computes those of depths 1 to D only
         report = forward_backward(model, bins, settings, place, observe=observe)
+    assert report.global_valid_tokens is not None  # online losses are divided by it
     return outcome(
         model,
         place,

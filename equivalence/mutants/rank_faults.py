@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -62,14 +62,13 @@ def _unmarked(sound: Any) -> Any:
 def _counted_alone(sound: Any) -> Any:
     del sound
 
-    def start_count(batches: Any, device: Any) -> Callable[[], torch.Tensor]:
+    def count_valid(batches: Any, device: Any) -> torch.Tensor:
         from production.batches import Batch, count_trained  # noqa: PLC0415 - those that are there
 
         counts = [count_trained(each) if isinstance(each, Batch) else each.valid_tokens() for each in batches]
-        total = torch.stack(counts).sum().to(device).float()
-        return lambda: total
+        return torch.stack(counts).sum().to(device).float()
 
-    return start_count
+    return count_valid
 
 
 def _not_shared(sound: Any) -> Any:
@@ -125,7 +124,7 @@ RANK_MUTANTS = (
     LayoutMutant(
         name="valid_tokens_of_a_rank",
         story="global_valid_tokens are those of a rank's own rows",
-        target="production.training.step:_start_count",
+        target="production.training.step:count_valid",
         wrong=_counted_alone,
         first="models",
         layout=DP2,

@@ -6,7 +6,6 @@ Nothing here waits for the device: what is reported stays tensors, one pair per 
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -58,8 +57,9 @@ class StepReport:
 
     losses: list[torch.Tensor] = field(default_factory=list)
     """[sum, trained tokens] of each microbatch; empty but on the last pipeline stage."""
-    global_valid_tokens: torch.Tensor
-    """Scalar float32: trained tokens of the global batch, over all data-parallel ranks (R-BATCH-5)."""
+    global_valid_tokens: torch.Tensor | None
+    """Scalar float32: trained tokens of the global batch, over all data-parallel ranks (R-BATCH-5), where losses are divided by them; else
+    None, and no message is sent for them."""
 
 
 Observer = Callable[[int, Microbatch, torch.Tensor], None]
@@ -115,9 +115,7 @@ def forward_backward(
     config = get_model_config(model)
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     divides = settings.normalization == "global_valid_tokens" or settings.padding is not None
-    # Where nothing is divided by it, it is only reported, and no pass waits for its message.
-    counted = functools.partial(count_valid, batches, device) if divides else _start_count(batches, device)
-    valid = counted() if divides else None
+    valid = count_valid(batches, device) if divides else None
     scale = None if valid is None else auxiliary_scale(settings.normalization, valid)
     config.mtp_grad_scale_func = config.moe_grad_scale_func = scale
     losses = LossSettings(
@@ -161,27 +159,17 @@ def forward_backward(
     )
     return StepReport(
         losses=[report[REPORT] for report in reports],
-        global_valid_tokens=counted() if valid is None else valid,
+        global_valid_tokens=valid,
     )
 
 
 def count_valid(batches: Sequence[Batch | Rectangle], device: torch.device) -> torch.Tensor:
     """Trained tokens of the global batch (R-BATCH-5), a scalar float32 on the device, summed over data-parallel ranks."""
-    return _start_count(batches, device)()
-
-
-def _start_count(batches: Sequence[Batch | Rectangle], device: torch.device) -> Callable[[], torch.Tensor]:
-    """`count_valid`, begun now and asked for later."""
     counts = [count_trained(batch) if isinstance(batch, Batch) else batch.valid_tokens() for batch in batches]
     # float64 on the way: float32 counts exactly only up to 16,777,216.
     total = torch.stack([torch.as_tensor(count, dtype=torch.float64) for count in counts]).sum().to(device)
-    sent = distributed.all_reduce(total, group=parallel_state.get_data_parallel_group(), async_op=True)
-
-    def wait() -> torch.Tensor:
-        sent.wait()
-        return total.float()
-
-    return wait
+    distributed.all_reduce(total, group=parallel_state.get_data_parallel_group())
+    return total.float()
 
 
 def _microbatches(
