@@ -146,6 +146,16 @@ def test_the_differences_are_a_table_for_who_cannot_see_the_canvas():
     assert html.count('<th scope="col"') > 10
 
 
+def test_sides_that_share_a_difference_share_its_line():
+    found = findings(many(2), {"reference": REFERENCE, "same": SAME, "shifted": SHIFTED})
+    table = page.render_page(found).split("<h2>Differences")[1].split("</table>")[0]
+    places = re.findall(r'<a href="#p(\d+)">', table)
+    tensors = re.findall(r"</td><td>(\w+)</td>\s+<td><span", table)
+    assert len(places) == len(set(zip(places, tensors, strict=True))) > 3
+    assert len(found.listed) == 2 * len(places)
+    assert table.count("<bdi>reference, same</bdi>") == len(places)
+
+
 def test_the_table_of_differences_ends_at_200():
     html = page.render_page(findings(many(60), {"a": REFERENCE, "b": SHIFTED}, pack_length=512))
     assert html.count("#p") <= 200 + 60 + 2

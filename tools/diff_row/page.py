@@ -78,8 +78,8 @@ def render_page(findings: Findings, part: Part | None = None) -> str:
         letters=findings.letters,
         rules=RULES,
         differing_positions=len(_union(findings)),
-        listed=[_line(found, findings) for found in findings.listed],
-        most_listed=MOST_LISTED,
+        listed=[_line(alike, findings) for alike in _alike(findings.listed)],
+        is_cut=len(findings.listed) == MOST_LISTED,
         facts=Markup(_script_json(facts)),  # noqa: S704 - _script_json leaves no character that could end the script
         blobs=blobs,
         **{name: Markup(read_part(file)) for name, file in _PARTS.items()},  # noqa: S704 - our own files
@@ -204,8 +204,18 @@ def _union(findings: Findings) -> Values:
     return np.unique(np.concatenate([np.zeros(0, np.int64), *findings.differing.values()]))
 
 
-def _line(found: Found, findings: Findings) -> dict[str, Any]:
-    """A row of the table of differences."""
+def _alike(listed: Sequence[Found]) -> list[list[Found]]:
+    """Differences that are one to the eye: the same values at the same place, of other sides."""
+    groups: dict[str, list[Found]] = {}
+    for found in listed:
+        values = (found.position, found.tensor, found.klass, found.left_value, found.right_value)
+        groups.setdefault(repr(values), []).append(found)
+    return list(groups.values())
+
+
+def _line(alike: Sequence[Found], findings: Findings) -> dict[str, Any]:
+    """A row of the table of differences, with the sides that share it."""
+    found = alike[0]
     tokens: Iterable[str] = ()
     if found.position is not None and found.tensor != "cu_seqlens":
         tokens = dict.fromkeys(
@@ -220,7 +230,10 @@ def _line(found: Found, findings: Findings) -> dict[str, Any]:
             int(value) if isinstance(value, float) and value.is_integer() else value,
             findings.texts.text(value) if is_id and isinstance(value, int) else "",
         )
-        for name, value in ((found.left, found.left_value), (found.right, found.right_value))
+        for name, value in (
+            (", ".join(dict.fromkeys(each.left for each in alike)), found.left_value),
+            (", ".join(dict.fromkeys(each.right for each in alike)), found.right_value),
+        )
     ]
     where = "" if found.position is None else findings.map.place(found.position)
     return {"found": found, "token": " ≠ ".join(tokens), "where": where, "values": values}
