@@ -6,6 +6,7 @@ The models are megatron-core's own, unmodified; only the modules they are made o
 from __future__ import annotations
 
 import dataclasses
+import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -33,12 +34,24 @@ DERIVED = (
 )
 """Fields of megatron-core's TransformerConfig that follow from the layout and the device; a config that names them is refused."""
 
+NOT_BUILT: Mapping[str, str] = {
+    "multi_latent_attention": "latent attention: its layers are those of SelfAttention",
+    "experimental_attention_variant": "another attention: its layers are those of SelfAttention",
+    "qk_l2_norm": "an L2 norm of queries and keys: qk_layernorm is there",
+    "fused_single_qkv_rope": "fused rotation of queries and keys, which megatron-core has for rows that are not packed",
+    "mrope_section": "rotary positions of several axes",
+    "apply_residual_connection_post_layernorm": "residuals from behind the norm, which nothing of the installed megatron-core reads",
+    "use_grouped_gemm_for_dense_mlp": "grouped products of dense layers",
+    "heterogeneous_block_specs": "blocks of several shapes",
+}
+"""Fields of TransformerConfig that megatron-core takes, and that the modules this model is made of would not act on or fail at."""
+
 Architecture = Literal["gpt", "hybrid"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSettings:
-    """A model's shape. Raises PackproofError where megatron-core has no such option or it follows from the layout."""
+    """A model's shape. Raises PackproofError where megatron-core has no such option, it follows from the layout, or is one of NOT_BUILT."""
 
     vocab_size: int
     """Rows of the embedding; must be a multiple of tp."""
@@ -59,14 +72,16 @@ class ModelSettings:
 
     def __post_init__(self) -> None:
         """Refuse what contradicts itself before anything is built."""
-        known = {each.name for each in dataclasses.fields(TransformerConfig)}
-        for name in self.transformer:
-            if name not in known or name in DERIVED:
-                raise PackproofError(
-                    what=f"{name} {'follows from the layout' if name in DERIVED else 'is no field of TransformerConfig'}",
-                    where=f"model.transformer.{name}",
-                    mend="leave it out" if name in DERIVED else "see megatron-core's TransformerConfig for its fields",
-                )
+        known = {each.name: each.default for each in dataclasses.fields(TransformerConfig)}
+        for name, value in self.transformer.items():
+            told = {"where": f"model.transformer.{name}", "mend": "leave it out"}
+            if name not in known:
+                told["mend"] = "see megatron-core's TransformerConfig for its fields"
+                raise PackproofError(what=f"{name} is no field of TransformerConfig", **told)
+            if name in DERIVED:
+                raise PackproofError(what=f"{name} follows from the layout", **told)
+            if name in NOT_BUILT and value != known[name]:
+                raise PackproofError(what=f"this model does not have {NOT_BUILT[name]}", **told)
         if (self.architecture == "hybrid") != (self.hybrid_layer_pattern is not None):
             raise PackproofError(
                 what=f"architecture {self.architecture} and hybrid_layer_pattern {self.hybrid_layer_pattern!r}",
@@ -87,7 +102,8 @@ def transformer_config(settings: ModelSettings, sizes: Sizes) -> TransformerConf
     given = dict(settings.transformer)
     if settings.hybrid_layer_pattern is not None:
         main = settings.hybrid_layer_pattern.split("/")[0].replace("|", "")
-        given = {"num_layers": len(main), **given}
+        # As Megatron-LM's driver says it: the last projections of its layers are then drawn wider, by the root of two.
+        given = {"num_layers": len(main), "is_hybrid_model": True, **given}
         if settings.mtp_num_layers:
             given = {"mtp_num_layers": settings.mtp_num_layers, **given}
     given.setdefault("normalization", "RMSNorm")
@@ -104,19 +120,26 @@ def transformer_config(settings: ModelSettings, sizes: Sizes) -> TransformerConf
     }
     try:
         return TransformerConfig(**given)
-    except (AssertionError, ValueError, TypeError, NotImplementedError) as error:
+    except (AssertionError, ValueError, TypeError, KeyError, NotImplementedError, ImportError) as error:
         raise PackproofError(
-            what=f"megatron-core refuses this model: {error}",
+            what=f"megatron-core refuses this model: {reason_of(error)}",
             where="model.transformer",
             mend="change the field that it names, or the layout",
         ) from error
+
+
+def reason_of(error: BaseException) -> str:
+    """What megatron-core says against something; the condition that does not hold, where it asserts without a word."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return str(error) or (frames[-1].line if frames else "") or type(error).__name__
 
 
 def build_model(settings: ModelSettings, sizes: Sizes) -> torch.nn.Module:
     """The part of the model that this rank holds, on its device, in `params_dtype`; needs the parallel state (`production.parallel`).
 
     Weights are drawn from torch's generator, or on CUDA from megatron-core's tracked ones
-    (`model_parallel_cuda_manual_seed`); `production.weights` fills them otherwise.
+    (`model_parallel_cuda_manual_seed`); `production.weights` fills them otherwise. Raises PackproofError as `transformer_config`,
+    and for letters of a hybrid pattern that no module is there for.
     """
     config = transformer_config(settings, sizes)
     options = {
@@ -129,10 +152,13 @@ def build_model(settings: ModelSettings, sizes: Sizes) -> torch.nn.Module:
         "rotary_percent": settings.rotary_percent,
         "rotary_base": settings.rotary_base,
     }
-    if settings.architecture == "hybrid":
+    if settings.hybrid_layer_pattern is not None:
         with hybrid_norm():
             model = HybridModel(
-                config, hybrid_spec(config), hybrid_layer_pattern=settings.hybrid_layer_pattern, **options
+                config,
+                hybrid_spec(config, settings.hybrid_layer_pattern),
+                hybrid_layer_pattern=settings.hybrid_layer_pattern,
+                **options,
             )
     else:
         block, prediction = gpt_specs(config)

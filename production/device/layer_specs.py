@@ -34,6 +34,11 @@ from production.device.attention import SegmentAttention
 from production.device.norm import RMSNorm
 from production.errors import PackproofError
 
+TORCH_LETTERS = "*-E"
+"""Layers of a hybrid pattern that torch's modules are there for: attention, MLP, experts."""
+TRANSFORMER_ENGINE_LETTERS = "MG"
+"""Those that only Transformer Engine's are: Mamba, gated delta net. Latent attention (`+`, `D`) is not built."""
+
 
 class SegmentSpecProvider(LocalSpecProvider):  # type: ignore[misc] # megatron-core has no types
     """megatron-core's own modules, but for attention within segments and a norm that takes sequence parallelism."""
@@ -70,8 +75,12 @@ def gpt_specs(config: TransformerConfig) -> tuple[Any, Any]:
     return block, gpt_layer_specs.get_gpt_mtp_block_spec_for_backend(config, last, SegmentSpecProvider())
 
 
-def hybrid_spec(config: TransformerConfig) -> ModuleSpec:
-    """The layers of a HybridModel: attention `*`, MLP `-`, experts `E`; Mamba `M` and others only with Transformer Engine."""
+def hybrid_spec(config: TransformerConfig, pattern: str) -> ModuleSpec:
+    """The layers of a HybridModel: attention `*`, MLP `-`, experts `E`; Mamba `M` and gated delta net `G` with Transformer Engine.
+
+    Raises PackproofError for other letters of `pattern`, which megatron-core would take for layers that do nothing.
+    """
+    _check_letters(config, pattern)
     if uses_transformer_engine():
         from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec  # noqa: PLC0415
 
@@ -112,6 +121,19 @@ def hybrid_norm() -> Iterator[None]:
         yield
     finally:
         hybrid_block.TENorm = upstream
+
+
+def _check_letters(config: TransformerConfig, pattern: str) -> None:
+    letters = TORCH_LETTERS + (TRANSFORMER_ENGINE_LETTERS if uses_transformer_engine() else "")
+    absent = set(pattern) - set(letters) - set("|/")
+    if config.num_moe_experts is None:
+        absent |= set(pattern) & {"E"}
+    if absent:
+        raise PackproofError(
+            what=f"no layer here is {', '.join(sorted(absent))} of the pattern {pattern}",
+            where="model.hybrid_layer_pattern",
+            mend="write * (attention), - (MLP) or E (experts, with num_moe_experts); M and G need Transformer Engine on CUDA",
+        )
 
 
 def _gpt_layer(config: TransformerConfig, *, is_moe: bool) -> ModuleSpec:

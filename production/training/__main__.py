@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import json
 import os
 import sys
@@ -46,14 +47,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _dry_run(job: Job, world_size: int | None) -> int:
-    """Validate at any world size, with no machine and no process group, and print the plan."""
+    """Validate at any world size, with no machine and no process group, and print the plan.
+
+    A size that is asked for stands in place of the nodes and processes that the cluster section says; the plan tells so.
+    """
     ranks = world_size if world_size is not None else _world_size(job)
-    found = refusals(job, ranks)
+    asked = job
+    if world_size is not None and (job.cluster.ranks or 0) > 0:
+        asked = dataclasses.replace(job, cluster=dataclasses.replace(job.cluster, num_nodes=None))
+    found = refusals(asked, ranks)
     if found:
         return _refuse(found, f" against this job on {ranks} ranks")
     print(plan(job, ranks).text(), end="")
     here = [*missing_files(job), *blocked_folders(job)]
-    for note in (*notes(job, ranks), *(each.what for each in here), *packed_otherwise(job)):
+    for note in (*notes(asked, ranks), *(each.what for each in here), *packed_otherwise(job)):
         print(f"note: {note}")
     return 0
 
@@ -114,8 +121,8 @@ def _world_size(job: Job) -> int:
     """What torchrun started, else what the cluster section says, else one replica of the model."""
     if "WORLD_SIZE" in os.environ:
         return int(os.environ["WORLD_SIZE"])
-    if job.cluster.num_nodes is not None and job.cluster.gpus_per_node is not None:
-        return job.cluster.num_nodes * job.cluster.gpus_per_node
+    if job.cluster.ranks is not None:
+        return job.cluster.ranks
     megatron = job.megatron
     return megatron.tensor_model_parallel_size * megatron.context_parallel_size * megatron.pipeline_model_parallel_size
 
@@ -134,7 +141,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--world-size",
         type=int,
-        help="ranks of a dry run; default: WORLD_SIZE, else the cluster section, else one replica",
+        help="ranks of a dry run, whatever the cluster section says; default: WORLD_SIZE, else the cluster section, else one replica",
     )
     parser.add_argument(
         "--dump-batch",

@@ -89,15 +89,9 @@ class ModelWork:
 def work_of(config: Any, *, vocab_size: int, hybrid_layer_pattern: str | None = None) -> ModelWork:
     """The work of a model of megatron-core's TransformerConfig `config`; `vocab_size` counts the padded output layer.
 
-    Raises PackproofError for a model that the formula does not cover (latent attention, other attention variants,
-    layers of state-space models): its TFLOP/s are then not reported.
+    Raises PackproofError for a model that the formula does not cover (layers of state-space models): its TFLOP/s are then
+    not reported. Attention is that of SelfAttention, as all that `production.model` builds.
     """
-    if config.multi_latent_attention or getattr(config, "experimental_attention_variant", None):
-        raise PackproofError(
-            what="the model's attention is not the one that FLOPs are counted for",
-            where="model.transformer",
-            mend="go without TFLOP/s and MFU: nothing else needs them",
-        )
     depths = config.mtp_num_layers or 0
     if hybrid_layer_pattern is None:
         attention, dense, experts = _layers(config, depths)

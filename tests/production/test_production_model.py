@@ -25,6 +25,21 @@ def test_settings_that_contradict_themselves_are_refused(given, words):
         ModelSettings(vocab_size=8, max_sequence_length=8, **given)
 
 
+@pytest.mark.parametrize(
+    ("given", "layers"), [({}, 8), ({"hybrid_layer_pattern": "*-*-", "architecture": "hybrid"}, 4)]
+)
+def test_projections_back_into_the_residuals_are_drawn_as_megatron_lm_draws_them(given, layers):
+    """0.02 over the root of layers; of a GPTModel's each, which is attention and MLP, over that of two."""
+    from production.model import ModelSettings, transformer_config
+
+    shape = {"hidden_size": 8, "num_attention_heads": 2} | ({} if given else {"num_layers": 4})
+    config = transformer_config(ModelSettings(vocab_size=8, max_sequence_length=8, transformer=shape, **given), Sizes())
+    torch.manual_seed(1)
+    drawn = torch.empty(400, 400)
+    config.output_layer_init_method(drawn)
+    assert drawn.std().item() == pytest.approx(0.02 / layers**0.5, rel=0.01)
+
+
 def test_what_megatron_core_says_against_a_model_is_passed_on():
     from production.model import ModelSettings, transformer_config
 

@@ -79,6 +79,24 @@ def test_alone_the_pull_requests_yaml_names_all_that_it_leaves_open():
          "policy.megatron_cfg.distributed_data_parallel_config.overlap_grad_reduction",
          "policy.megatron_cfg.distributed_data_parallel_config.overlap_grad_reduce", 4),
         ("logger:\n  wandb: {projct: a}\n", "logger.wandb.projct", "logger.wandb.project", 2),
+        # megatron-core's options, as the published file writes them
+        *[
+            (f"policy:\n  megatron_cfg:\n    {name[:-1]}: 1\n", f"policy.megatron_cfg.{name[:-1]}", f"policy.megatron_cfg.{name}", 3)
+            for name in ("recompute_granularity", "recompute_modules", "moe_router_dtype", "moe_router_load_balancing_type",
+                         "moe_aux_loss_coeff", "moe_token_dispatcher_type", "batch_p2p_comm")
+        ],
+        # a key of that very name elsewhere, however alike its neighbors are
+        ("policy:\n  megatron_cfg:\n    overlap_grad_reduce: true\n", "policy.megatron_cfg.overlap_grad_reduce",
+         "policy.megatron_cfg.distributed_data_parallel_config.overlap_grad_reduce", 3),
+        ("policy:\n  megatron_cfg:\n    lr: 1.0e-5\n", "policy.megatron_cfg.lr", "policy.megatron_cfg.optimizer.lr", 3),
+        ("sft:\n  lr: 1.0e-5\n", "sft.lr", "policy.megatron_cfg.optimizer.lr", 2),
+        ("policy:\n  sequence_parallel: true\n", "policy.sequence_parallel", "policy.megatron_cfg.sequence_parallel", 2),
+        ("policy:\n  optimizer:\n    lr: 1.0e-5\n", "policy.optimizer", "policy.megatron_cfg.optimizer", 2),
+        ("policy:\n  megatron_cfg:\n    optimizer:\n      overlap_grad_reduce: true\n",
+         "policy.megatron_cfg.optimizer.overlap_grad_reduce",
+         "policy.megatron_cfg.distributed_data_parallel_config.overlap_grad_reduce", 4),
+        ("model:\n  heads: 4\n", "model.heads", "model.num_attention_heads", 2),
+        ("polcy:\n  precision: float32\n", "polcy", "policy", 1),
     ],
 )  # fmt: skip
 def test_an_unknown_key_is_named_with_its_line_and_the_nearest_valid_one(tmp_path, text, key, nearest, line):
@@ -87,6 +105,48 @@ def test_an_unknown_key_is_named_with_its_line_and_the_nearest_valid_one(tmp_pat
     assert (error.kind, error.key) == ("unknown_key", key)
     assert error.where == f"{key} ({path}:{line})"
     assert error.what.endswith(f"the nearest is {nearest}")
+
+
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [
+        ("polcy.precision=float32", "polcy"),
+        ("policy.optimizer.lr=1", "policy.optimizer"),
+        ("data.train[0].x=1", "data.train"),
+    ],
+)
+def test_what_an_override_brings_is_placed_at_the_override(tmp_path, override, key):
+    path = written(tmp_path, "data:\n  train: [{dataset_name: megatron_sft_packed, data_path: a}]\n")
+    error = refused([BASE, path], [override])
+    assert error.kind == "unknown_key"
+    assert error.where.startswith(key)
+    assert error.where.endswith(f" (override '{override}')")
+
+
+def test_all_unknown_keys_are_named_at_once_each_with_its_place_and_the_nearest(tmp_path):
+    path = written(tmp_path, "sft:\n  max_steps: 3\npolcy: {}\ndata:\n  train:\n    datapath: a\npolicy:\n  megatron_cfg:\n"
+                             "    batch_p2p_com: true\n    optimizer: {adam_beta_1: 0.9}\n")  # fmt: skip
+    error = refused([BASE, path], ["sft.sed=1"])
+    near = {
+        "sft.max_steps": ("sft.max_num_steps", f"{path}:2"),
+        "polcy": ("policy", f"{path}:3"),
+        "data.train.datapath": ("data.train.data_path", f"{path}:6"),
+        "policy.megatron_cfg.batch_p2p_com": ("policy.megatron_cfg.batch_p2p_comm", f"{path}:9"),
+        "policy.megatron_cfg.optimizer.adam_beta_1": ("policy.megatron_cfg.optimizer.adam_beta1", f"{path}:10"),
+        "sft.sed": ("sft.seed", "override 'sft.sed=1'"),
+    }
+    assert error.kind == "unknown_key"
+    assert set(error.where.split(", ")) == {f"{key} ({place})" for key, (_, place) in near.items()}
+    for key, (like, _) in near.items():
+        assert re.search(rf"(^|; ){re.escape(key)} is no [^;]*; the nearest is {re.escape(like)}(;|$)", error.what)
+    assert error.mend.startswith("write ")
+    assert error.mend.endswith(", or take them out")
+
+
+def test_a_wrong_value_of_an_option_is_told_under_the_key_that_the_file_has():
+    key = "policy.megatron_cfg.recompute_granularity"
+    error = refused(BASE, [f"{key}=partial"])
+    assert (error.key, error.where) == (key, f"{key} (override '{key}=partial')")
 
 
 @pytest.mark.parametrize(

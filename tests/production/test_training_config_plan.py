@@ -3,6 +3,8 @@
 import json
 import multiprocessing
 import os
+import re
+import shlex
 import sys
 import types
 from pathlib import Path
@@ -34,6 +36,41 @@ def test_the_published_comparison_is_planned_at_512_ranks_with_no_machine(capsys
         assert line in said.out
 
 
+@pytest.mark.parametrize("ranks", [128, 256, 512, 1024, 8192])
+def test_the_published_comparison_as_it_stands_is_planned_at_any_world_size_that_its_layout_divides(ranks, capsys):
+    assert main(["--config", str(PUBLISHED), "--dry-run", "--world-size", str(ranks)]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith(f"ranks               {ranks}\n")
+    assert f"\n  dp                {ranks // 128}\n" in said
+    told = "in place of       cluster.num_nodes 64 x cluster.gpus_per_node 8 = 512\n"
+    assert (told in said) == (ranks != 512)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "told"),
+    [
+        (500, "500 ranks are no multiple of tp 8 x cp 16 x pp 1 = 128"),
+        (64, "64 ranks are no multiple of tp 8 x cp 16 x pp 1 = 128"),
+        (384, "64 rows over 3 data-parallel ranks"),
+        (0, "0 ranks are no multiple of tp 8 x cp 16 x pp 1 = 128"),
+    ],
+)
+def test_a_world_that_the_published_layout_does_not_divide_is_refused_with_the_numbers(ranks, told, capsys):
+    assert main(["--config", str(PUBLISHED), "--dry-run", "--world-size", str(ranks)]) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_a_run_and_a_dry_run_of_its_own_world_hold_the_nodes_of_the_configuration_against_it(capsys, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "256")
+    told = "64 nodes of 8 processes are 512 ranks, not 256"
+    assert main(["--config", str(PUBLISHED), "--dry-run"]) == 2
+    assert told in capsys.readouterr().err
+    assert main(["--config", str(PUBLISHED), "cluster.device=cpu", "policy.precision=float32"]) == 2
+    assert told in capsys.readouterr().err
+    assert main(["--config", str(PUBLISHED), "--dry-run", "--world-size", "256", "cluster.num_nodes=0"]) == 2
+    assert "cluster.num_nodes (override" in capsys.readouterr().err
+
+
 def test_the_published_comparisons_settings_are_those_that_were_published():
     job = load(PUBLISHED)
     given = job.megatron.transformer
@@ -47,10 +84,9 @@ def test_the_published_comparisons_settings_are_those_that_were_published():
     ddp = job.megatron.distributed_data_parallel_config
     assert ddp["overlap_grad_reduce"] is ddp["overlap_param_gather"] is True
     assert (job.policy.train_global_batch_size, job.policy.train_micro_batch_size) == (64, 1)
-    # Any other world that holds whole replicas and divides the batch is accepted, none else.
-    assert {
-        size for size in range(64, 1025, 64) if not refusals(load(PUBLISHED, ["cluster.num_nodes=null"]), size)
-    } == {128, 256, 512, 1024}
+    # Without its nodes, any other world that holds whole replicas and divides the batch is accepted, none else.
+    accepted = {size for size in range(64, 1025, 64) if not refusals(load(PUBLISHED, ["cluster.num_nodes=null"]), size)}
+    assert accepted == {128, 256, 512, 1024}
 
 
 def test_ranks_are_grouped_as_megatron_core_groups_them():
@@ -79,6 +115,33 @@ def test_every_example_is_valid_or_is_a_manifest(path):
         job = load(path)
         nodes = (job.cluster.num_nodes or 1) * (job.cluster.gpus_per_node or 2)
         assert refusals(job, nodes) == []
+
+
+def torchrun(arguments):
+    """What the installed torchrun reads of a command: refused where it has no such option."""
+    from torch.distributed.run import config_from_args, get_args_parser
+
+    options = get_args_parser().parse_args(arguments)
+    return config_from_args(options)[0]
+
+
+def test_the_batch_script_leaves_ranks_the_time_to_save_between_its_signal_and_its_end():
+    text = (JOBS / "published-comparison.sbatch").read_text(encoding="utf-8")
+    (lead,) = re.findall(r"^#SBATCH --signal=TERM@(\d+)$", text, flags=re.MULTILINE)
+    command = shlex.split(text[text.index("torchrun \\") :].split("\n\n")[0].replace("\\\n", " "))[1:]
+    given = [{"$SLURM_NNODES": "64", "$HEAD_NODE:29500": "head:29500"}.get(each, each) for each in command]
+    # The ranks must be killed by nobody before the job's time is up, and torchrun needs some of it to end itself.
+    assert int(lead) - 60 <= torchrun(given).shutdown_timeout <= int(lead) - 15
+
+
+def test_the_pods_leave_ranks_the_time_to_save_before_they_are_killed():
+    text = (JOBS / "published-comparison.kubernetes.yaml").read_text(encoding="utf-8")
+    pod = list(yaml.safe_load_all(text))[1]["spec"]["template"]["spec"]
+    (program, *arguments) = pod["containers"][0]["command"]
+    assert program == "torchrun"
+    given = torchrun([each.replace("$(JOB_COMPLETION_INDEX)", "0") for each in arguments])
+    grace = pod["terminationGracePeriodSeconds"]
+    assert grace - 60 <= given.shutdown_timeout <= grace - 15
 
 
 def test_the_batch_script_starts_as_many_ranks_as_its_configuration_asks_for():

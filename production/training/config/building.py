@@ -10,15 +10,15 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from production.training.config.data import DataFile, Dataset
-from production.training.config.job import Job, Source
-from production.training.config.options import check_option, option_fields
+from production.training.config.job import Source
+from production.training.config.keys import PASSED_ON, is_key, nearest_key, section_keys
+from production.training.config.options import Kind, check_option, option_fields
 from production.training.config.overlay import MISSING, Overlay, defaults
 from production.training.config.policy import MegatronCfg, Switch
 from production.training.config.reading import leaves
 from production.training.config.refusal import ConfigRefused, nearest
 
 _WANTED = {bool: "true or false", int: "a whole number", float: "a number", str: "a word"}
-_PASSED_ON = {"transformer", "optimizer", "distributed_data_parallel_config"}
 
 
 class Builder:
@@ -31,43 +31,71 @@ class Builder:
     def section[T](self, kind: type[T], values: Any, key: str) -> T:
         """One section; `key` is its dotted key, empty for the whole job."""
         hints = typing.get_type_hints(kind)
-        names = [each.name for each in dataclasses.fields(kind) if each.name != "sources"]  # type: ignore[arg-type]
         found: dict[str, Any] = {}
-        for name in names:
+        for name in section_keys(kind):
             full = f"{key}.{name}" if key else name
             if isinstance(hints[name], type) and dataclasses.is_dataclass(hints[name]):
                 found[name] = self.section(hints[name], values[name], full)
             else:
                 found[name] = self.value(hints[name], values[name], full)
-                if name in _PASSED_ON and kind is MegatronCfg:
+                if kind is MegatronCfg and name in PASSED_ON:
                     self._check_options(name, found[name], full)
         return kind(**found)
 
     def check_keys(self, kind: type, values: Any, key: str = "") -> None:
-        """Refuse keys that no section has, before anything is resolved: the nearest valid one is named (SPEC R-SETUP-1)."""
+        """Refuse keys that no section has, before anything is resolved: all of them, each with the nearest valid one (SPEC R-SETUP-1)."""
+        self._refuse_unknown(list(self._unknown(kind, values, key)))
+
+    def _unknown(self, kind: type, values: Any, key: str) -> Iterator[tuple[str, str]]:
+        """Each unknown key with the section that it stands in."""
         if not isinstance(values, Mapping):
             what = f"{key} is {_shown(values)}, where a section stands"
             raise self._refuse("wrong_type", key, what, "indent its keys below it, or take it out")
         hints = typing.get_type_hints(kind)
-        names = [each.name for each in dataclasses.fields(kind) if each.name != "sources"]
         for name, value in values.items():
             full = f"{key}.{name}" if key else name
-            if name in names:
-                if isinstance(hints[name], type) and dataclasses.is_dataclass(hints[name]):
-                    self.check_keys(hints[name], value, full)
-            elif not (kind is Switch or (kind is MegatronCfg and name in option_fields("transformer"))):
-                raise self.unknown(full, key, names)
+            if kind is MegatronCfg and name in PASSED_ON:
+                yield from self._unknown_options(name, value, full)
+            elif name in hints and name != "sources":
+                yield from self._unknown_inside(hints[name], value, full)
+            elif kind is not Switch and not is_key(kind, name):
+                yield full, key
 
-    def unknown(self, full: str, key: str, names: list[str]) -> ConfigRefused:
-        """The refusal of a key that is none: the nearest in its section, else one of that name elsewhere."""
-        name = full[len(key) + 1 :] if key else full
-        like = nearest(name, names, cutoff=0.6)
-        elsewhere = [each for each in _all_keys() if each.rpartition(".")[2] == name]
-        close = (f"{key}.{like}" if key else like) if like else next(iter(elsewhere), None)
-        if close is None:
-            close = nearest(full, _all_keys()) or names[0]
-        what = f"{full} is no key of a job; the nearest is {close}"
-        return self._refuse("unknown_key", full, what, f"write {close}, or take it out")
+    def _unknown_inside(self, hint: Any, value: Any, key: str) -> Iterator[tuple[str, str]]:
+        """Those of a section, or of the entries of a list of them; what has another shape is refused where its value is looked at."""
+        if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+            yield from self._unknown(hint, value, key)
+            return
+        for inner in (each for each in typing.get_args(hint) if dataclasses.is_dataclass(each)):
+            entries = (
+                {f"{key}[{index}]": each for index, each in enumerate(value)}
+                if isinstance(value, list)
+                else {key: value}
+            )
+            for full, each in entries.items():
+                if isinstance(each, Mapping):
+                    yield from self._unknown(typing.cast("type", inner), each, full)
+
+    def _unknown_options(self, kind: Kind, given: Any, key: str) -> Iterator[tuple[str, str]]:
+        for name in given if isinstance(given, Mapping) else ():
+            if name not in option_fields(kind):
+                yield f"{key}.{name}", key
+
+    def _refuse_unknown(self, found: list[tuple[str, str]]) -> None:
+        if not found:
+            return
+        near = [nearest_key(full, section) for full, section in found]
+        told = [
+            f"{full} is no {'option of the installed megatron-core' if section.endswith(PASSED_ON) else 'key of a job'}; the nearest is {close}"
+            for (full, section), close in zip(found, near, strict=True)
+        ]
+        raise ConfigRefused(
+            kind="unknown_key",
+            key=found[0][0],
+            what="; ".join(told),
+            where=", ".join(self._where(full) for full, _ in found),
+            mend=f"write {', '.join(near)}, or take {'it' if len(found) < 2 else 'them'} out",
+        )
 
     def refuse_twice(self, key: str, again: str) -> None:
         """Refuse an option that stands in `megatron_cfg` and again below `transformer`."""
@@ -172,9 +200,10 @@ class Builder:
             raise self._refuse("wrong_type", key, what, "indent its keys below it, or take it out")
         return {name: self.value(hint, each, f"{key}.{name}") for name, each in value.items()}
 
-    def _check_options(self, kind: Any, given: Mapping[str, Any], key: str) -> None:
+    def _check_options(self, kind: Kind, given: Mapping[str, Any], key: str) -> None:
+        self._refuse_unknown(list(self._unknown_options(kind, given, key)))
         for name, value in given.items():
-            full = f"{key}.{name}"
+            full = self._overlay.written(f"{key}.{name}")
             check_option(kind, name, value, key=full, where=self._where(full))
 
     def _refuse(self, kind: str, key: str, what: str, mend: str) -> ConfigRefused:
@@ -189,24 +218,6 @@ def missing_values(values: Any, where: Callable[[str], str], *, prefix: str = ""
         what = f"{', '.join(keys)} must be set" if len(keys) < 2 else f"{', '.join(keys)} must all be set"
         mend = f"write it into the file, lay the file over a base (`defaults: base.yaml`), or add {keys[0]}=…"
         raise ConfigRefused(kind="missing", key=keys[0], what=what, where=where(keys[0]), mend=mend)
-
-
-def _all_keys() -> list[str]:
-    return list(_keys_of(Job, ""))
-
-
-def _keys_of(kind: type, key: str) -> Iterator[str]:
-    hints = typing.get_type_hints(kind)
-    for each in dataclasses.fields(kind):
-        if each.name == "sources":
-            continue
-        full = f"{key}.{each.name}" if key else each.name
-        inner = [
-            hint for hint in (hints[each.name], *typing.get_args(hints[each.name])) if dataclasses.is_dataclass(hint)
-        ]
-        yield full
-        for hint in inner:
-            yield from _keys_of(typing.cast("type", hint), full)
 
 
 def _shown(value: Any) -> str:

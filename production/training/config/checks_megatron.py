@@ -5,16 +5,20 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from production.errors import PackproofError
+from production.training.config.checks_layers import check_stages
 from production.training.config.checks_setup import Setup
+from production.training.config.job import Job
 from production.training.config.options import Kind, converted, dtype, option_class, quiet
 from production.training.config.refusal import SetupRefused
 from production.training.config.settings import (
     FROM_LAYOUT,
     ddp_options,
+    fp8_recipe,
+    has_fp8_parameters,
     model_settings,
     multi_token_depths,
     optimizer_options,
@@ -32,6 +36,10 @@ _OWN = {
     "calculate_per_token_loss": "loss.normalization",
     "activation_func": "model.activation",
     "moe_router_topk": "model.moe_router_topk",
+    "is_hybrid_model": "model.architecture",
+    "mtp_num_layers": f"{_MEGATRON}.mtp_num_layers",
+    "mtp_loss_scaling_factor": f"{_MEGATRON}.mtp_loss_scaling_factor",
+    "mtp_use_repeated_layer": f"{_MEGATRON}.mtp_use_repeated_layer",
     "fp8": f"{_MEGATRON}.fp8_cfg.fp8",
     "fp8_recipe": f"{_MEGATRON}.fp8_cfg.fp8_recipe",
     "fp8_param": f"{_MEGATRON}.fp8_cfg.fp8_param",
@@ -66,11 +74,14 @@ def check_contradictions(setup: Setup) -> Iterator[SetupRefused]:
     """An option passed on by name that says otherwise than the job's own key for it (R-SETUP-6)."""
     job = setup.job
     passed_on = converted("transformer", job.megatron.transformer)
-    silent = dataclasses.replace(job.megatron, transformer={})
-    own = transformer_options(dataclasses.replace(job, policy=dataclasses.replace(job.policy, megatron_cfg=silent)))
+    own = transformer_options(_with_megatron(job, transformer={}))
     own |= {name: getattr(job.megatron, name) for name in FROM_LAYOUT}
     own["pipeline_dtype"] = dtype(job.megatron.pipeline_dtype or job.policy.precision)
     own.setdefault("fp16", False)
+    own["mtp_num_layers"] = multi_token_depths(job) or None
+    own["mtp_loss_scaling_factor"] = job.megatron.mtp_loss_scaling_factor
+    own["mtp_use_repeated_layer"] = job.megatron.mtp_use_repeated_layer
+    own["is_hybrid_model"] = job.model.architecture == "hybrid"
     for name, value in passed_on.items():
         key = FROM_LAYOUT.get(name) or _OWN.get(name)
         if key is None or (name in _ONLY_WHERE_SET and name not in own) or own.get(name) == value:
@@ -132,12 +143,6 @@ def check_precision(setup: Setup) -> Iterator[SetupRefused]:
             yield setup.refuse("device", key, what, "set policy.precision to float32, or cluster.device to cuda")
         if is_fp8:
             yield setup.refuse("device", fp8_key, "fp8 on the CPU", "set it to false, or cluster.device to cuda")
-        if job.model.attention_dropout > 0:
-            what = f"attention dropout {job.model.attention_dropout} on the CPU, whose attention has none"
-            yield setup.refuse("device", "model.attention_dropout", what, "set it to 0 (hidden_dropout is there)")
-        if job.model.normalization != "RMSNorm":
-            what = f"{job.model.normalization} on the CPU, whose norm is an RMSNorm"
-            yield setup.refuse("device", "model.normalization", what, "set it to RMSNorm")
 
 
 def check_megatron(setup: Setup) -> Iterator[SetupRefused]:
@@ -145,27 +150,63 @@ def check_megatron(setup: Setup) -> Iterator[SetupRefused]:
 
     Its kind is `not_installed` where only a kernel that this machine lacks stands against it.
     """
-    job = setup.job
     with quiet():
         from production.model import transformer_config  # noqa: PLC0415 - imports megatron-core's models
 
-    try:
+    def of_the_model(job: Job) -> Any:
+        return transformer_config(model_settings(job, job.model.vocab_size or 1), sizes(job))
+
+    refused = list(_made(setup, "transformer", of_the_model))
+    yield from refused
+    if not refused:
         with quiet():
-            transformer_config(model_settings(job, job.model.vocab_size or 1), sizes(job))
-    except PackproofError as error:
-        mend = "change the option that it names, or the layout"
-        yield setup.refuse(_kind(error.what), f"{_MEGATRON}.transformer", error.what, mend)
-    yield from _built(setup, "optimizer", optimizer_options(job))
-    yield from _built(setup, "distributed_data_parallel_config", ddp_options(job))
+            yield from check_stages(setup, of_the_model(setup.job))
+    yield from _made(setup, "optimizer", lambda job: option_class("optimizer")(**optimizer_options(job)))
+    ddp: Kind = "distributed_data_parallel_config"
+    yield from _made(setup, ddp, lambda job: option_class(ddp)(**ddp_options(job)))
 
 
-def _built(setup: Setup, kind: Kind, options: dict[str, Any]) -> Iterator[SetupRefused]:
+def _made(setup: Setup, kind: Kind, make: Callable[[Job], Any]) -> Iterator[SetupRefused]:
+    error = _error(make, setup.job)
+    if error is None:
+        return
+    from production.model import reason_of  # noqa: PLC0415 - as above
+
+    what = error.what if isinstance(error, PackproofError) else f"megatron-core refuses it: {reason_of(error)}"
+    name = _blamed(setup.job, kind, make, what)
+    key = f"{_MEGATRON}.{kind}" + (f".{name}" if name else "")
+    mend = (
+        f"take {name} out, or change what stands against it"
+        if name
+        else "change the option that it names, or the layout"
+    )
+    yield setup.refuse(_kind(what), key, what, mend)
+
+
+def _error(make: Callable[[Job], Any], job: Job) -> Exception | None:
     try:
         with quiet():
-            option_class(kind)(**options)
-    except (AssertionError, ValueError, TypeError, RuntimeError, ImportError) as error:
-        what = f"megatron-core refuses it: {error}"
-        yield setup.refuse(_kind(what), f"{_MEGATRON}.{kind}", what, "change the option that it names")
+            make(job)
+    except (AssertionError, ValueError, TypeError, KeyError, RuntimeError, ImportError) as error:
+        return error
+    return None
+
+
+def _blamed(job: Job, kind: Kind, make: Callable[[Job], Any], what: str) -> str | None:
+    """The option without which megatron-core takes the rest; of several the first that it names."""
+    given = getattr(job.megatron, kind)
+    alone = [
+        name
+        for name in given
+        if _error(make, _with_megatron(job, **{kind: {each: value for each, value in given.items() if each != name}}))
+        is None
+    ]
+    return min(alone, key=lambda name: what.find(name) if name in what else len(what), default=None)
+
+
+def _with_megatron(job: Job, **changes: Any) -> Job:
+    megatron = dataclasses.replace(job.megatron, **changes)
+    return dataclasses.replace(job, policy=dataclasses.replace(job.policy, megatron_cfg=megatron))
 
 
 def _kind(what: str) -> str:
@@ -184,6 +225,7 @@ def _check_optimizer_pairs(setup: Setup) -> Iterator[SetupRefused]:
     pairs = (
         (f"{_DDP}.use_distributed_optimizer", ddp.get("use_distributed_optimizer"), f"{given}.use_distributed_optimizer", is_distributed),
         (f"{given}.{gather}", optimizer.get(gather), f"{_DDP}.{gather}", ddp.get(gather, False)),
+        (f"{_DDP}.fp8_param_gather", ddp.get("fp8_param_gather"), f"{_MEGATRON}.fp8_cfg.fp8_param", has_fp8_parameters(job)),
         (f"{given}.bf16", optimizer.get("bf16"), "policy.precision", is_bfloat16),
         (f"{given}.fp16", optimizer.get("fp16"), "policy.precision", False),
         (f"{given}.clip_grad", optimizer.get("clip_grad"), "policy.max_grad_norm", job.policy.max_grad_norm),
@@ -192,10 +234,19 @@ def _check_optimizer_pairs(setup: Setup) -> Iterator[SetupRefused]:
         if value is not None and expected is not None and value != expected:
             what = f"{_shown(value)} contradicts {job.where(other)}, which makes it {_shown(expected)}"
             yield setup.refuse("contradiction", key, what, f"take it out, or change {other}")
-    if "fp8_recipe" in optimizer and not job.megatron.fp8_cfg.enabled:
-        key, what = f"{_MEGATRON}.optimizer.fp8_recipe", "an fp8 recipe for an optimizer without fp8"
-        yield setup.refuse("contradiction", key, what, f"take it out, or switch {_MEGATRON}.fp8_cfg on")
+    recipe = fp8_recipe(job)
+    if optimizer.get("fp8_recipe") not in {None, recipe}:
+        key, than = f"{given}.fp8_recipe", f"the model's {recipe}" if recipe else "none: the model has no fp8"
+        yield setup.refuse(
+            "contradiction", key, f"{optimizer['fp8_recipe']}, which is another than {than}", "take it out"
+        )
 
 
 def _shown(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value).removeprefix("torch.")
+    return (
+        "null"
+        if value is None
+        else str(value).lower()
+        if isinstance(value, bool)
+        else str(value).removeprefix("torch.")
+    )

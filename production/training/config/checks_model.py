@@ -20,7 +20,6 @@ _OF_TORCH = ("adam", "sgd")
 def check_model(setup: Setup) -> Iterator[SetupRefused]:
     """Sizes that fit each other: heads, groups, channels, experts (R-SETUP-18)."""
     model = setup.job.model
-    is_latent = setup.job.megatron.transformer.get("multi_latent_attention")  # whose heads have widths of their own
     # 0 layers, width or heads are no shape at all, and refused as such.
     small = [
         name
@@ -32,7 +31,7 @@ def check_model(setup: Setup) -> Iterator[SetupRefused]:
     if not 0 < model.rotary_percent <= 1:
         what = f"{model.rotary_percent} is no share of a head's width"
         yield setup.refuse("size", "model.rotary_percent", what, "give one above 0, up to 1")
-    elif not small and model.hidden_size and model.num_attention_heads and not is_latent:
+    elif not small and model.hidden_size and model.num_attention_heads:
         yield from _check_heads(setup, model.hidden_size, model.num_attention_heads)
     if model.num_moe_experts and model.moe_router_topk > model.num_moe_experts:
         what = f"{model.moe_router_topk} experts a token, of {model.num_moe_experts}"

@@ -28,18 +28,6 @@ _SWITCHED_OFF = {
     "logger.swanlab_enabled": "SwanLab",
     "logger.monitor_gpus": "NeMo-RL's GPU monitor",
 }
-_NOT_HERE = {
-    "virtual_pipeline_model_parallel_size": "interleaved pipeline stages",
-    "moe_enable_routing_replay": "router replay",
-    "hybrid_context_parallel": "hybrid context parallelism: rows are cut by the per-document zigzag",
-    "hierarchical_context_parallel_sizes": "hierarchical context parallelism: rows are cut by the per-document zigzag",
-    "max_seqlen_per_dp_cp_rank": "hybrid context parallelism: rows are cut by the per-document zigzag",
-    "mtp_standalone": "multi-token depths on a stage of their own",
-    "mtp_hybrid_override_pattern": "another pattern for multi-token depths: model.hybrid_layer_pattern says it after each /",
-    "heterogeneous_block_specs": "blocks of several shapes",
-    "moe_token_dropping": "dropping tokens",
-}
-
 _DIMENSIONS = [
     f"{_MEGATRON}.{name}_parallel_size"
     for name in ("tensor_model", "context", "pipeline_model", "expert_model", "expert_tensor")
@@ -66,8 +54,8 @@ class Setup:
         return None if self.world_size < 1 or self.world_size % size else self.world_size // size
 
     def refuse(self, kind: str, key: str, what: str, mend: str) -> SetupRefused:
-        """A refusal at `key`, with the file and line that set it."""
-        return SetupRefused(kind=kind, key=key, what=what, where=self.job.where(key), mend=mend)
+        """A refusal at `key` as the file has it, with the file and line that set it."""
+        return SetupRefused(kind=kind, key=self.job.written(key), what=what, where=self.job.where(key), mend=mend)
 
 
 def check_switches(setup: Setup) -> Iterator[SetupRefused]:
@@ -80,15 +68,6 @@ def check_switches(setup: Setup) -> Iterator[SetupRefused]:
         if _look_up(setup.job, key):
             mend = f"set {key} to {'false' if isinstance(_look_up(setup.job, key), bool) else 0}"
             yield setup.refuse("switched_on", key, f"this job does not have {part}", mend)
-    for name, part in _NOT_HERE.items():
-        if megatron.transformer.get(name):
-            key = f"{_MEGATRON}.transformer.{name}"
-            yield setup.refuse("switched_on", key, f"this job does not have {part}", f"take {name} out")
-    for name in ("use_megatron_fsdp", "use_custom_fsdp"):
-        if megatron.distributed_data_parallel_config.get(name):
-            key = f"{_MEGATRON}.distributed_data_parallel_config.{name}"
-            what = "this job does not have megatron-core's FSDP: it trains with DDP and the distributed optimizer"
-            yield setup.refuse("switched_on", key, what, f"take {name} out")
 
 
 def check_layout(setup: Setup) -> Iterator[SetupRefused]:
@@ -129,9 +108,9 @@ def _check_world(setup: Setup) -> Iterator[SetupRefused]:
         )
         mend = f"start a multiple of {experts} ranks, or make a dimension smaller"
         yield setup.refuse("expert_parallel_size", f"{_MEGATRON}.expert_model_parallel_size", what, mend)
-    nodes, per_node = job.cluster.num_nodes, job.cluster.gpus_per_node
-    if nodes is not None and per_node is not None and nodes * per_node != setup.world_size:
-        what = f"{nodes} nodes of {per_node} processes are {nodes * per_node} ranks, not {setup.world_size}"
+    cluster = job.cluster
+    if cluster.ranks not in {None, setup.world_size}:
+        what = f"{cluster.num_nodes} nodes of {cluster.gpus_per_node} processes are {cluster.ranks} ranks, not {setup.world_size}"
         mend = "start as many, or leave cluster.num_nodes out"
         yield setup.refuse("world_size", "cluster.num_nodes", what, mend)
 

@@ -22,6 +22,8 @@ class Source:
     """`job.yaml:12`, the override as typed, or what it was derived from; empty for a default."""
     expression: str = ""
     """The interpolation that it was written as, such as `${policy.model_name}`; empty where it was written plainly."""
+    written: str = ""
+    """The key that the file has for it where that is another: an option of megatron-core that stands directly in `megatron_cfg`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +64,11 @@ class Job:
         source = self.sources.get(key)
         if source is None:
             return f"{key} (default)"
-        return f"{key} ({'derived from ' if source.kind == 'derived' else ''}{source.place})"
+        return f"{self.written(key)} ({'derived from ' if source.kind == 'derived' else ''}{source.place})"
+
+    def written(self, key: str) -> str:
+        """The key as the file has it (`Source.written`)."""
+        return (self.sources[key].written if key in self.sources else "") or key
 
     def dataset_key(self, split: str, index: int) -> str:
         """Dotted key of a dataset, as the file wrote it: `data.train`, or `data.train[0]` where a list stands there."""

@@ -56,7 +56,7 @@ def _hoist(overlay: Overlay) -> None:
         if name in section["transformer"]:
             Builder(overlay).refuse_twice(key, new)
         for old in [each for each in overlay.sources if each == key or each.startswith((f"{key}.", f"{key}["))]:
-            overlay.sources[new + old[len(key) :]] = overlay.sources.pop(old)
+            overlay.sources[new + old[len(key) :]] = dataclasses.replace(overlay.sources[old], written=old)
     rest = {name: value for name, value in section.items() if name not in direct}
     overlay.values["policy"]["megatron_cfg"] = {**rest, "transformer": {**section["transformer"], **direct}}
 

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import torch
 
-from production.training.config.refusal import ConfigRefused, nearest
+from production.training.config.refusal import ConfigRefused
 
 Kind = Literal["transformer", "optimizer", "distributed_data_parallel_config"]
 
@@ -54,12 +54,8 @@ def quiet() -> Iterator[None]:
 
 
 def check_option(kind: Kind, name: str, value: Any, *, key: str, where: str) -> None:
-    """Refuse a name that the installed class lacks, or a value that its annotation does not take (SPEC R-SETUP-4)."""
+    """Refuse a value that the annotation of the option `name` does not take (SPEC R-SETUP-4)."""
     fields = option_fields(kind)
-    if name not in fields:
-        like = nearest(name, fields) or ""
-        what = f"{key} is no option of the installed megatron-core; the nearest is {key[: -len(name)]}{like}"
-        raise ConfigRefused(kind="unknown_key", key=key, what=what, where=where, mend=f"write {like}, or take it out")
     if _converted(fields[name], value) is _UNSUITED:
         written = _readable(fields[name])
         if written == "a function":
@@ -70,6 +66,16 @@ def check_option(kind: Kind, name: str, value: Any, *, key: str, where: str) -> 
         else:
             what, mend = f"{key} is {value!r}, where megatron-core wants {written}", f"give {written}"
         raise ConfigRefused(kind="wrong_type", key=key, what=what, where=where, mend=mend)
+
+
+@functools.cache
+def option_defaults(kind: Kind) -> dict[str, Any]:
+    """Name to megatron-core's default of every option of `kind`; all have one."""
+    return {
+        each.name: each.default_factory() if each.default_factory is not dataclasses.MISSING else each.default
+        for each in dataclasses.fields(option_class(kind))
+        if each.name in option_fields(kind)
+    }
 
 
 def converted(kind: Kind, given: Mapping[str, Any]) -> dict[str, Any]:

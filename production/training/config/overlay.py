@@ -67,11 +67,18 @@ class Overlay:
             self.sources[key] = dataclasses.replace(self.sources[key], expression=written)
 
     def where(self, key: str) -> str:
-        """`key (place)` of what set it, or of the nearest section around it that a place is known of."""
+        """`key (place)` of what set it; else of what set something in it; else of the nearest section around it that a place is known of."""
         around = key
+        if around not in self.sources:
+            inside = (each for each in self.sources if each.startswith((f"{key}.", f"{key}[")))
+            around = next(inside, key)
         while around and around not in self.sources:
             around = around.rpartition("[" if around.endswith("]") else ".")[0]
         return f"{key} ({self.sources[around].place})" if around else f"{key} (default)"
+
+    def written(self, key: str) -> str:
+        """The key as the file has it (`Source.written`)."""
+        return (self.sources[key].written if key in self.sources else "") or key
 
     def _unresolved(self, key: str, written: str, error: Exception | str) -> ConfigRefused:
         reason = str(error).split("\n", maxsplit=1)[0] or type(error).__name__

@@ -20,6 +20,8 @@ class Plan:
 
     world_size: int
     """Ranks."""
+    cluster: str
+    """What the cluster section says of other ranks than these, in whose place they stand in a dry run; empty where it says nothing else."""
     ranks: Mapping[str, int]
     """Ranks per dimension: tp, cp, pp, dp, ep, etp, edp (data parallelism of the experts)."""
     groups: Mapping[str, tuple[tuple[int, ...], int]]
@@ -40,6 +42,7 @@ class Plan:
     def text(self) -> str:
         """The plan as lines for a terminal."""
         lines = [f"ranks               {self.world_size}"]
+        lines += [f"  in place of       {self.cluster}"] if self.cluster else []
         lines += [f"  {name:<18}{size}" for name, size in self.ranks.items()]
         lines += [
             f"microbatches/step   {self.microbatches} on each data-parallel rank",
@@ -65,9 +68,13 @@ def plan(job: Job, world_size: int) -> Plan:
     expert_data = world_size // (layout.expert * layout.expert_tensor * layout.pipeline)
     rows = job.policy.train_global_batch_size
     length = job.policy.max_total_sequence_length
+    cluster = job.cluster
+    is_other = cluster.ranks not in {None, world_size}
+    said = f"cluster.num_nodes {cluster.num_nodes} x cluster.gpus_per_node {cluster.gpus_per_node} = {cluster.ranks}"
     validation = (job.sft.val_global_batch_size or rows) // data if job.data.validation else 0
     return Plan(
         world_size=world_size,
+        cluster=said if is_other else "",
         ranks={
             "tp": layout.tensor, "cp": layout.context, "pp": layout.pipeline, "dp": data,
             "ep": layout.expert, "etp": layout.expert_tensor, "edp": expert_data,

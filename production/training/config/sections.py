@@ -144,10 +144,15 @@ class Cluster:
     gpus_per_node: int | None = None
     """Processes of a node; None: whatever torchrun started."""
     num_nodes: int | None = None
-    """Nodes; None: whatever torchrun started. Where both are set, their product must be the world size."""
+    """Nodes; None: whatever torchrun started. Where both are set, their product must be the world size that a run has."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto`: CUDA where there is one."""
     timeout_seconds: int = 600
     """Seconds after which a collective that a rank does not join ends the job."""
     deterministic: bool = True
     """Whether torch is held to deterministic algorithms; false lets kernels choose faster ones on CUDA."""
+
+    @property
+    def ranks(self) -> int | None:
+        """Processes in all; None where this section does not say it."""
+        return None if self.num_nodes is None or self.gpus_per_node is None else self.num_nodes * self.gpus_per_node

@@ -118,18 +118,41 @@ def model_settings(job: Job, vocab_size: int) -> Any:
 
 
 def optimizer_options(job: Job) -> dict[str, Any]:
-    """Fields of megatron-core's OptimizerConfig that the job sets: precision, and what the file passes on by name."""
+    """Fields of megatron-core's OptimizerConfig that the job sets: precision, and what the file passes on by name.
+
+    The recipe of fp8 is the model's, as in Megatron-LM: the distributed optimizer treats parameters of delayed scaling otherwise.
+    """
     given = converted("optimizer", job.megatron.optimizer)
     derived: dict[str, Any] = {"bf16": job.policy.precision == "bfloat16", "params_dtype": dtype(job.policy.precision)}
     if "min_lr" not in given and job.megatron.scheduler.lr_decay_style == "constant":
         derived["min_lr"] = 0.0
+    if (recipe := fp8_recipe(job)) is not None:
+        derived["fp8_recipe"] = recipe
     return {**derived, **given}
 
 
 def ddp_options(job: Job) -> dict[str, Any]:
-    """Fields of megatron-core's DistributedDataParallelConfig that the job sets; the optimizer says whether it is distributed."""
+    """Fields of megatron-core's DistributedDataParallelConfig that the job sets; the optimizer says whether it is distributed.
+
+    Parameters in fp8 are also gathered in fp8, for which Megatron-LM has one flag: the distributed optimizer would update none otherwise.
+    """
     given = converted("distributed_data_parallel_config", job.megatron.distributed_data_parallel_config)
-    return {"use_distributed_optimizer": uses_distributed_optimizer(job), **given}
+    derived = {"use_distributed_optimizer": uses_distributed_optimizer(job)}
+    if has_fp8_parameters(job):
+        derived["fp8_param_gather"] = True
+    return {**derived, **given}
+
+
+def fp8_recipe(job: Job) -> str | None:
+    """Scaling of the model's products in fp8; None without them."""
+    model = transformer_options(job)
+    return None if model.get("fp8") is None else model.get("fp8_recipe", "delayed")
+
+
+def has_fp8_parameters(job: Job) -> bool:
+    """Whether parameters are kept in fp8."""
+    fp8 = job.megatron.fp8_cfg
+    return (fp8.enabled and fp8.fp8_param) or bool(job.megatron.transformer.get("fp8_param", False))
 
 
 def uses_distributed_optimizer(job: Job) -> bool:

@@ -10,6 +10,7 @@ import torch
 from production.errors import PackproofError
 from production.files.manifest import read_manifest
 from production.training.config.checks_batches import check_batches, check_data, check_length
+from production.training.config.checks_layers import check_pattern
 from production.training.config.checks_megatron import (
     check_contradictions,
     check_megatron,
@@ -17,6 +18,7 @@ from production.training.config.checks_megatron import (
     check_precision,
 )
 from production.training.config.checks_model import check_model, check_optimizer
+from production.training.config.checks_options import check_kernels, check_not_here, check_values
 from production.training.config.checks_run import check_checkpoints, check_schedule, check_start, check_steps
 from production.training.config.checks_setup import Setup, check_layout, check_switches
 from production.training.config.job import Job
@@ -24,6 +26,7 @@ from production.training.config.refusal import SetupRefused
 
 _CHECKS: tuple[Callable[[Setup], Iterator[SetupRefused]], ...] = (
     check_switches,
+    check_not_here,
     check_layout,
     check_batches,
     check_data,
@@ -31,12 +34,15 @@ _CHECKS: tuple[Callable[[Setup], Iterator[SetupRefused]], ...] = (
     check_contradictions,
     check_overlap,
     check_precision,
+    check_kernels,
     check_steps,
     check_schedule,
     check_checkpoints,
     check_start,
     check_model,
+    check_pattern,
     check_optimizer,
+    check_values,
 )
 
 
