@@ -8,9 +8,6 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
-import torch
-from torch import distributed
-
 from production.training.config.sections import Sft
 
 Reason = Literal["finished", "data ended", "signal", "time limit"]
@@ -46,20 +43,26 @@ def asked_to_end() -> Iterator[list[str]]:
 
 
 class Ending:
-    """Whether a run ends now, agreed on by all ranks: a signal reaches them at different steps, and clocks differ."""
+    """Whether a run ends now, agreed on by all ranks: a signal reaches them at different steps, and clocks differ.
 
-    def __init__(self, *, asked: Sequence[str], must_save_by: str | None, started: float, device: torch.device) -> None:
+    Their wishes travel with the numbers of a report, so that asking costs no message of its own.
+    """
+
+    def __init__(self, *, asked: Sequence[str], must_save_by: str | None, started: float) -> None:
         """`must_save_by` is `days:hours:minutes:seconds` after `started`, a time of time.monotonic."""
-        self._asked, self._device = asked, device
+        self._asked = asked
         self._until = None if must_save_by is None else started + seconds(must_save_by)
 
-    def why(self) -> Reason | None:
-        """Collective over the world, and waits for the device; one all-reduce of one number."""
+    def wish(self) -> int:
+        """Of this rank: 2 for a signal, 1 for the time, 0 for none."""
         is_late = self._until is not None and time.monotonic() > self._until
-        wish = torch.tensor([2 if self._asked else 1 if is_late else 0], device=self._device)
-        distributed.all_reduce(wish, op=distributed.ReduceOp.MAX)
-        reasons: dict[int, Reason | None] = {0: None, 1: "time limit", 2: "signal"}
-        return reasons[int(wish)]
+        return 2 if self._asked else 1 if is_late else 0
+
+
+def reason_of(wish: int) -> Reason | None:
+    """Why a run ends after a report, of which `wish` is the largest of all ranks: the same on all."""
+    reasons: dict[int, Reason | None] = {0: None, 1: "time limit", 2: "signal"}
+    return reasons[wish]
 
 
 def seconds(duration: str) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +21,7 @@ from production.model import build_model
 from production.parallel import Place
 from production.rectangle import Rectangle
 from production.squeeze import Padding
+from production.training.clock import Mark, clock_here
 from production.training.config import (
     Job,
     ddp_options,
@@ -47,8 +47,8 @@ class Stepped:
     """[D] float32: megatron-core's losses of this rank's microbatches, added up; None but on the last stage."""
     microbatches: int
     """Of this data-parallel rank."""
-    own_seconds: float
-    """Until this rank first waits for other replicas: rows, forward and backward passes."""
+    first_wait: Mark
+    """When this rank first waited for other replicas, its forward and backward passes done: a mark of the engine's clock."""
 
 
 class Engine:
@@ -90,13 +90,13 @@ class Engine:
         self.config.finalize_model_grads_func = self._finalize
         if self.model.ddp_config.overlap_param_gather:
             self.config.param_sync_func = self.model.start_param_sync
-        self._began_to_wait = 0.0
+        self.clock = clock_here()
+        self._first_wait: Mark = None
         self._rows_per_step = job.policy.train_global_batch_size
         MTPLossLoggingHelper.tracker.clear()  # of a job before in this process
 
     def step(self, batches: Sequence[Batch | Rectangle]) -> Stepped:
         """One optimizer step over this data-parallel rank's microbatches. Collective over the world."""
-        began = time.perf_counter()
         self.model.train()
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
@@ -110,7 +110,7 @@ class Engine:
             learning_rate=learning_rate,
             mtp_loss_sums=self._take_multi_token() if self.place.is_last_stage else None,
             microbatches=len(batches),
-            own_seconds=self._began_to_wait - began,
+            first_wait=self._first_wait,
         )
 
     def evaluate(self, batches: Sequence[Batch | Rectangle]) -> StepReport:
@@ -148,7 +148,7 @@ class Engine:
         return sums  # type: ignore[no-any-return] # megatron-core has no types
 
     def _finalize(self, *args: Any, **options: Any) -> None:
-        self._began_to_wait = time.perf_counter()
+        self._first_wait = self.clock.mark()
         finalize_model_grads(*args, **options)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Self
 
 import torch
@@ -16,7 +15,7 @@ from production.errors import PackproofError
 from production.files.source import Location, PackedSource, open_source
 from production.guards import BatchSettings
 from production.parallel import Place
-from production.rectangle import Rectangle, round_up
+from production.rectangle import Rectangle
 from production.squeeze import Padding
 from production.training.bins import bin_settings, count_bins, pack_bins
 from production.training.config import (
@@ -33,6 +32,7 @@ from production.training.identity import fingerprint
 from production.training.loader import Loader, LoaderSettings, Prepared
 from production.training.order import Order, Sample, ValidationOrder
 from production.training.step import split_rows
+from production.training.tokenizer import load_tokenizer
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -206,48 +206,6 @@ class Feed:
             consumed_samples=prepared.consumed_samples,
             wait_seconds=prepared.wait_seconds,
         )
-
-
-def load_tokenizer(job: Job) -> Any:
-    """The job's tokenizer, from its folder or from what is stored here of Hugging Face's. Raises PackproofError."""
-    from transformers import AutoTokenizer  # noqa: PLC0415 - takes seconds to import
-
-    given = job.policy.tokenizer
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(given.name)
-    except Exception as error:  # a damaged tokenizer.json raises Exception itself, others of its parts what they like
-        raise PackproofError(
-            what=f"no tokenizer can be loaded from {given.name}: {error}",
-            where=job.where("policy.tokenizer.name"),
-            mend="give a folder with tokenizer.json and tokenizer_config.json, or a Hugging Face name that can be reached",
-        ) from error
-    if given.chat_template is not None:
-        tokenizer.chat_template = given.chat_template
-        if given.chat_template.endswith(".jinja"):
-            tokenizer.chat_template = _template(Path(given.chat_template), job.where("policy.tokenizer.chat_template"))
-    return tokenizer
-
-
-def _template(path: Path, where: str) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        mend = "name a file of UTF-8 text that is there, or write the template itself"
-        raise PackproofError(what=f"the chat template cannot be read: {error}", where=where, mend=mend) from error
-
-
-def vocabulary_size(job: Job, tokenizer: Any) -> int:
-    """Rows of the embedding: the job's, or the tokenizer's rounded up to a multiple of tp. Raises PackproofError where ids exceed it."""
-    needed = max(len(tokenizer), max(tokenizer.get_vocab().values(), default=0) + 1)
-    if job.model.vocab_size is None:
-        return round_up(needed, job.megatron.tensor_model_parallel_size)
-    if job.model.vocab_size < needed:
-        raise PackproofError(
-            what=f"an embedding of {job.model.vocab_size} rows for a tokenizer with ids up to {needed - 1}",
-            where=job.where("model.vocab_size"),
-            mend=f"give at least {needed}, a multiple of tensor_model_parallel_size, or leave it out",
-        )
-    return job.model.vocab_size
 
 
 def _check_enough(job: Job, rows: Sequence[int]) -> None:

@@ -104,7 +104,10 @@ def check_resume(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     }
     if not differing:
         return
-    told = "; ".join(f"{key}: saved {_said(key, old)}, now {_said(key, new)}" for key, (old, new) in differing.items())
+    told = "; ".join(
+        f"{key}: saved {_said(key, old)}, now {_said(key, new)}"
+        for key, (old, new) in ((key, _apart(*pair)) for key, pair in differing.items())
+    )
     mends = [_mend(key, old) for key, (old, _) in differing.items()]
     raise ResumeRefused(
         what=f"the run is not what it was: {told}",
@@ -153,12 +156,20 @@ def _mend(key: str, saved: object) -> str:
     return f"{back} to go on, or begin a new run"
 
 
+def _apart(old: Any, new: Any) -> tuple[Any, Any]:
+    """Of two mappings what differs, which a long one could hide."""
+    if not isinstance(old, dict) or not isinstance(new, dict):
+        return old, new
+    keys = [key for key in {**old, **new} if old.get(key, _MISSING) != new.get(key, _MISSING)]
+    return {key: old[key] for key in keys if key in old}, {key: new[key] for key in keys if key in new}
+
+
 def _said(key: str, value: Any) -> str:
     """In words, where its JSON would say little."""
     if value == _MISSING:
         return _MISSING
-    if key != "files":
-        return _short(value)
+    if key != "files":  # of a mapping only what differs is left, and all of it is said
+        return json.dumps(value, sort_keys=True) if isinstance(value, dict) else _short(value)
     return " and ".join(f"{each['rows']} rows (fingerprint {str(each['fingerprint'])[:8]})" for each in value)
 
 

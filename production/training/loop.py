@@ -15,12 +15,14 @@ from rich.console import Console
 
 from production.errors import PackproofError
 from production.multi_token_feed import rolls_from_tables
+from production.training.checkpoint import Manifest
+from production.training.clock import Mark
 from production.training.config import Job, device_here, multi_token_depths, sizes, unready, validate
 from production.training.config.sections import Mlflow
 from production.training.dumps import dump
-from production.training.ending import Ending, Reason, asked_to_end, length_reached, nothing_left
+from production.training.ending import Ending, Reason, asked_to_end, length_reached, nothing_left, reason_of
 from production.training.engine import Stepped
-from production.training.feed import Fed, Feed, vocabulary_size
+from production.training.feed import Fed, Feed
 from production.training.flops import peak_tflops, work_of
 from production.training.identity import check_resume
 from production.training.launch import Launched, launched, world_size
@@ -38,6 +40,7 @@ from production.training.progress import RunProgress
 from production.training.start import build, check_same, checkpoints_of, found_checkpoint, identity
 from production.training.step_numbers import StepNumbers
 from production.training.summary import close_run
+from production.training.tokenizer import vocabulary_size
 
 VALIDATION = "val:val_loss"
 """What the best checkpoints may be chosen by."""
@@ -111,25 +114,34 @@ class _Run:
                 asked=self._asked,
                 must_save_by=job.checkpointing.checkpoint_must_save_by,
                 started=self._started,
-                device=self._rank.device,
             )
-            self._engine = build(job, self._place, vocab_size=vocabulary, found=found, run_steps=self._total_steps())
-            self._metrics = StepMetrics(
-                group=Group.of_parallel_state(), depths=self._engine.settings.depths, device=self._rank.device
-            )
-            with self._loggers() as self._log, self._bar() as self._progress:
-                for path in self._checkpoints.incomplete():
-                    self._progress.say(f"passed over {path}: it was not written to its end")
-                if found is not None:
-                    self._progress.say(f"going on from {found[0]} (step {self._step})")
-                    if (total := self._total_steps()) is not None and self._step >= total:
-                        reason = self._reason_at_end()
-                        self._progress.say(nothing_left(self._step, total, reason=reason, why=self._why(reason)))
-                reason = self._train()
-                self._end(reason, self._why(reason))
+            with (
+                self._loggers() as self._log
+            ):  # before the model: one that cannot log in ends the job without having built it
+                self._engine = build(
+                    job, self._place, vocab_size=vocabulary, found=found, run_steps=self._total_steps()
+                )
+                self._metrics = StepMetrics(
+                    group=Group.of_parallel_state(), depths=self._engine.settings.depths, device=self._rank.device
+                )
+                with self._bar() as self._progress:
+                    self._say_where(found)
+                    reason = self._train()
+                    self._end(reason, self._why(reason))
         if self._place.rank == 0:
             close_run(Path(job.logger.log_dir), self._console)
         return Outcome(step=self._step, consumed_samples=self._consumed, reason=reason, numbers=tuple(self._numbers))
+
+    def _say_where(self, found: tuple[Path, Manifest] | None) -> None:
+        """What is passed over, and where the run goes on."""
+        for path in self._checkpoints.incomplete():
+            self._progress.say(f"passed over {path}: it was not written to its end")
+        if found is None:
+            return
+        self._progress.say(f"going on from {found[0]} (step {self._step})")
+        if (total := self._total_steps()) is not None and self._step >= total:
+            reason = self._reason_at_end()
+            self._progress.say(nothing_left(self._step, total, reason=reason, why=self._why(reason)))
 
     def _train(self) -> Reason:
         sft, saving, total = self._job.sft, self._job.checkpointing, self._total_steps()
@@ -140,8 +152,9 @@ class _Run:
         if owed and VALIDATION not in self._measured:
             self._validate()
         steps = self._feed.steps()
-        self._ended = time.perf_counter()
+        self._ended = self._engine.clock.mark()
         while total is None or self._step < total:
+            began = self._engine.clock.mark()
             fed = next(steps, None)
             if fed is None:
                 break
@@ -150,8 +163,8 @@ class _Run:
             saves = saving.enabled and (is_last or _is_due(self._step + 1, saving.save_period))
             # A checkpoint of a loss that is no number must not be written: what is pending is reported first.
             is_reported = validates or saves or is_last or _is_due(self._step + 1, self._job.logger.report_period)
-            self._take(fed, is_reported=is_reported)
-            why = self._ending.why() if is_reported else None
+            self._take(fed, began)
+            why = self._report() if is_reported else None
             if validates and why is None:
                 self._validate()
             if saves or (why and saving.enabled):
@@ -181,7 +194,7 @@ class _Run:
         values: dict[str, Value] = {"reason": reason, "why": why, "consumed_samples": self._consumed}
         self._log.log(Record(kind="end", step=self._step, values=values))
 
-    def _take(self, fed: Fed, *, is_reported: bool) -> None:
+    def _take(self, fed: Fed, began: Mark) -> None:
         step = self._step + 1
         if step in self._job.logger.dump_batch_steps:
             self._dump(step, fed)
@@ -190,14 +203,16 @@ class _Run:
         stepped = self._engine.step(fed.microbatches)
         self._measured.pop(VALIDATION, None)  # it was of the weights before
         self._step, self._consumed = step, fed.consumed_samples
-        if is_reported and self._rank.device.type == "cuda":
-            torch.cuda.synchronize()  # so that the kernels of the steps since the last report are in their time
-        before, self._ended = self._ended, time.perf_counter()
-        self._add(stepped, fed, seconds=self._ended - before)
-        if is_reported:
-            self._report()
+        clock = self._engine.clock
+        before, self._ended = self._ended, clock.mark()
+        timing = Timing(
+            step_seconds=clock.between(before, self._ended),
+            own_seconds=clock.between(began, stepped.first_wait),
+            data_wait_seconds=fed.wait_seconds,
+        )
+        self._add(stepped, fed, timing)
 
-    def _add(self, stepped: Stepped, fed: Fed, *, seconds: float) -> None:
+    def _add(self, stepped: Stepped, fed: Fed, timing: Timing) -> None:
         for pair in stepped.report.losses:
             self._metrics.add_loss(pair[0], pair[1])
         if stepped.mtp_loss_sums is not None:
@@ -205,18 +220,19 @@ class _Run:
                 stepped.mtp_loss_sums, torch.full_like(stepped.mtp_loss_sums, stepped.microbatches)
             )
         self._metrics.add_rows(fed.counts)
-        own = stepped.own_seconds + fed.wait_seconds
         self._metrics.end_step(
             step=self._step,
             learning_rate=stepped.learning_rate,
             gradient_norm=stepped.gradient_norm,
             consumed_samples=self._consumed,
-            timing=Timing(step_seconds=seconds, own_seconds=own, data_wait_seconds=fed.wait_seconds),
+            timing=timing,
         )
 
-    def _report(self) -> None:
+    def _report(self) -> Reason | None:
+        """Tell the steps since the last one; gives why the run ends now, if it does. Collective over the world."""
         peak = self._job.logger.peak_teraflops or peak_tflops(self._rank.device)
-        for numbers in self._metrics.report(flops_of=self._flops(), peak_tflops=peak):
+        reported = self._metrics.report(flops_of=self._flops(), peak_tflops=peak, wish=self._ending.wish())
+        for numbers in reported:
             self._measured["train:loss"] = numbers.loss
             self._numbers.append(numbers)
             self._log.log(Record(kind="step", step=numbers.step, values=numbers.values()))
@@ -224,6 +240,7 @@ class _Run:
             if not numbers.finite:
                 self._stop_not_finite(numbers)
         self._pending.clear()
+        return reason_of(self._metrics.wish)
 
     def _stop_not_finite(self, numbers: StepNumbers) -> None:
         try:
@@ -252,7 +269,7 @@ class _Run:
         values = {"validation_loss": losses.loss, "validation_batches": batches}
         self._log.log(Record(kind="validation", step=self._step, values=values))
         self._progress.say(f"validation after step {self._step}: loss {losses.loss:.4f}")
-        self._ended = time.perf_counter()
+        self._ended = self._engine.clock.mark()
 
     def _save(self) -> None:
         began = time.perf_counter()
@@ -264,8 +281,8 @@ class _Run:
             config=self._job.describe(),
             metrics=self._measured,
         )
-        self._ended = time.perf_counter()
-        self._progress.say(f"saved {path} ({self._ended - began:.1f} s)")
+        self._progress.say(f"saved {path} ({time.perf_counter() - began:.1f} s)")
+        self._ended = self._engine.clock.mark()
 
     def _dump(self, step: int, fed: Fed) -> Path:
         return dump(

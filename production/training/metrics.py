@@ -1,6 +1,7 @@
-"""What a step measures: device tensors until the reporting boundary, then one all-reduce and one transfer to the host.
+"""What a step measures: device tensors until the reporting boundary, then one or two small collectives and one transfer to the host.
 
-A microbatch costs two small device operations and no synchronisation; a report sends 4·(37 + 2·D + 4·R) bytes for D depths and R dp × cp ranks.
+A microbatch costs two small device operations and no synchronisation. A report all-reduces 4·(37 + 2·D) bytes a step for D depths
+over dp × cp, and 16 bytes a step and 4 more for each rank of the world over all of them (`everyone`): in one message where these are the same.
 """
 
 from __future__ import annotations
@@ -8,14 +9,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import psutil
 import torch
 from torch import distributed
 
 from production.errors import PackproofError
-from production.training.counts import SENT, RowCounts
+from production.training.counts import RowCounts
+from production.training.everyone import Group, Measured, Timing, measured, row_of
 from production.training.step_numbers import Losses, StepNumbers
 
 __all__ = ["FlopsOf", "Group", "Losses", "StepMetrics", "StepNumbers", "Timing", "memory_mebibytes"]
@@ -26,61 +27,15 @@ FlopsOf = Callable[[int, int], float]
 """(tokens, Σ L² over segments) to the floating-point operations of forward and backward pass, all devices together."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Timing:
-    """Seconds of one step on this rank."""
-
-    step_seconds: float
-    """From the end of the step before to the end of this one."""
-    own_seconds: float
-    """Of them, those until the rank first waits for others: its own share, by which the slowest rank is found."""
-    data_wait_seconds: float
-    """Of them, those in which it waited for rows."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Group:
-    """The ranks that share a reported number. Without process groups: this process alone."""
-
-    data: Any = None
-    """Process group of dp × cp; None outside torch.distributed."""
-    counts_rows: bool = True
-    """Whether this rank's rows count: one rank of each context-parallel group does, since all of them build the same rows."""
-    pipeline: Any = None
-    """Process group of the pipeline stages; None where there is one stage."""
-    has_loss: bool = True
-    """Whether this rank holds the last stage, which computes losses."""
-
-    @classmethod
-    def of_parallel_state(cls) -> Group:
-        """The groups of this rank in megatron-core's parallel state."""
-        from megatron.core import parallel_state  # noqa: PLC0415 - heavy, and needed only where it was initialised
-
-        stages = parallel_state.get_pipeline_model_parallel_world_size()
-        return cls(
-            data=parallel_state.get_data_parallel_group(with_context_parallel=True),
-            counts_rows=parallel_state.get_context_parallel_rank() == 0,
-            pipeline=parallel_state.get_pipeline_model_parallel_group() if stages > 1 else None,
-            has_loss=parallel_state.is_pipeline_last_stage(ignore_virtual=True),
-        )
-
-    @property
-    def size(self) -> int:
-        """R, the ranks of dp × cp."""
-        return 1 if self.data is None else distributed.get_world_size(self.data)
-
-    @property
-    def rank(self) -> int:
-        """Where this rank stands among them."""
-        return 0 if self.data is None else distributed.get_rank(self.data)
-
-
 class StepMetrics:
     """Gathers one step after another on this rank; every rank makes the same calls.
 
     Losses are summed as Megatron-LM sums them (R-LOSS-7: microbatches in order, then ranks, in float32), so that equal
     inputs give an equal loss, to the bit where each step is reported alone. No call but a report waits for the device.
     """
+
+    wish: int = 0
+    """The largest that any rank gave the last report (`ending`)."""
 
     def __init__(self, *, group: Group, depths: int = 0, device: torch.device | str = "cpu") -> None:
         """`depths` is D; `device` is where losses live and where the all-reduce runs."""
@@ -126,7 +81,8 @@ class StepMetrics:
 
         Raises PackproofError where losses are missing on the last stage, or there on another.
         """
-        payload = torch.cat([self._loss_payload(), self._host_payload(timing)])
+        counts = torch.tensor(self._counts.limbs(), dtype=torch.float32).to(self._device, non_blocking=True)
+        payload = torch.cat([self._loss_payload(), counts])
         if isinstance(gradient_norm, torch.Tensor):
             gradient_norm = gradient_norm.detach().to(self._device, torch.float32).reshape(1)
         self._ended.append(
@@ -135,38 +91,49 @@ class StepMetrics:
                 learning_rate=learning_rate,
                 gradient_norm=gradient_norm,
                 consumed_samples=consumed_samples,
-                step_seconds=timing.step_seconds,
+                timing=timing,
+                memory_mebibytes=memory_mebibytes(self._device),
                 payload=payload,
             )
         )
         self._begin()
 
-    def report(self, *, flops_of: FlopsOf | None = None, peak_tflops: float | None = None) -> list[StepNumbers]:
-        """The numbers of every step that has ended since the last report: one all-reduce, one wait for the device.
+    def report(
+        self, *, flops_of: FlopsOf | None = None, peak_tflops: float | None = None, wish: int = 0
+    ) -> list[StepNumbers]:
+        """The numbers of every step that has ended since the last report: an all-reduce over dp × cp, another over the world
+        where that is more, one transfer to the host; on CUDA they are sent when the events of the last step have passed.
 
         `flops_of` gives the model's floating-point operations for (tokens, square sum) without padding; `peak_tflops`
-        is one device's. Collective: every rank calls it after the same steps.
+        is one device's; `wish` is this rank's to end. Collective: every rank of the world calls it after the same steps, those
+        of stages without a loss too.
         """
         ended, self._ended = self._ended, []
         if not ended:
             return []
-        payload = self._reduced(torch.cat([each.payload for each in ended])).view(len(ended), -1)
+        rows = row_of(
+            [(each.timing, each.memory_mebibytes) for each in ended],
+            wish=wish,
+            rank=self._group.world_rank,
+            size=self._group.world_size,
+            device=self._device,
+        )
+        payload, everyone = self._together(torch.cat([each.payload for each in ended]), rows)
+        payload = payload.view(len(ended), -1)
         losses = self._divided(payload)
+        counts = payload[:, losses.shape[1] :]
         norms = [each.gradient_norm for each in ended if isinstance(each.gradient_norm, torch.Tensor)]
-        numbers: list[float] = torch.cat([losses.flatten(), payload[:, losses.shape[1] :].flatten(), *norms]).tolist()
-        width, rest = losses.shape[1], payload.shape[1] - losses.shape[1]
-        read = iter(numbers[len(ended) * (width + rest) :])
-        return [
-            self._numbers(
-                each,
-                numbers[at * width : (at + 1) * width],
-                numbers[len(ended) * width + at * rest : len(ended) * width + (at + 1) * rest],
-                next(read) if isinstance(each.gradient_norm, torch.Tensor) else each.gradient_norm,
-                flops_of,
-                peak_tflops,
-            )
-            for at, each in enumerate(ended)
+        parts = (losses, counts, *norms, everyone)
+        read = iter(torch.cat([each.flatten() for each in parts]).tolist())
+        losses_read, counts_read = (
+            [list(itertools.islice(read, each.shape[1])) for _ in ended] for each in (losses, counts)
+        )
+        norms_read = [
+            next(read) if isinstance(each.gradient_norm, torch.Tensor) else each.gradient_norm for each in ended
         ]
+        of_ranks, self.wish = measured(list(read), steps=len(ended))
+        each_step = zip(ended, losses_read, counts_read, norms_read, of_ranks, strict=True)
+        return [self._numbers(*each, flops_of, peak_tflops) for each in each_step]
 
     def report_losses(self) -> Losses:
         """The losses added since the last step: for validation, where they weigh tokens and so do not depend on dp or cp.
@@ -181,20 +148,19 @@ class StepMetrics:
         self,
         ended: _Ended,
         losses: Sequence[float],
-        numbers: Sequence[float],
+        limbs: Sequence[float],
         norm: float | None,
+        ranks: Measured,
         flops_of: FlopsOf | None,
         peak_tflops: float | None,
     ) -> StepNumbers:
         found = self._losses_of(losses)
-        counts = RowCounts.of_limbs(numbers[:SENT])
-        ranks, own, waits, memory = itertools.batched(numbers[SENT:], self._group.size)
-        slowest = max(range(len(own)), key=own.__getitem__)
+        counts = RowCounts.of_limbs(limbs)
+        seconds = max(ranks.step_seconds)
         tflops = None
         if flops_of is not None:
-            devices = 1 if self._group.data is None else distributed.get_world_size()
             operations = flops_of(counts.tokens - counts.padding_tokens, counts.square_sum)
-            tflops = operations / ended.step_seconds / 1e12 / devices
+            tflops = operations / seconds / 1e12 / len(ranks.step_seconds)
         return StepNumbers(
             step=ended.step,
             loss=found.loss,
@@ -203,17 +169,20 @@ class StepMetrics:
             gradient_norm=norm,
             learning_rate=ended.learning_rate,
             consumed_samples=ended.consumed_samples,
-            step_seconds=ended.step_seconds,
-            data_wait_seconds=max(waits),
-            tokens_per_second=counts.tokens / ended.step_seconds,
+            step_seconds=seconds,
+            data_wait_seconds=max(ranks.data_wait_seconds),
+            data_wait_rank=ranks.longest_wait,
+            tokens_per_second=counts.tokens / seconds,
             trained_tokens=counts.trained_tokens,
             tokens=counts.tokens,
             padding_share=counts.padding_tokens / max(counts.tokens, 1),
             rows_truncated=counts.truncated_rows,
             conversations_dropped=counts.dropped_conversations,
-            slowest_rank=int(ranks[slowest]),
-            slowest_rank_behind_seconds=own[slowest] - sum(own) / len(own),
-            memory_mebibytes=max(memory),
+            slowest_rank=ranks.slowest,
+            slowest_rank_place=self._group.place(ranks.slowest),
+            slowest_rank_behind_seconds=ranks.behind_seconds,
+            memory_mebibytes=max(ranks.memory_mebibytes),
+            memory_rank=ranks.fullest,
             tflops_per_second=tflops,
             mfu=None if tflops is None or peak_tflops is None else tflops / peak_tflops,
         )
@@ -237,14 +206,6 @@ class StepMetrics:
         # The loss stands first: a small message of another length is then still reduced in the order of Megatron-LM's.
         return torch.cat([self._summed(self._losses, (2,)), depths.flatten()])
 
-    def _host_payload(self, timing: Timing) -> torch.Tensor:
-        """[limbs + 4·R]: the rows' counts, then a slot for each rank in which only it writes, so that a sum gathers them."""
-        host = self._counts.limbs()
-        world_rank = 0 if self._group.data is None else distributed.get_rank()
-        for value in (world_rank, timing.own_seconds, timing.data_wait_seconds, memory_mebibytes(self._device)):
-            host += [value if place == self._group.rank else 0.0 for place in range(self._group.size)]
-        return torch.tensor(host, dtype=torch.float32).to(self._device, non_blocking=True)
-
     def _summed(self, pairs: Sequence[torch.Tensor], shape: tuple[int, ...]) -> torch.Tensor:
         return torch.stack(list(pairs)).sum(dim=0) if pairs else torch.zeros(shape, device=self._device)
 
@@ -257,6 +218,16 @@ class StepMetrics:
             last = distributed.get_world_size(group.pipeline) - 1
             distributed.broadcast(payload, src=distributed.get_global_rank(group.pipeline, last), group=group.pipeline)
         return payload
+
+    def _together(self, payload: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The payload as `_reduced`, the rows summed over the world: in one message where dp × cp are all of it."""
+        if self._group.size == self._group.world_size:
+            # The losses stand first, as they do alone.
+            sent = self._reduced(torch.cat([payload, rows.flatten()]))
+            return sent[: len(payload)], sent[len(payload) :]
+        payload = self._reduced(payload)
+        distributed.all_reduce(rows)
+        return payload, rows
 
     def _divided(self, payload: torch.Tensor) -> torch.Tensor:
         """[S, 2 + 2·D] of the payloads [S, …] of S steps: loss, count, then losses and counts of the depths."""
@@ -280,7 +251,8 @@ class _Ended:
     learning_rate: float
     gradient_norm: torch.Tensor | float | None
     consumed_samples: int
-    step_seconds: float
+    timing: Timing
+    memory_mebibytes: float
     payload: torch.Tensor
 
 

@@ -6,10 +6,13 @@ import dataclasses
 import math
 from dataclasses import dataclass
 
+DIMENSIONS = ("tp", "cp", "dp", "pp")
+"""In which a rank's place is told: in the order in which ranks count, tp fastest."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class StepNumbers:
-    """One step's numbers, equal on every rank except `memory_mebibytes` of other model parts. None: not measured."""
+    """One step's numbers, equal on every rank of the world. None: not measured."""
 
     step: int
     """1 for the first step."""
@@ -26,9 +29,11 @@ class StepNumbers:
     consumed_samples: int
     """Rows of all steps so far, this one included."""
     step_seconds: float
-    """From the end of the step before to the end of this one."""
+    """From the end of the step before to the end of this one, on the rank of the world that took longest; on CUDA the device's own time."""
     data_wait_seconds: float
-    """Of the rank that waited longest."""
+    """Of the rank of the world that waited longest for rows, by its host's clock."""
+    data_wait_rank: int
+    """That rank."""
     tokens_per_second: float
     """Positions of the global batch, padding included, a second, of all ranks together."""
     trained_tokens: int
@@ -42,23 +47,32 @@ class StepNumbers:
     conversations_dropped: int
     """Conversations of the global batch of which no token is in a row."""
     slowest_rank: int
-    """The rank in the world, of this rank's dp × cp ranks (of the last pipeline stage), with the longest `Timing.own_seconds`."""
+    """The rank, of the whole world, with the longest `Timing.own_seconds`. Ranks of one replica wait for each other within the
+    passes (tp, cp, ep, pp), so that a slow one makes its replica slow: the replica is what is certain."""
+    slowest_rank_place: tuple[int, int, int, int]
+    """Where it stands in tp, cp, dp and pp."""
     slowest_rank_behind_seconds: float
-    """How much longer it took than the mean of them."""
+    """How much longer it took than the mean of all ranks."""
     memory_mebibytes: float
-    """The most that one of them uses: resident on CPU, the largest allocation so far on CUDA."""
+    """The most that a rank of the world uses: resident on CPU, the largest allocation so far on CUDA."""
+    memory_rank: int
+    """That rank."""
     tflops_per_second: float | None = None
     """Model TFLOP/s of one device (`flops`), recomputation not counted."""
     mfu: float | None = None
     """Of the device's dense bf16 peak; None where the peak is not known."""
 
     def values(self) -> dict[str, float | int | bool]:
-        """By the names that every logger uses; what was not measured is left out, depths are `mtp_1_loss` and on."""
+        """By the names that every logger uses; what was not measured is left out, depths are `mtp_1_loss` and on, the slowest
+        rank's place is `slowest_rank_tp`, `_cp`, `_dp` and `_pp`.
+        """
         found: dict[str, float | int | bool] = {}
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if field.name == "mtp_losses":
                 found |= {f"mtp_{depth}_loss": loss for depth, loss in enumerate(value, 1)}
+            elif field.name == "slowest_rank_place":
+                found |= {f"slowest_rank_{name}": place for name, place in zip(DIMENSIONS, value, strict=True)}
             elif field.name != "step" and value is not None:
                 found[field.name] = value
         return found

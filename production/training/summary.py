@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -15,6 +16,7 @@ from production.errors import PackproofError
 from production.training.loggers import FILE, Record, Value, read_records
 from production.training.picture import Line, draw
 from production.training.progress import compact, duration
+from production.training.step_numbers import DIMENSIONS
 
 COLOURS = ("#316dca", "#8250df", "#0b8a6f", "#b3591e")
 VALIDATION_COLOUR = "#c2410c"
@@ -56,6 +58,16 @@ class Summary:
     """Median over steps."""
     memory_mebibytes: float
     """The most of any step."""
+    memory_rank: int | None
+    """The rank of the world that used it; None where the records do not say, as the next three."""
+    slowest_rank: int | None
+    """The rank of the world that most steps were slowest on."""
+    slowest_rank_place: str
+    """Where it stands, as `tp 1, cp 0, dp 3, pp 0`."""
+    slowest_rank_steps: int
+    """On how many."""
+    slowest_rank_behind_seconds: float
+    """How much longer than the mean of all ranks it took then, median."""
     consumed_samples: int
     """Rows since the beginning of the job."""
     starts: int
@@ -164,6 +176,8 @@ def _summary(
         tflops_per_second=statistics.median(found) if (found := of("tflops_per_second")) else None,
         mfu=statistics.median(found) if (found := of("mfu")) else None,
         memory_mebibytes=max(of("memory_mebibytes"), default=0.0),
+        memory_rank=_fullest(steps),
+        **_slowest(steps),
         consumed_samples=int(max(of("consumed_samples"), default=0)),
         starts=max(1, len(firsts)),
         ended=ended,
@@ -191,12 +205,46 @@ def _lines(summary: Summary) -> list[tuple[str, str]]:
         ("padding", f"{summary.padding_share:.2%} of the positions"),
         ("rows", f"{summary.consumed_samples:,}, {summary.rows_truncated:,} cut within a conversation"),
         ("conversations dropped", f"{summary.conversations_dropped:,}"),
-        ("memory", f"{summary.memory_mebibytes:,.0f} MiB a rank at most"),
+        ("memory", f"{summary.memory_mebibytes:,.0f} MiB a rank at most" + _of_rank(summary.memory_rank)),
     ]
+    if summary.slowest_rank_behind_seconds > 0:  # else there is one rank
+        where = f"{summary.slowest_rank} ({summary.slowest_rank_place}) at {summary.slowest_rank_steps:,} steps"
+        behind = f"{duration(summary.slowest_rank_behind_seconds)} behind the mean (median)"
+        lines.append(("slowest rank", f"{where}, {behind}"))
     if summary.tflops_per_second is not None:
         of_peak = "the device's peak is not known: no MFU" if summary.mfu is None else f"MFU {summary.mfu:.1%}"
         lines.append(("TFLOP/s a device", f"{summary.tflops_per_second:.3g}, {of_peak}"))
     return lines
+
+
+def _fullest(steps: dict[int, dict[str, Value]]) -> int | None:
+    known = [values for values in steps.values() if "memory_rank" in values]
+    return int(max(known, key=lambda values: float(values["memory_mebibytes"]))["memory_rank"]) if known else None
+
+
+def _slowest(steps: dict[int, dict[str, Value]]) -> dict[str, Any]:
+    """The fields of `Summary` about it."""
+    by_rank: dict[int, list[dict[str, Value]]] = {}
+    for values in steps.values():
+        if "slowest_rank" in values:
+            by_rank.setdefault(int(values["slowest_rank"]), []).append(values)
+    rank = max(by_rank, key=lambda each: len(by_rank[each]), default=None)
+    found = [] if rank is None else by_rank[rank]
+    places = [
+        f"{name} {found[-1][key]}" for name in DIMENSIONS if found and (key := f"slowest_rank_{name}") in found[-1]
+    ]
+    return {
+        "slowest_rank": rank,
+        "slowest_rank_place": ", ".join(places),
+        "slowest_rank_steps": len(found),
+        "slowest_rank_behind_seconds": statistics.median(
+            [float(values["slowest_rank_behind_seconds"]) for values in found] or [0.0]
+        ),
+    }
+
+
+def _of_rank(rank: int | None) -> str:
+    return "" if rank is None else f", on rank {rank}"
 
 
 def _some(steps: Sequence[int]) -> str:

@@ -1,7 +1,9 @@
 """The training job in forked worlds: what it reports, feeds, saves, and how it ends."""
 
+import itertools
 import json
 import math
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -113,15 +115,59 @@ def test_a_report_of_several_steps_gives_the_numbers_of_each(train):
         assert (norm, rate) == each["losses"][step][2:]
 
 
-def test_a_step_waits_for_the_device_as_often_with_one_microbatch_as_with_four(train):
-    waits = {}
-    for microbatches in (1, 4):
-        changes = UNSAVED | MTP | {"policy.train_global_batch_size": microbatches, "sft.max_num_steps": 2}
-        ((found, counts, objects),) = train(1, changes, target="counted")
-        assert len(found["losses"]) == len(counts) == 2
-        assert objects == []
-        waits[microbatches] = counts
-    assert waits[1] == waits[4]
+COUNTED = {
+    "dense, with depths": (1, MTP),
+    "cp 2, with depths": (2, MTP | CONTEXT),
+    "ep 2, with depths": (2, MTP | EXPERTS | {f"{MEGATRON}.expert_model_parallel_size": 2}),
+}
+
+
+OF_EXPERTS = {
+    "aten::_local_scalar_dense in megatron/core/tensor_parallel/mappings.py:forward",
+    "tolist in production/device/shim.py:all_to_all_single",
+}
+"""megatron-core's dispatcher of experts needs to know on the host how many tokens go to which rank, in every layer that has them: on
+CUDA it reads that once a layer, here where the numbers are used. Nothing of packproof, and not to be had without."""
+
+
+@pytest.fixture
+def counted(world, rows, tmp_path):
+    """The waits of the steps of jobs of so many microbatches a rank, by rank."""
+
+    def run(size, changes, *microbatches, reads=False):
+        replicas = 1 if CONTEXT.items() <= changes.items() else size
+        payload = []
+        for count in microbatches:
+            batch = {"policy.train_global_batch_size": count * replicas, "sft.max_num_steps": 2}
+            config = jobs.write_job(tmp_path / f"job_{count}", rows, **UNSAVED | changes | batch)
+            payload.append({"config": str(config), "reads": reads})
+        found = world(size, "counted_in_turn", payload)
+        assert len(found) == size
+        for outcome, waits, objects in itertools.chain(*found):
+            assert len(outcome["losses"]) == len(waits) == 2, outcome
+            assert objects == []
+        return [[waits for _, waits, _ in each] for each in found]
+
+    return run
+
+
+@pytest.mark.parametrize("case", COUNTED)
+def test_a_step_waits_for_the_device_as_often_with_one_microbatch_as_with_four(counted, case):
+    size, changes = COUNTED[case]
+    for one, four in counted(size, changes, 1, 4):
+        for step in (0, 1):
+            more = {place for place, count in four[step].items() if count != one[step].get(place, 0)}
+            assert more == (OF_EXPERTS if EXPERTS.items() <= changes.items() else set())
+
+
+def test_the_count_of_waits_sees_each_way_to_read_what_lies_on_the_device(counted):
+    ((steps,),) = counted(1, MTP, 3, reads=True)
+    expected = Counter(name for name, _ in jobs.READS_OF_A_MICROBATCH for _ in range(3))
+    assert len(steps) == 2
+    for waits in steps:
+        assert {
+            place.partition(" in ")[0]: count for place, count in waits.items() if "_microbatches" in place
+        } == expected
 
 
 def test_steps_send_no_objects(train):
@@ -191,6 +237,20 @@ def test_a_signal_on_one_rank_saves_and_ends_all(world, rows, tmp_path):
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_00000002"]
     (end,) = jobs.records(tmp_path, "end")
     assert end["reason"] == "signal"
+
+
+def test_a_report_tells_the_devices_own_times_of_each_step_and_of_every_stage(world, rows, tmp_path):
+    config = jobs.write_job(tmp_path, rows, **UNSAVED | PIPELINE | {"logger.report_period": 3})
+    payload = {"config": str(config), "shares": [0.75, 0.25], "memory": [900.0, 100.0]}
+    for found, reads in world(2, "train_behind", payload):
+        assert list(found["losses"]) == [1, 2, 3, 4]
+        assert reads == 2 * 4  # the step's time and the rank's own share of it, once each
+    steps = jobs.records(tmp_path, "step")
+    assert [each["step_seconds"] for each in steps] == [1.0] * 4
+    for each in steps:
+        # Rank 0 holds the first stage, which knows no loss.
+        assert (each["slowest_rank"], each["slowest_rank_pp"], each["slowest_rank_behind_seconds"]) == (0, 0, 0.25)
+        assert (each["memory_mebibytes"], each["memory_rank"]) == (900.0, 0)
 
 
 def test_a_validation_that_a_signal_cut_off_is_made_up_for(world, rows, tmp_path):

@@ -1,12 +1,17 @@
 """A resumed job is the job that was never stopped, to the bit; what is not that job is refused with both values named."""
 
+import dataclasses
 import json
 from pathlib import Path
 
 import pytest
 import training_job_worlds as jobs
+from transformers import AutoTokenizer
 
 from equivalence.workers import CaseFailed
+from production.files.source import open_source
+from production.semantics import DEFAULT_PRESET, PRESETS
+from production.training.identity import tokenizer_identity
 
 pytestmark = [
     pytest.mark.xdist_group("gloo"),
@@ -82,10 +87,17 @@ def stopped(world, rows, tmp_path_factory):
     return config
 
 
+def semantics(name, other):
+    """Of a preset, as JSON, the fields in which it differs from another."""
+    one, two = (dataclasses.asdict(PRESETS[each]) for each in (name, other))
+    return json.dumps({field: one[field] for field in one if one[field] != two[field]}, sort_keys=True)
+
+
+STRICT = f"semantics: saved {semantics(DEFAULT_PRESET, 'strict')}, now {semantics('strict', DEFAULT_PRESET)}"
 REFUSED = {
     "another dp size and layout": ([f"{MEGATRON}.tensor_model_parallel_size=2"], "data_parallel_size: saved 2, now 1"),
     "another pack length": (["policy.max_total_sequence_length=128"], "pack_length: saved 64, now 128"),
-    "another preset": (["data.default.semantics=strict"], "semantics: saved"),
+    "another preset": (["data.default.semantics=strict"], STRICT),
     "another global batch size": (["policy.train_global_batch_size=2"], "global_batch_size: saved 4, now 2"),
     "another learning rate": ([f"{MEGATRON}.optimizer.lr=0.5"], "optimizer.lr: saved 0.002, now 0.5"),
     "another shape": (["model.hidden_size=32"], "model.hidden_size: saved 16, now 32"),
@@ -101,22 +113,33 @@ def test_a_resume_of_something_else_is_refused_with_both_values(world, stopped, 
         assert named in found["refused"]
 
 
-def test_another_file_or_tokenizer_is_refused_at_a_resume(world, stopped, tmp_path):
-    other = jobs.write_rows(tmp_path / "other.jsonl", first=5)
+def test_another_number_of_ranks_is_refused_with_both_values(world, stopped):
+    (found,) = world(1, "train", {"config": str(stopped)})
+    assert found["kind"] == "ResumeRefused", found
+    assert "data_parallel_size: saved 2, now 1" in found["refused"]
+    assert "world_size: saved 2, now 1" in found["refused"]
+    assert "start as many ranks as before" in found["refused"]
+
+
+def test_another_file_or_tokenizer_is_refused_at_a_resume_with_both_values(world, rows, stopped, tmp_path):
+    other = jobs.write_rows(tmp_path / "other.jsonl", rows=jobs.ROWS - 2, first=5)
     tokenizer = tmp_path / "tokenizer"
     tokenizer.mkdir()
     for path in Path(jobs.TOKENIZER).iterdir():
         (tokenizer / path.name).write_bytes(path.read_bytes())
     settings = json.loads((tokenizer / "tokenizer_config.json").read_text())
     (tokenizer / "tokenizer_config.json").write_text(json.dumps(settings | {"eos_token": "<SPECIAL_10>"}))
+    files = [f"{count} rows (fingerprint {open_source(path).fingerprint[:8]})" for path, count in ((rows, jobs.ROWS), (other, jobs.ROWS - 2))]  # fmt: skip
+    identities = [tokenizer_identity(AutoTokenizer.from_pretrained(path)) for path in (jobs.TOKENIZER, tokenizer)]
+    assert len(set(files)) == len(set(identities)) == 2
     for override, named in (
-        (f"data.train.data_path={other}", "files: saved"),
-        (f"policy.tokenizer.name={tokenizer}", "tokenizer: saved"),
+        (f"data.train.data_path={other}", "files: saved {}, now {}".format(*files)),
+        (f"policy.tokenizer.name={tokenizer}", 'tokenizer: saved "{}", now "{}"'.format(*identities)),
     ):
         payload = {"config": str(stopped), "overrides": [override]}
         for found in world(2, "train", payload):
             assert found["kind"] == "ResumeRefused", found
-            assert named in found["refused"]
+            assert named in found["refused"], found["refused"]
 
 
 def test_ranks_that_read_different_files_do_not_begin(world, rows, tmp_path):

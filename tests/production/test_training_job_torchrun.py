@@ -18,11 +18,11 @@ ROOT = Path(__file__).parents[2]
 
 
 @contextmanager
-def running(folder, **changes):
+def running(folder, *options, **changes):
     """A job of two ranks that has taken two steps: torchrun's process and those of the ranks."""
     rows = jobs.write_rows(folder / "rows.jsonl")
     config = jobs.write_job(folder, rows, **{"sft.max_num_steps": 1_000_000, **changes})
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *options]
     with (folder / "printed").open("w") as printed:
         job = subprocess.Popen(
             [*command, "-m", "production.training", "--config", str(config)],
@@ -67,3 +67,22 @@ def test_a_signal_to_one_rank_saves_and_ends_all_with_status_0(tmp_path):
     assert end["reason"] == "signal"
     (saved,) = (tmp_path / "checkpoints").iterdir()
     assert saved.name == f"step_{end['step']:08d}"
+
+
+def test_a_signal_to_torchrun_itself_saves_after_the_step_and_ends_all_within_its_time(tmp_path):
+    with running(tmp_path, "--shutdown-timeout", "45", **{"checkpointing.save_period": 1_000_000}) as (job, ranks):
+        job.send_signal(signal.SIGTERM)
+        status = job.wait(60)
+        assert not [each for each in ranks if each.is_running()]
+    printed = (tmp_path / "printed").read_text()
+    (end,) = jobs.records(tmp_path, "end")
+    assert (end["reason"], [path.name for path in (tmp_path / "checkpoints").iterdir()]) == (
+        "signal",
+        [f"step_{end['step']:08d}"],
+    )
+    assert [each["step"] for each in jobs.records(tmp_path, "step")] == list(range(1, end["step"] + 1))
+    assert "forcefully exiting" not in printed  # torchrun's words where it kills
+    assert "failed:" not in printed
+    # torchrun itself tells that a signal ended it, by a traceback of its own and its status.
+    assert status == 1
+    assert printed.count("Traceback") == printed.count("SignalException: Process") == 1

@@ -1,5 +1,6 @@
 """R-ORDER-9: what a loader gives is the same for any workers, any resume; faults come at their step, and no process is left."""
 
+import contextlib
 import dataclasses
 import gc
 import itertools
@@ -434,16 +435,110 @@ def test_workers_start_and_work_beside_threads_and_after_a_backward_pass(data):
         torch.set_num_threads(threads)
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_the_wait_is_measured_and_is_gone_where_batches_are_ready(data, workers):
-    slow = Slow(sources=data._sources, tokenizer=load("word"), settings=SETTINGS, guards=GUARDS)
-    with loader(slow, workers=workers, prefetch=3) as found:
-        first = next(found).wait_seconds
-        if workers:
-            wait_for(lambda: sum(step.is_ready for step in found._ahead._steps) == 3)
-        waits = [next(found).wait_seconds for _ in range(3)]
-    assert first >= 0.1
-    assert all(wait >= 0.1 for wait in waits) if not workers else max(waits) < 0.1
+class Clock:
+    """In place of the loader's: it stands still but for what the test, or rows that it prepares in line, add to it."""
+
+    now = 0.0
+
+    def perf_counter(self):
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    made = Clock()
+    monkeypatch.setattr("production.training.loader.time", made)
+    return made
+
+
+class Gated(PackedData):
+    """Prepares no row of a step before the step's gate is opened. For `IN_ORDER`, rank 0 of two: a task for each of two rows."""
+
+    steps = 6
+
+    def __init__(self, data, clock):
+        super().__init__(sources=data._sources, tokenizer=load("word"), settings=SETTINGS, guards=GUARDS)
+        self.group, self.clock = 1, clock
+        self.gates = [os.pipe() for _ in range(self.steps)]
+
+    def open(self, step):
+        os.write(self.gates[step][1], b"..")
+
+    def prepare(self, samples):
+        os.read(self.gates[samples[0].row // 4][0], 1)
+        self.clock.now += 3  # seen where rows are prepared in this process
+        return super().prepare(samples)
+
+    def close(self):
+        for end in itertools.chain(*self.gates):
+            os.close(end)
+
+
+@pytest.fixture
+def gated(data, clock):
+    with contextlib.closing(Gated(data, clock)) as made:
+        yield made
+
+
+def passing(found, clock, monkeypatch, *, most=None, then=lambda: None):
+    """A list that grows, as a second goes by, with each look of a step that finds nothing ready; from the `most`th look on it sleeps."""
+    sleep, looks = found._ahead._changed.wait, []
+
+    def wait(timeout):
+        clock.now += 1
+        looks.append(clock.now)
+        if len(looks) == most:
+            then()
+        return most is None or len(looks) < most or sleep(timeout)
+
+    monkeypatch.setattr(found._ahead._changed, "wait", wait)
+    return looks
+
+
+def ready(found):
+    """Number and readiness of each step that is under way."""
+    return [(step.planned.step, step.is_ready) for step in found._ahead._steps]
+
+
+def test_rows_that_are_prepared_in_line_are_waited_for_as_long_as_they_take(gated, clock):
+    with loader(gated, Order(gated.rows, IN_ORDER), workers=0) as found:
+        for step in range(3):
+            gated.open(step)
+            assert next(found).wait_seconds == 6.0  # two rows
+            clock.now += 100  # the step itself
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_the_wait_is_measured_where_rows_are_slower_than_a_step(gated, clock, monkeypatch, workers):
+    with loader(gated, Order(gated.rows, IN_ORDER), workers=workers, prefetch=3) as found:
+        for step in range(4):
+            assert (step, True) not in ready(found)
+            with monkeypatch.context() as patch:
+                looks = passing(found, clock, patch, most=3, then=lambda step=step: gated.open(step))
+                prepared = next(found)
+            assert prepared.step == step
+            assert prepared.wait_seconds == len(looks) >= 3
+            clock.now += 100  # the step itself, in which no row was prepared
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_the_wait_is_gone_where_workers_run_ahead_of_the_steps(gated, clock, monkeypatch, workers):
+    with loader(gated, Order(gated.rows, IN_ORDER), workers=workers, prefetch=3) as found:
+        for step in range(3):
+            gated.open(step)
+        wait_for(lambda: ready(found) == [(0, True), (1, True), (2, True)])  # none of them has been asked for
+        with monkeypatch.context() as patch:
+            looks = passing(found, clock, patch)
+            for step in range(3):
+                assert ready(found)[0] == (step, True)
+                prepared = next(found)
+                assert (prepared.step, prepared.wait_seconds) == (step, 0.0)
+                clock.now += 100
+            assert not looks
+        for step in range(3, 6):  # and ahead again, once rows come faster than steps are taken
+            gated.open(step)
+        wait_for(lambda: ready(found)[:2] == [(3, True), (4, True)])
+        assert next(found).wait_seconds == 0.0
 
 
 def wait_for(condition, seconds=60.0):
@@ -451,14 +546,6 @@ def wait_for(condition, seconds=60.0):
     while not condition():
         assert time.monotonic() < until
         time.sleep(0.01)
-
-
-class Slow(PackedData):
-    """Takes a tenth of a second a task."""
-
-    def prepare(self, samples):
-        time.sleep(0.1)
-        return super().prepare(samples)
 
 
 def test_no_more_than_prefetch_batches_are_prepared_ahead(data, tmp_path):

@@ -26,7 +26,7 @@ from production.training.loggers import (
 from production.training.picture import COLUMNS, Line, draw, ticks
 from production.training.progress import RunProgress, compact, duration
 from production.training.step_numbers import StepNumbers
-from production.training.summary import close_run, summarize, write_picture
+from production.training.summary import close_run, show, summarize, write_picture
 
 RUN = {"model": "small", "tensor": 2}
 
@@ -304,6 +304,7 @@ def report(number, **changes):
         "consumed_samples": 4 * number,
         "step_seconds": 2.0,
         "data_wait_seconds": 0.1,
+        "data_wait_rank": 0,
         "tokens_per_second": 64_000.0,
         "trained_tokens": 50_000,
         "tokens": 128_000,
@@ -311,8 +312,10 @@ def report(number, **changes):
         "rows_truncated": 1,
         "conversations_dropped": 2,
         "slowest_rank": 0,
+        "slowest_rank_place": (0, 0, 0, 0),
         "slowest_rank_behind_seconds": 0.0,
         "memory_mebibytes": 512.0,
+        "memory_rank": 0,
     }
     return StepNumbers(**given | changes)
 
@@ -383,7 +386,17 @@ def finished_run(folder):
         loggers.log(Record(kind="validation", step=4, values={"validation_loss": 9.0}))
     with open_loggers(plain(folder), rank=0, run=RUN, finished_steps=2) as loggers:
         for number in (3, 4, 5):
-            found = report(number, step_seconds=3.0, loss=math.nan if number == 4 else 0.25)
+            slowest = (1, (1, 0, 0, 0)) if number == 4 else (6, (0, 1, 0, 1))
+            found = report(
+                number,
+                step_seconds=3.0,
+                loss=math.nan if number == 4 else 0.25,
+                slowest_rank=slowest[0],
+                slowest_rank_place=slowest[1],
+                slowest_rank_behind_seconds=number / 4,
+                memory_mebibytes=600.0 - number,
+                memory_rank=number,
+            )
             loggers.log(Record(kind="step", step=number, values=found.values()))
         loggers.log(Record(kind="validation", step=5, values={"validation_loss": 0.75}))
 
@@ -401,6 +414,31 @@ def test_a_summary_counts_steps_that_were_run_again_once(tmp_path):
     assert (found.rows_truncated, found.conversations_dropped, found.consumed_samples) == (5, 10, 20)
     assert found.padding_share == 0.25
     assert found.tflops_per_second == 101.5
+    assert (found.memory_mebibytes, found.memory_rank) == (597.0, 3)
+    # At step 3 and 5; ties go to the rank that was slowest first, here rank 0 of steps 1 and 2.
+    assert (found.slowest_rank, found.slowest_rank_steps) == (0, 2)
+
+
+def test_the_summary_names_the_rank_that_most_steps_were_slowest_on_with_its_place(tmp_path):
+    finished_run(tmp_path)
+    records = [each for each in read_records(tmp_path / "metrics.jsonl") if each.kind != "step" or each.step > 2]
+    found = summarize(records)
+    assert (found.slowest_rank, found.slowest_rank_place, found.slowest_rank_steps) == (6, "tp 0, cp 1, dp 0, pp 1", 2)
+    assert found.slowest_rank_behind_seconds == (3 + 5) / 2 / 4
+    screen = console()
+    show(found, screen, folder=tmp_path)
+    text = screen.file.getvalue()
+    assert "6 (tp 0, cp 1, dp 0, pp 1) at 2 steps, 1.0 s behind the mean (median)" in text
+    assert "597 MiB a rank at most, on rank 3" in text
+
+
+def test_records_that_name_no_rank_have_a_summary_without_one(tmp_path):
+    old = {name: value for name, value in report(1).values().items() if "rank" not in name}
+    found = summarize([Record(kind="step", step=1, values=old)])
+    assert (found.slowest_rank, found.memory_rank, found.slowest_rank_steps) == (None, None, 0)
+    screen = console()
+    show(found, screen, folder=tmp_path)
+    assert "slowest" not in screen.file.getvalue()
 
 
 def test_a_run_closes_with_a_table_and_a_picture(tmp_path):

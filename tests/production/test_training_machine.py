@@ -11,7 +11,6 @@ from production.errors import PackproofError
 from production.training import launch
 from production.training.__main__ import main
 from production.training.config import load, missing_files, unready
-from production.training.feed import load_tokenizer
 from production.training.loggers import JsonLines, Record
 from production.training.summary import close_run
 
@@ -118,16 +117,6 @@ def test_a_package_that_an_option_needs_and_that_is_not_installed_is_refused(job
 def test_a_chat_template_that_is_not_there_is_refused_with_the_files(job):
     (refusal,) = missing_files(load(job(), ["policy.tokenizer.chat_template=/not/there.jinja"]))
     assert (refusal.kind, refusal.key) == ("no_file", "policy.tokenizer.chat_template")
-
-
-@pytest.mark.parametrize("text", ["{", '{"version": 1, "model": 3}', "\x00"])
-def test_a_damaged_tokenizer_is_refused_by_name(job, tmp_path, text):
-    (tmp_path / "tokenizer").mkdir()
-    for path in Path(jobs.TOKENIZER).iterdir():
-        (tmp_path / "tokenizer" / path.name).write_bytes(path.read_bytes())
-    (tmp_path / "tokenizer" / "tokenizer.json").write_text(text)
-    with pytest.raises(PackproofError, match=f"no tokenizer can be loaded from {tmp_path}/tokenizer"):
-        load_tokenizer(load(job(), [f"policy.tokenizer.name={tmp_path / 'tokenizer'}"]))
 
 
 def test_ranks_that_cannot_find_each_other_say_so(monkeypatch):

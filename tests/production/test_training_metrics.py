@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from training_metrics_world import COUNTS
 
 from production.errors import PackproofError
+from production.training.clock import DeviceClock, HostClock, clock_here, read
 from production.training.counts import RowCounts
 from production.training.metrics import Group, StepMetrics, Timing
 
@@ -266,8 +267,9 @@ def test_ranks_report_the_same_loss_and_it_is_megatrons_to_the_bit(world):
 
 
 @pytest.mark.xdist_group("gloo")
-def test_one_stage_needs_one_all_reduce_and_nothing_else(world):
-    assert [each["one_stage"]["calls"] for each in world] == [["all_reduce"]] * 4
+def test_one_stage_needs_one_all_reduce_and_nothing_else_and_with_tensor_ranks_one_over_the_world(world):
+    assert [each["one_stage"]["calls"] for each in world] == [["all_reduce over 4"]] * 4
+    assert [each["tensor_calls"] for each in world] == [["all_reduce over 2", "all_reduce over 4"]] * 4
 
 
 @pytest.mark.xdist_group("gloo")
@@ -277,12 +279,30 @@ def test_rows_that_context_parallel_ranks_share_count_once(world):
     assert values["tokens_per_second"] == 2 * 5 * COUNTS.tokens / 4.0
 
 
+def place(values):
+    return [values[f"slowest_rank_{name}"] for name in ("tp", "cp", "dp", "pp")]
+
+
 @pytest.mark.xdist_group("gloo")
 def test_the_slowest_rank_is_named_with_how_much(world):
     for each in world:
         values = each["one_stage"]["values"]
         assert (values["slowest_rank"], values["slowest_rank_behind_seconds"]) == (1, 0.75)
-        assert values["data_wait_seconds"] == 3 / 8
+        assert place(values) == [0, 1, 0, 0]
+        assert (values["data_wait_seconds"], values["data_wait_rank"]) == (3 / 8, 3)
+
+
+@pytest.mark.xdist_group("gloo")
+def test_ranks_of_other_tensor_places_are_seen_by_all_in_every_step_of_a_report(world):
+    for each in world:
+        first, second = each["tensor"]
+        assert (first["slowest_rank"], place(first), first["slowest_rank_behind_seconds"]) == (3, [1, 0, 1, 0], 3.0)
+        assert (second["slowest_rank"], place(second), second["slowest_rank_behind_seconds"]) == (1, [1, 0, 0, 0], 3.0)
+        for step, values in enumerate((first, second), 1):
+            assert (values["memory_mebibytes"], values["memory_rank"]) == (100 * step + 50, 1)
+            assert (values["data_wait_seconds"], values["data_wait_rank"]) == (1.0, 1)
+            assert values["step_seconds"] == step
+            assert values["loss"] == 3.0
 
 
 @pytest.mark.xdist_group("gloo")
@@ -290,6 +310,111 @@ def test_the_last_stage_hands_its_numbers_to_the_others_in_one_small_message(wor
     for each in world:
         found = each["two_stages"]
         assert found["values"]["loss"] == 6.0
-        assert found["calls"] == ["all_reduce", "broadcast"]
-        assert found["values"]["slowest_rank"] == 3
+        assert found["calls"] == ["all_reduce over 2", "broadcast over 2", "all_reduce over 4"]
         assert found["values"]["trained_tokens"] == 2 * COUNTS.trained_tokens
+
+
+@pytest.mark.xdist_group("gloo")
+def test_the_first_stage_is_seen_too(world):
+    for each in world:
+        values = each["two_stages"]["values"]
+        assert (values["memory_mebibytes"], values["memory_rank"]) == (9001.0, 1)
+        assert (values["slowest_rank"], place(values), values["slowest_rank_behind_seconds"]) == (1, [0, 0, 1, 0], 1.5)
+        assert (values["data_wait_seconds"], values["data_wait_rank"]) == (0.5, 0)
+        assert values["step_seconds"] == 7.0
+        assert values["tokens_per_second"] == 2 * COUNTS.tokens / 7.0
+
+
+@pytest.mark.xdist_group("gloo")
+def test_what_one_rank_wishes_all_hear_with_the_report(world):
+    assert [each["two_stages"]["wish"] for each in world] == [2] * 4
+
+
+def test_a_rank_is_placed_as_megatron_core_counts():
+    group = Group(dimensions=(2, 3, 4, 5))
+    places = [group.place(rank) for rank in range(2 * 3 * 4 * 5)]
+    assert places[:3] == [(0, 0, 0, 0), (1, 0, 0, 0), (0, 1, 0, 0)]
+    assert (places[6], places[24], places[-1]) == ((0, 0, 1, 0), (0, 0, 0, 1), (1, 2, 3, 4))
+    assert len(set(places)) == len(places)
+
+
+class Device:
+    """A device that works in its own time behind the host: an event passes when the device comes to it."""
+
+    def __init__(self):
+        self.asked = self.done = 0.0
+        self.waits = []
+
+    def work(self, milliseconds):
+        self.asked += milliseconds
+
+    def event(self):
+        return Event(self)
+
+
+class Event:
+    def __init__(self, device):
+        self.device = device
+        self.at = None
+
+    def record(self):
+        assert self.at is None
+        self.at = self.device.asked
+
+    def synchronize(self):
+        self.device.waits.append(self.at)
+        self.device.done = max(self.device.done, self.at)
+
+    def elapsed_time(self, end):
+        assert end.at <= self.device.done, "read before the device came there, which CUDA refuses"
+        return end.at - self.at
+
+
+def test_on_a_device_each_step_of_a_report_has_its_own_time_which_nothing_waits_for_before_the_report():
+    device = Device()
+    clock = DeviceClock(device.event)
+    metrics = StepMetrics(group=Group())
+    ended = clock.mark()
+    for step, milliseconds in enumerate((250, 1500, 500), 1):
+        began = clock.mark()
+        device.work(milliseconds)
+        first_wait = clock.mark()
+        device.work(64)  # the reduction, the optimizer
+        before, ended = ended, clock.mark()
+        metrics.add_loss(torch.tensor(6.0), torch.tensor(4.0))
+        timing = Timing(
+            step_seconds=clock.between(before, ended),
+            own_seconds=clock.between(began, first_wait),
+            data_wait_seconds=0.0,
+        )
+        end(metrics, step=step, timing=timing)
+    assert device.waits == []
+    found = metrics.report(flops_of=lambda *_: 1e12)
+    assert [each.step_seconds for each in found] == pytest.approx([0.314, 1.564, 0.564])
+    assert [each.tflops_per_second for each in found] == pytest.approx([1 / 0.314, 1 / 1.564, 1 / 0.564])
+    assert max(device.waits) == 2250 + 3 * 64
+
+
+def test_the_hosts_clock_says_at_once_what_lies_between_two_marks():
+    clock = HostClock()
+    first = clock.mark()
+    seconds = clock.between(first, clock.mark())
+    assert isinstance(seconds, float)
+    assert 0 <= read(seconds) < 60
+    assert isinstance(clock_here(), DeviceClock if torch.cuda.is_available() else HostClock)
+
+
+@pytest.mark.gpu
+def test_on_cuda_a_mark_waits_for_nothing_and_tells_the_devices_time():
+    clock = clock_here()
+    work = torch.randn(4096, 4096, device="cuda")
+    work @ work  # whatever is set up once
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        first = clock.mark()
+        for _ in range(50):
+            work @ work
+        seconds = clock.between(first, clock.mark())
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert read(seconds) > 50 * 2 * 4096**3 / 3e15  # faster than any device

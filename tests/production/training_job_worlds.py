@@ -1,5 +1,6 @@
 """What ranks of a world do in the tests of the training job, and the small job that they run."""
 
+import contextlib
 import json
 from pathlib import Path
 
@@ -295,47 +296,16 @@ def together(results):
 
 
 def counted(payload, worker):
-    """How often a job's steps wait for the device, and which collectives of objects they call.
-
-    Not counted is what reads the host's memory on any device, the making of a microbatch, and what stands on the CPU for fused
-    kernels: the attention, and megatron-core's rotary embedding (`apply_rope_fusion`), which cuts a row by segments.
-    """
-    import functools
+    """What each step of a job would wait for (`waits_of_a_step`), and which collectives of objects it calls."""
     from unittest import mock
 
-    from megatron.core.models.common.embeddings import rope_utils
     from torch import distributed
-    from torch.utils._python_dispatch import TorchDispatchMode
+    from waits_of_a_step import counting
 
-    from production.device.attention import SegmentAttention
     from production.training import engine
     from production.training import step as steps
 
-    waits, objects, on_host = [], [], [0]
-
-    def aside(function):
-        @functools.wraps(function)
-        def call(*args, **options):
-            on_host[0] += 1
-            try:
-                return function(*args, **options)
-            finally:
-                on_host[0] -= 1
-
-        return call
-
-    class Count(TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            if function._schema.name in {"aten::_local_scalar_dense", "aten::item", "aten::equal", "aten::nonzero"}:
-                waits[-1] += not on_host[0]
-            return function(*args, **(kwargs or {}))
-
-    whole = engine.forward_backward
-
-    def forward_backward(*args, **options):
-        waits.append(0)
-        with Count():
-            return whole(*args, **options)
+    objects = []
 
     def naming(name):
         original = getattr(distributed, name)
@@ -353,15 +323,86 @@ def counted(payload, worker):
         with mock.patch.multiple(distributed, **{name: naming(name) for name in names}):
             return step(self, batches)
 
-    with (
-        mock.patch.object(engine, "forward_backward", forward_backward),
-        mock.patch.object(steps, "process_microbatch", aside(steps.process_microbatch)),
-        mock.patch.object(SegmentAttention, "forward", aside(SegmentAttention.forward)),
-        mock.patch.object(rope_utils, "_apply_rotary_pos_emb_thd", aside(rope_utils._apply_rotary_pos_emb_thd)),
-        mock.patch.object(engine.Engine, "step", stepped),
-    ):
+    made = steps.process_microbatch
+
+    def reading(*args, **options):
+        microbatch = made(*args, **options)
+        for _, read in READS_OF_A_MICROBATCH:
+            read(microbatch)
+        return microbatch
+
+    with contextlib.ExitStack() as patched:
+        if payload.get("reads"):
+            patched.enter_context(mock.patch.object(steps, "process_microbatch", reading))
+        waits = patched.enter_context(counting())
+        patched.enter_context(mock.patch.object(engine.Engine, "step", stepped))
         found = train(payload, worker)
-    return found, waits, objects
+    return found, [dict(each) for each in waits.steps], objects
+
+
+READS_OF_A_MICROBATCH = [
+    ("tolist", lambda microbatch: microbatch.input_ids.tolist()),
+    ("numpy", lambda microbatch: microbatch.position_ids.numpy()),
+    ("cpu", lambda microbatch: microbatch.loss_mask.cpu()),
+    ('to("cpu")', lambda microbatch: microbatch.loss_mask.to("cpu")),
+    ("aten::_local_scalar_dense", lambda microbatch: microbatch.loss_mask.sum().item()),
+    ("aten::_local_scalar_dense", lambda microbatch: bool((microbatch.packed_seq_params.cu_seqlens_q > 0).any())),
+    ("aten::nonzero", lambda microbatch: microbatch.labels.nonzero()),
+    ("aten::index", lambda microbatch: microbatch.input_ids[microbatch.loss_mask > 0]),
+    ("aten::equal", lambda microbatch: torch.equal(microbatch.labels, microbatch.input_ids)),
+]
+"""Of what lies on the device, with the name by which each must be counted."""
+
+
+def counted_in_turn(payload, worker):
+    """Several jobs one after the other, counted."""
+    return [counted(each, worker) for each in payload]
+
+
+class BehindClock:
+    """Of a device that does its work later: a step takes it 1 s, of which the rank's own share is `share`; nothing may be read but
+    in a report."""
+
+    def __init__(self, share):
+        self.share, self.marks, self.may_read, self.reads = share, 0, False, 0
+
+    def mark(self):
+        # In the order of the loop: begin of the step, first wait, its end.
+        self.marks += 1
+        place = (self.marks - 2) % 3  # the first is the end of what was before
+        return (self.marks - 2) // 3 + [0.0, self.share, 1.0][place]
+
+    def between(self, begin, end):
+        def seconds():
+            assert self.may_read, "read outside of a report"
+            self.reads += 1
+            return end - begin
+
+        return seconds
+
+
+def train_behind(payload, worker):
+    """`train` with the clock of a device that is behind, and the memory of a rank as given; with how often it was read."""
+    from unittest import mock
+
+    from production.training import engine, metrics
+
+    clock = BehindClock(payload["shares"][worker.rank])
+    whole = metrics.StepMetrics.report
+
+    def reported(self, **options):
+        clock.may_read = True
+        try:
+            return whole(self, **options)
+        finally:
+            clock.may_read = False
+
+    with (
+        mock.patch.object(engine, "clock_here", return_value=clock),
+        mock.patch.object(metrics.StepMetrics, "report", reported),
+        mock.patch.object(metrics, "memory_mebibytes", return_value=payload["memory"][worker.rank]),
+    ):
+        return train(payload, worker), clock.reads
 
 
 def unlike(payload, worker):

@@ -12,6 +12,7 @@ from unittest import mock
 import torch
 from torch import distributed
 
+from production.training import metrics as module
 from production.training.counts import RowCounts
 from production.training.metrics import Group, StepMetrics, Timing
 
@@ -37,9 +38,9 @@ COLLECTIVES = (
 )
 
 
-def report(metrics, timing):
+def report(metrics, timing, wish=0):
     metrics.end_step(step=3, learning_rate=1e-4, gradient_norm=None, consumed_samples=6, timing=timing)
-    (found,) = metrics.report()
+    (found,) = metrics.report(wish=wish)
     return found
 
 
@@ -48,10 +49,14 @@ def rank_body(rank, folder):
     store = distributed.FileStore(f"{folder}/store", 4)
     distributed.init_process_group("gloo", store=store, rank=rank, world_size=4)
     everyone = distributed.new_group([0, 1, 2, 3])
+    replicas = [distributed.new_group([0, 2]), distributed.new_group([1, 3])]
     stages = [distributed.new_group([0, 1]), distributed.new_group([2, 3])]
     pipes = [distributed.new_group([0, 2]), distributed.new_group([1, 3])]
+    of_tensor, tensor_calls = tensor(rank, replicas[rank % 2])
     found = {
         "one_stage": one_stage(rank, everyone),
+        "tensor": of_tensor,
+        "tensor_calls": tensor_calls,
         "two_stages": two_stages(rank, stages[rank // 2], pipes[rank % 2]),
     }
     (folder / f"{rank}.json").write_text(json.dumps(found))
@@ -64,7 +69,7 @@ def counting_calls():
 
     def counted(name, original):
         def call(*args, **kwargs):
-            calls.append(name)
+            calls.append(f"{name} over {distributed.get_world_size(kwargs.get('group'))}")
             return original(*args, **kwargs)
 
         return call
@@ -80,7 +85,7 @@ def sums_of(rank):
 
 def one_stage(rank, group):
     """dp 2 × cp 2: ranks 0 and 1 share rows, and so do 2 and 3."""
-    metrics = StepMetrics(group=Group(data=group, counts_rows=rank % 2 == 0), depths=1)
+    metrics = StepMetrics(group=Group(data=group, counts_rows=rank % 2 == 0, dimensions=(1, 2, 2, 1)), depths=1)
     losses, masks = sums_of(rank)
     for loss, mask in zip(losses, masks, strict=True):
         metrics.add_loss(loss[0], mask[0])
@@ -98,15 +103,39 @@ def one_stage(rank, group):
 
 def two_stages(rank, data, pipeline):
     """pp 2 × dp 2: ranks 2 and 3 hold the last stage."""
-    metrics = StepMetrics(group=Group(data=data, pipeline=pipeline, has_loss=rank >= 2))
+    group = Group(data=data, pipeline=pipeline, has_loss=rank >= 2, dimensions=(1, 1, 2, 2))
+    metrics = StepMetrics(group=group)
     if rank >= 2:
         metrics.add_loss(torch.tensor(6.0 * rank), torch.tensor(rank))
     metrics.add_rows(COUNTS)
-    timing = Timing(step_seconds=4.0, own_seconds=float(rank), data_wait_seconds=0.0)
+    timing = Timing(
+        step_seconds=4.0 + rank, own_seconds=[1.0, 3.0, 1.0, 1.0][rank], data_wait_seconds=[0.5, 0.0][rank // 2]
+    )
+    calls, patched = counting_calls()
+    with patched, using(memory=[9000.0, 9001.0, 10.0, 20.0][rank]):
+        found = report(metrics, timing, wish=[0, 1, 2, 0][rank])
+    return {"values": found.values(), "calls": calls, "wish": metrics.wish}
+
+
+def tensor(rank, data):
+    """dp 2 × tp 2: the data groups are ranks 0 and 2, and 1 and 3; ranks 1 and 3 are the slow and the full ones. Two steps at once."""
+    metrics = StepMetrics(group=Group(data=data, dimensions=(2, 1, 2, 1)))
+    for step in (1, 2):
+        metrics.add_loss(torch.tensor(6.0), torch.tensor(2))
+        timing = Timing(
+            step_seconds=float(step),
+            own_seconds=5.0 if rank == [3, 1][step - 1] else 1.0,
+            data_wait_seconds=float(rank == 1),
+        )
+        with using(memory=float(100 * step + (50 if rank == 1 else rank))):
+            metrics.end_step(step=step, learning_rate=1e-4, gradient_norm=None, consumed_samples=6, timing=timing)
     calls, patched = counting_calls()
     with patched:
-        found = report(metrics, timing)
-    return {"values": found.values(), "calls": calls}
+        return [each.values() for each in metrics.report()], calls
+
+
+def using(memory):
+    return mock.patch.object(module, "memory_mebibytes", return_value=memory)
 
 
 def main(folder):

@@ -29,9 +29,10 @@ from production.multi_token_feed import rolls_from_tables
 from production.parallel import Place
 from production.training.config import Job, ddp_options, multi_token_depths, optimizer_options, sizes
 from production.training.engine import Engine, Stepped
-from production.training.feed import Fed, Feed, vocabulary_size
+from production.training.feed import Fed, Feed
 from production.training.metrics import Group, StepMetrics, Timing
 from production.training.start import build
+from production.training.tokenizer import vocabulary_size
 
 Numbers = dict[str, float]
 """Of one step, under the names of `Run.series`; a stage that computes no loss leaves it out."""

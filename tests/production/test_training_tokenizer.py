@@ -1,0 +1,178 @@
+"""A job's tokenizer that is not there or is damaged: what is wrong with which file, by the job's key, before any model is built."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import training_job_worlds as jobs
+
+from production.errors import PackproofError
+from production.training.config import load
+from production.training.tokenizer import load_tokenizer, vocabulary_size
+
+KEY = "policy.tokenizer.name"
+
+
+@pytest.fixture
+def tokenizer(tmp_path):
+    """A copy of the small job's tokenizer."""
+    return Path(shutil.copytree(jobs.TOKENIZER, tmp_path / "tokenizer"))
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    """The small job's file."""
+    folder = tmp_path_factory.mktemp("job")
+    return jobs.write_job(folder, jobs.write_rows(folder / "rows.jsonl"))
+
+
+@pytest.fixture
+def job(config):
+    """The small job with another tokenizer."""
+
+    def read(name, **changes):
+        return load(config, [f"{key}={value}" for key, value in {KEY: name, **changes}.items()])
+
+    return read
+
+
+@pytest.fixture
+def refused(job):
+    """What is said against a tokenizer of this name, the key, its place and the mend held."""
+
+    def said(name):
+        with pytest.raises(PackproofError) as caught:
+            load_tokenizer(job(name))
+        assert caught.value.where == f"{KEY} (override '{KEY}={name}')"
+        assert caught.value.mend.startswith("give a folder with tokenizer.json and tokenizer_config.json")
+        begin = f"no tokenizer can be loaded from {name}: "
+        assert caught.value.what.startswith(begin)
+        return caught.value.what.removeprefix(begin)
+
+    return said
+
+
+@pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer_config.json"])
+def test_a_file_that_is_missing_is_named_with_those_that_are_there(refused, tokenizer, file):
+    (tokenizer / file).unlink()
+    others = ", ".join(sorted(each.name for each in tokenizer.iterdir()))
+    assert refused(tokenizer) == f"{file} is missing; the folder has {others}"
+    (tokenizer / file).mkdir()  # transformers passes over it, and knows no special token then
+    assert refused(tokenizer).startswith(f"{file} is missing; the folder has ")
+    assert f"{file}/" in refused(tokenizer)
+
+
+def test_an_empty_folder_is_told_as_one(refused, tmp_path):
+    assert refused(tmp_path) == "tokenizer_config.json is missing; the folder has nothing"
+
+
+def test_many_files_are_told_by_their_number(refused, tmp_path):
+    for number in range(11):
+        (tmp_path / f"{number:02}.bin").write_text("")
+    assert refused(tmp_path).endswith("06.bin, 07.bin and 3 more")
+
+
+@pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"])
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        (b"", "it is empty"),
+        (b"{", "it is no JSON: Expecting property name enclosed in double quotes: line 1 column 2 (char 1)"),
+        (b"\x00", "it is no JSON: Expecting value: line 1 column 1 (char 0)"),
+        (b"[]", "it is no JSON object"),
+        (b"\xff\xfe{}", "'utf-8' codec can't decode byte 0xff in position 0: invalid start byte"),
+    ],
+)
+def test_a_file_that_is_damaged_is_named_with_what_is_wrong_in_it(refused, tokenizer, file, content, why):
+    (tokenizer / file).write_bytes(content)
+    assert refused(tokenizer) == f"{file} is damaged: {why}"
+
+
+def test_a_file_that_was_copied_in_part_is_named(refused, tokenizer):
+    whole = (tokenizer / "tokenizer.json").read_bytes()
+    (tokenizer / "tokenizer.json").write_bytes(whole[: len(whole) // 2])
+    assert refused(tokenizer).startswith("tokenizer.json is damaged: it is no JSON: ")
+
+
+@pytest.mark.parametrize("content", ["{}", '{"version": 1, "model": 3}'])
+def test_json_that_is_no_tokenizer_is_named(refused, tokenizer, content):
+    (tokenizer / "tokenizer.json").write_text(content)
+    assert refused(tokenizer).startswith("tokenizer.json is damaged: the tokenizers library refuses it: ")
+
+
+def test_a_chat_template_in_the_folder_that_is_no_text_is_named(refused, tokenizer):
+    (tokenizer / "chat_template.jinja").write_bytes(b"\xff")
+    assert refused(tokenizer).startswith("chat_template.jinja is damaged: 'utf-8' codec can't decode byte 0xff")
+
+
+def test_a_fault_that_no_file_shows_is_told_as_transformers_tells_it(refused, tokenizer, monkeypatch):
+    from transformers import AutoTokenizer
+
+    def fails(_name):
+        raise KeyError("of its own\nand more")
+
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", fails)
+    assert refused(tokenizer) == r"one of its files is damaged: KeyError: 'of its own\nand more'"
+
+
+@pytest.mark.parametrize("name", ["/not/there", "./not-there", "not/there/either", "not-there/"])
+def test_a_folder_that_is_not_there_is_told_with_where_it_was_looked_for(refused, name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert refused(name) == f"there is no such folder ({Path(name).absolute()})"
+
+
+@pytest.mark.parametrize("name", ["not-there", "owner/not-there"])
+def test_a_name_that_may_be_hugging_faces_is_told_as_neither(refused, name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    absent = f"there is no such folder ({tmp_path / name}), and Hugging Face's of this name cannot be had: "
+    assert refused(name).startswith(absent)
+    assert len(refused(name)) > len(absent)
+    assert "\n" not in refused(name)
+
+
+def test_a_file_in_place_of_a_folder_is_told(refused, tokenizer):
+    assert refused(tokenizer / "tokenizer.json") == "it is a file, and no folder"
+
+
+def test_a_tokenizer_that_is_whole_is_loaded_with_the_jobs_template(job, tokenizer, tmp_path):
+    loaded = load_tokenizer(job(tokenizer))
+    assert (len(loaded), loaded.eos_token) == (4096, "<SPECIAL_12>")
+    (tmp_path / "own.jinja").write_text("{{ messages }}")
+    (tmp_path / "no.jinja").write_bytes(b"\xff")
+    key = "policy.tokenizer.chat_template"
+    assert load_tokenizer(job(tokenizer, **{key: tmp_path / "own.jinja"})).chat_template == "{{ messages }}"
+    assert load_tokenizer(job(tokenizer, **{key: "a template"})).chat_template == "a template"
+    with pytest.raises(PackproofError, match="the chat template cannot be read") as caught:
+        load_tokenizer(job(tokenizer, **{key: tmp_path / "no.jinja"}))
+    assert key in caught.value.where
+
+
+def test_an_embedding_has_room_for_every_id(job, tokenizer):
+    loaded, parallel = load_tokenizer(job(tokenizer)), "policy.megatron_cfg.tensor_model_parallel_size"
+    assert vocabulary_size(job(tokenizer, **{parallel: 3, "model.vocab_size": "null"}), loaded) == 4098
+    assert vocabulary_size(job(tokenizer, **{"model.vocab_size": 5000}), loaded) == 5000
+    with pytest.raises(PackproofError, match="an embedding of 4000 rows for a tokenizer with ids up to 4095") as caught:
+        vocabulary_size(job(tokenizer, **{"model.vocab_size": 4000}), loaded)
+    assert "model.vocab_size" in caught.value.where
+
+
+def without_a_model(payload, worker):
+    """What jobs are refused with on a rank that can build no model."""
+    from unittest import mock
+
+    with mock.patch("production.training.engine.build_model", side_effect=AssertionError("a model is built")):
+        return jobs.train_in_turn(payload, worker)
+
+
+@pytest.mark.xdist_group("gloo")
+def test_a_job_whose_tokenizer_cannot_be_loaded_ends_before_a_model_is_built(config, tokenizer, tmp_path):
+    from equivalence.workers import open_world, preload
+
+    (tokenizer / "tokenizer.json").write_text("{")
+    names = [tmp_path / "none", tokenizer]
+    preload(*jobs.MODULES)
+    payload = [{"config": str(config), "overrides": [f"{KEY}={name}"]} for name in names]
+    with open_world(1) as world:
+        (found,) = world.run(f"{__name__}:without_a_model", payload)
+    for each, name in zip(found, names, strict=True):
+        assert each["refused"].startswith(f"{KEY} (override '{KEY}={name}'): no tokenizer can be loaded from {name}: ")
