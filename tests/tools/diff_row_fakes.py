@@ -85,3 +85,10 @@ def write_rows(folder, rows):
     path = folder / "rows.jsonl.packed"
     path.write_text("".join(json.dumps({"messages": list(row)}) + "\n" for row in rows))
     return str(path)
+
+
+def described(run, *arguments):
+    """The exit status and what machines get."""
+    status, out, err = run(*arguments, "--json")
+    assert err == ""
+    return status, json.loads(out)

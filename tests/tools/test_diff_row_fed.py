@@ -4,13 +4,13 @@ import json
 from pathlib import Path
 
 import pytest
+from diff_row_fakes import described
 from safetensors.torch import load_file, save_file
 
 from production.parallel import Place
 from production.training.config import load, multi_token_depths
 from production.training.dumps import dump
 from production.training.feed import Feed
-from tools.diff_row.__main__ import main
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TOKENIZER = str(EXAMPLES / "tokenizers" / "nemotron-mini")
@@ -25,17 +25,6 @@ ONLINE = {
     "loss.normalization": "global_valid_tokens",
 }
 TEMPLATE = "{% for message in messages %}<{{ message.role }}> {{ message.content }}\n{% endfor %}"
-
-
-@pytest.fixture
-def run(capsys, monkeypatch):
-    def run(*arguments, columns=110):
-        monkeypatch.setenv("COLUMNS", str(columns))
-        status = main([str(argument) for argument in arguments])
-        printed = capsys.readouterr()
-        return status, printed.out, printed.err
-
-    return run
 
 
 def conversation(number, answer):
@@ -66,36 +55,20 @@ def packed(tmp_path):
 
 
 def job_of(folder, data, changes):
-    """A job as its YAML has it."""
+    """The small job of the examples on this file, in the order of its rows and without depths."""
     keys = {
-        "sft.max_num_steps": 4,
         "policy.tokenizer.name": TOKENIZER,
-        "policy.train_global_batch_size": 4,
         "policy.max_total_sequence_length": 128,
-        "policy.precision": "float32",
-        "policy.megatron_cfg.optimizer.lr": 1e-3,
-        "model.vocab_size": 4096,
-        "model.num_layers": 2,
-        "model.hidden_size": 16,
-        "model.num_attention_heads": 2,
-        "data.train.dataset_name": "megatron_sft_packed",
+        "policy.megatron_cfg.mtp_num_layers": None,
+        "policy.megatron_cfg.mtp_use_repeated_layer": False,
         "data.train.data_path": str(data),
-        "data.default.megatron_sft_prompt_format": "nemotron-nano-v2",
+        "data.shuffle": False,
         "data.num_workers": 0,
         "logger.log_dir": str(folder / "logs"),
-        "cluster.device": "cpu",
         **changes,
     }
-    nested = {}
-    for key, value in keys.items():
-        *parents, name = key.split(".")
-        section = nested
-        for parent in parents:
-            section = section.setdefault(parent, {})
-        section[name] = value
-    path = folder / "job.yaml"
-    path.write_text(json.dumps(nested))
-    return load(str(path))
+    overrides = [f"{key}={json.dumps(value)}" for key, value in keys.items()]
+    return load(str(EXAMPLES / "jobs" / "small-cpu.yaml"), overrides)
 
 
 def places(tp=1, cp=1, dp=1, pp=1):
@@ -140,12 +113,6 @@ def change(folder, rank, to):
     path = folder / f"rank_{rank}.safetensors"
     tensors = load_file(path)
     save_file({name: to(name, tensor).clone() for name, tensor in tensors.items()}, path)
-
-
-def described(run, *arguments):
-    status, out, err = run(*arguments, "--json")
-    assert err == ""
-    return status, json.loads(out)
 
 
 def step_of(found, label):

@@ -5,25 +5,13 @@ import json
 
 import pytest
 import torch
-from diff_row_fakes import many, write_case, write_rows
+from diff_row_fakes import described, many, write_case, write_rows
 from safetensors.torch import load_file
 
 from production import context_parallel as production_context
-from tools.diff_row.__main__ import main
 from tools.diff_row.ranks.place import find_place
 
 FAULTS = "diff_row_rank_fakes"
-
-
-@pytest.fixture
-def run(capsys, monkeypatch):
-    def run(*arguments, columns=110):
-        monkeypatch.setenv("COLUMNS", str(columns))
-        status = main([str(argument) for argument in arguments])
-        printed = capsys.readouterr()
-        return status, printed.out, printed.err
-
-    return run
 
 
 @pytest.fixture
@@ -33,12 +21,6 @@ def rows(tmp_path):
 
 def of(file, row=0):
     return [file, "--row", row, "--tokenizer", "word", "--prompt-format", "identity", "--pack-length", 48]
-
-
-def described(run, *arguments):
-    status, out, err = run(*arguments, "--json")
-    assert err == ""
-    return status, json.loads(out)
 
 
 def step_of(found, name, depth=0):

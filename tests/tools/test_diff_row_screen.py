@@ -8,19 +8,6 @@ import pytest
 from diff_row_fakes import conversation, many, write_case, write_rows
 from rich.cells import cell_len
 
-from tools.diff_row.__main__ import main
-
-
-@pytest.fixture
-def run(capsys, monkeypatch):
-    def run(*arguments, columns=100):
-        monkeypatch.setenv("COLUMNS", str(columns))
-        status = main([str(argument) for argument in arguments])
-        printed = capsys.readouterr()
-        return status, printed.out, printed.err
-
-    return run
-
 
 def sides(*names):
     return ["--sides", ",".join(["reference", *(f"diff_row_fakes:{name}" for name in names)])]
