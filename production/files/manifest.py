@@ -5,6 +5,7 @@ Whether it belongs to the file is told by the file's size: its hash would read t
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -25,6 +26,8 @@ class Manifest:
     """Where it stands."""
     settings: Mapping[str, Any]
     """Fields of RowSettings that it names: pack_length, prompt_format, context_parallel_size, semantics."""
+    tokenizer: Mapping[str, str]
+    """SHA-256 of each file of the tokenizer that it was packed with, by name; empty where it does not say."""
 
 
 def read_manifest(file: Path) -> Manifest | None:
@@ -49,7 +52,19 @@ def read_manifest(file: Path) -> Manifest | None:
     for name, value in found.items():
         if type(value) is not _KINDS[name]:
             raise _bad(path, f"says {name} {value!r}")
-    return Manifest(path=path, settings=found)
+    said_of = said.get("tokenizer")
+    files = said_of.get("files") if isinstance(said_of, dict) else None
+    hashes = {str(name): str(digest) for name, digest in files.items()} if isinstance(files, dict) else {}
+    return Manifest(path=path, settings=found, tokenizer=hashes)
+
+
+def other_files(manifest: Manifest, tokenizer: Path) -> list[str]:
+    """Names of the files by which a tokenizer's folder is not the one that the rows were packed with."""
+    return [
+        name
+        for name, digest in manifest.tokenizer.items()
+        if not (tokenizer / name).is_file() or hashlib.sha256((tokenizer / name).read_bytes()).hexdigest() != digest
+    ]
 
 
 def _check_size(file: Path, path: Path, said: Mapping[str, Any]) -> None:

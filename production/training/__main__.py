@@ -28,6 +28,7 @@ from production.training.config import (
 )
 from production.training.lost import TOLD
 from production.training.quiet import quiet
+from production.training.tokenizer import unloadable
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -51,7 +52,10 @@ def _dry_run(job: Job, world_size: int | None) -> int:
 
     A size that is asked for stands in place of the nodes and processes that the cluster section says; the plan tells so.
     """
-    ranks = world_size if world_size is not None else _world_size(job)
+    try:
+        ranks = world_size if world_size is not None else _world_size(job)
+    except PackproofError as error:
+        return _refuse([error])
     asked = job
     if world_size is not None and (job.cluster.ranks or 0) > 0:
         asked = dataclasses.replace(job, cluster=dataclasses.replace(job.cluster, num_nodes=None))
@@ -59,19 +63,23 @@ def _dry_run(job: Job, world_size: int | None) -> int:
     if found:
         return _refuse(found, f" against this job on {ranks} ranks")
     print(plan(job, ranks).text(), end="")
-    here = [*missing_files(job), *blocked_folders(job)]
-    for note in (*notes(asked, ranks), *(each.what for each in here), *packed_otherwise(job)):
+    here = [*missing_files(job), *unloadable(job), *blocked_folders(job)]
+    told = [*notes(asked, ranks), *(each.what for each in here), *packed_otherwise(job)]
+    for note in told:
         print(f"note: {note}")
+    print(f"nothing against this job on {ranks} ranks" + (", but for the notes above" if told else ""))
     return 0
 
 
 def _run(job: Job) -> int:
     """Refuse what must not run, on every rank alike, before anything is started; then run it."""
     try:
-        found = [*refusals(job, int(os.environ.get("WORLD_SIZE", "1")), device=device_here(job)), *missing_files(job)]
+        world_size = _started_ranks() or 1
+        found: list[PackproofError] = [*refusals(job, world_size, device=device_here(job)), *missing_files(job)]
+        found += unloadable(job)
     except PackproofError as error:
         return _refuse([error])
-    found = found or unready(job)  # which makes folders: not for a job that is refused
+    found = found or [*unready(job)]  # which makes folders: not for a job that is refused
     if found:
         return _refuse(found, " against this job")
     if os.environ.get("RANK", "0") == "0":
@@ -119,12 +127,21 @@ def _refuse(found: Sequence[PackproofError], against: str = "") -> int:
 
 def _world_size(job: Job) -> int:
     """What torchrun started, else what the cluster section says, else one replica of the model."""
-    if "WORLD_SIZE" in os.environ:
-        return int(os.environ["WORLD_SIZE"])
+    if (started := _started_ranks()) is not None:
+        return started
     if job.cluster.ranks is not None:
         return job.cluster.ranks
     megatron = job.megatron
     return megatron.tensor_model_parallel_size * megatron.context_parallel_size * megatron.pipeline_model_parallel_size
+
+
+def _started_ranks() -> int | None:
+    """What torchrun says; None where it did not start this process. Raises PackproofError for what is no number."""
+    said = os.environ.get("WORLD_SIZE")
+    if said is not None and not said.isdecimal():
+        mend = "start with torchrun, or take it out of the environment"
+        raise PackproofError(what=f"{said!r} is no number of ranks", where="WORLD_SIZE (environment)", mend=mend)
+    return None if said is None else int(said)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -197,7 +197,8 @@ class _Run:
     def _take(self, fed: Fed, began: Mark) -> None:
         step = self._step + 1
         if step in self._job.logger.dump_batch_steps:
-            self._dump(step, fed)
+            folder = self._dump(step, fed)
+            self._progress.say(f"dumped what each rank feeds in step {step}: {folder} (packproof-diff-row --fed)")
         self._pending[step] = self._consumed
         self._engine.padding = fed.padding
         stepped = self._engine.step(fed.microbatches)

@@ -37,10 +37,30 @@ def load_tokenizer(job: Job) -> Any:
     except Exception as error:  # a damaged tokenizer.json raises Exception itself, others of its parts what they like
         raise _refused(job, _fault(given.name, error)) from error
     if given.chat_template is not None:
-        tokenizer.chat_template = given.chat_template
-        if given.chat_template.endswith(".jinja"):
-            tokenizer.chat_template = _template(Path(given.chat_template), job.where("policy.tokenizer.chat_template"))
+        key = job.where("policy.tokenizer.chat_template")
+        is_a_file = given.chat_template.endswith(".jinja")
+        tokenizer.chat_template = _template(Path(given.chat_template), key) if is_a_file else given.chat_template
+        if "{" not in tokenizer.chat_template:
+            raise PackproofError(
+                what=f"the chat template {tokenizer.chat_template[:60]!r} has no {{{{ or {{%: it is the same text for all conversations",
+                where=key,
+                mend="write a template, or name a file that ends in .jinja",
+            )
     return tokenizer
+
+
+def unloadable(job: Job) -> list[PackproofError]:
+    """Why the folder can be no tokenizer, found without loading it: a note of a dry run, a refusal of a run (R-SETUP-19).
+
+    A name that Hugging Face may have is not looked up.
+    """
+    name = job.policy.tokenizer.name
+    if name and Path(name).is_dir():
+        is_bare = not (Path(name) / _CONFIG).is_file()
+        why = _missing(Path(name), _CONFIG) if is_bare else next(_faults(Path(name)), None)
+    else:
+        why = _absent(name) if name and _is_a_path(name) and not Path(name).exists() else None
+    return [] if why is None else [_refused(job, why)]
 
 
 def vocabulary_size(job: Job, tokenizer: Any) -> int:
@@ -72,9 +92,17 @@ def _fault(name: str, error: Exception) -> str:
         return next(_faults(Path(name)), f"one of its files is damaged: {type(error).__name__}: {said}")
     if name and Path(name).exists():
         return "it is a file, and no folder"
-    absent = f"there is no such folder ({Path(name).absolute()})"
-    is_a_path = name.count("/") > 1 or name.startswith((".", "~", "/")) or name.endswith("/")
-    return absent if is_a_path else f"{absent}, and Hugging Face's of this name cannot be had: {said}"
+    absent = _absent(name)
+    return absent if _is_a_path(name) else f"{absent}, and Hugging Face's of this name cannot be had: {said}"
+
+
+def _absent(name: str) -> str:
+    return f"there is no such folder ({Path(name).absolute()})"
+
+
+def _is_a_path(name: str) -> bool:
+    """And so no name of Hugging Face's, which is `owner/name` at most."""
+    return name.count("/") > 1 or name.startswith((".", "~", "/")) or name.endswith("/")
 
 
 def _faults(folder: Path) -> Iterator[str]:

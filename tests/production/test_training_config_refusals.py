@@ -1,6 +1,7 @@
 """What must not run is refused before any model is built (SPEC R-SETUP-6 to R-SETUP-18): each with what, where and how to mend it."""
 
 import dataclasses
+import hashlib
 import importlib.util
 import json
 from pathlib import Path
@@ -11,6 +12,7 @@ from production.training.config import Data, SetupRefused, load, notes, packed_o
 from production.training.config import validation as validation_module
 
 BASE = Path(__file__).parent / "jobs" / "base.yaml"
+TOKENIZER = Path(__file__).parents[2] / "examples" / "tokenizers" / "nemotron-mini"
 MEGATRON = "policy.megatron_cfg"
 OPTIMIZER = f"{MEGATRON}.optimizer"
 DDP = f"{MEGATRON}.distributed_data_parallel_config"
@@ -93,7 +95,7 @@ REFUSED = [
     ([f"{MEGATRON}.enabled=false"], 1, "backend", f"{MEGATRON}.enabled"),
     # R-SETUP-8
     ([f"{MEGATRON}.tensor_model_parallel_size=0"], 1, "layout", f"{MEGATRON}.tensor_model_parallel_size"),
-    ([f"{MEGATRON}.context_parallel_size=2"], 3, "world_size", f"{MEGATRON}.tensor_model_parallel_size"),
+    ([f"{MEGATRON}.context_parallel_size=2"], 3, "world_size", f"{MEGATRON}.context_parallel_size"),
     ([], 0, "world_size", f"{MEGATRON}.tensor_model_parallel_size"),
     (["cluster.num_nodes=2", "cluster.gpus_per_node=4"], 4, "world_size", "cluster.num_nodes"),
     ([*EXPERTS, f"{MEGATRON}.expert_model_parallel_size=4"], 2, "expert_parallel_size", f"{MEGATRON}.expert_model_parallel_size"),
@@ -367,13 +369,42 @@ def test_rows_that_were_packed_for_something_else_are_told(tmp_path):
     file = tmp_path / "rows.jsonl.packed"
     file.write_text("[]\n")
     manifest = tmp_path / "rows.jsonl.packed.manifest.json"
-    job = load(BASE, [f"data.train.data_path={file}", "policy.max_total_sequence_length=1024"])
+    job = load(
+        BASE,
+        [f"data.train.data_path={file}", "policy.max_total_sequence_length=1024", f"policy.tokenizer.name={TOKENIZER}"],
+    )
     assert packed_otherwise(job) == []
     settings = {"pack_length": 2048, "prompt_format": "nemotron-nano-v2", "context_parallel_size": 1}
     manifest.write_text(json.dumps({"settings": settings, "output": {"bytes": 3}}))
     (told,) = packed_otherwise(job)
     assert told.startswith(f"data.train.data_path: {file} was packed for pack_length 2048 (its manifest says so), ")
+    assert (
+        "and is trained with 1024 (policy.max_total_sequence_length): what lies behind that in a row is cut off" in told
+    )
+    settings |= {"pack_length": 512, "context_parallel_size": 2}
+    manifest.write_text(json.dumps({"settings": settings, "output": {"bytes": 3}}))
+    (told,) = packed_otherwise(job)  # a row for cp 2 does for 1
     assert told.endswith("and is trained with 1024 (policy.max_total_sequence_length)")
+    both = dataclasses.replace(job, data=dataclasses.replace(job.data, validation=job.data.train))
+    assert packed_otherwise(both) == [f"data.train.data_path, data.validation{told.removeprefix('data.train')}"]
+    files = {
+        name: hashlib.sha256((TOKENIZER / name).read_bytes()).hexdigest()
+        for name in ("tokenizer.json", "tokenizer_config.json")
+    }
+    settings["pack_length"] = 1024
+    for changed, words in (
+        ({}, None),
+        ({"tokenizer.json": "0"}, "tokenizer.json is not"),
+        ({"merges.txt": "0"}, "merges.txt is not"),
+    ):
+        said = {"settings": settings, "output": {"bytes": 3}, "tokenizer": {"files": files | changed}}
+        manifest.write_text(json.dumps(said))
+        found = packed_otherwise(job)
+        assert len(found) == (words is not None)
+        assert (
+            words is None
+            or f"packed with another tokenizer than policy.tokenizer.name {TOKENIZER}: {words}" in found[0]
+        )
     manifest.write_text("[" * 100_000)
     (told,) = packed_otherwise(job)
     assert "the manifest cannot be read" in told

@@ -7,8 +7,9 @@ import pytest
 import training_job_worlds as jobs
 
 from production.errors import PackproofError
+from production.training.__main__ import main
 from production.training.config import load
-from production.training.tokenizer import load_tokenizer, vocabulary_size
+from production.training.tokenizer import load_tokenizer, unloadable, vocabulary_size
 
 KEY = "policy.tokenizer.name"
 
@@ -47,6 +48,8 @@ def refused(job):
         assert caught.value.mend.startswith("give a folder with tokenizer.json and tokenizer_config.json")
         begin = f"no tokenizer can be loaded from {name}: "
         assert caught.value.what.startswith(begin)
+        early = [each.what for each in unloadable(job(name))]  # without loading it not all can be seen
+        assert early in ([], [caught.value.what])
         return caught.value.what.removeprefix(begin)
 
     return said
@@ -141,7 +144,7 @@ def test_a_tokenizer_that_is_whole_is_loaded_with_the_jobs_template(job, tokeniz
     (tmp_path / "no.jinja").write_bytes(b"\xff")
     key = "policy.tokenizer.chat_template"
     assert load_tokenizer(job(tokenizer, **{key: tmp_path / "own.jinja"})).chat_template == "{{ messages }}"
-    assert load_tokenizer(job(tokenizer, **{key: "a template"})).chat_template == "a template"
+    assert load_tokenizer(job(tokenizer, **{key: "a {{ template }}"})).chat_template == "a {{ template }}"
     with pytest.raises(PackproofError, match="the chat template cannot be read") as caught:
         load_tokenizer(job(tokenizer, **{key: tmp_path / "no.jinja"}))
     assert key in caught.value.where
@@ -176,3 +179,25 @@ def test_a_job_whose_tokenizer_cannot_be_loaded_ends_before_a_model_is_built(con
         (found,) = world.run(f"{__name__}:without_a_model", payload)
     for each, name in zip(found, names, strict=True):
         assert each["refused"].startswith(f"{KEY} (override '{KEY}={name}'): no tokenizer can be loaded from {name}: ")
+
+
+def test_a_dry_run_tells_of_a_tokenizer_that_a_run_refuses(config, tokenizer, tmp_path, capsys, job):
+    for name, why in ((tokenizer, None), (tmp_path / "none", "there is no such folder"), (tmp_path, "is missing")):
+        assert main(["--config", str(config), "--dry-run", f"{KEY}={name}"]) == 0
+        printed = capsys.readouterr().out
+        assert ("no tokenizer can be loaded" in printed) == bool(why)
+        assert why is None or why in printed
+        assert printed.endswith(f"nothing against this job on 1 ranks{', but for the notes above' if why else ''}\n")
+        assert bool(unloadable(job(name))) == bool(why)
+    assert main(["--config", str(config), f"{KEY}={tmp_path / 'none'}"]) == 2
+    assert "there is no such folder" in capsys.readouterr().err
+    assert unloadable(job("owner/name")) == []
+
+
+def test_a_chat_template_that_is_no_template_is_refused(job, tokenizer, tmp_path):
+    (tmp_path / "empty.jinja").write_text("")
+    (tmp_path / "t.txt").write_text("{{ messages }}")
+    for given in ("t.txt", str(tmp_path / "t.txt"), str(tmp_path / "empty.jinja")):
+        with pytest.raises(PackproofError, match="the same text for all conversations") as caught:
+            load_tokenizer(job(tokenizer, **{"policy.tokenizer.chat_template": given}))
+        assert caught.value.where.startswith("policy.tokenizer.chat_template (override")

@@ -353,9 +353,9 @@ def test_losses_of_depths_and_validations_are_held_as_the_loss_is(tmp_path, caps
     assert not found.equal
     assert not found.equal_but_for_rounding
     assert text == (
+        "by more than rounding losses differ at 23 steps, first at step 1 (mtp 1 loss) (the sources round losses, b to 7 digits); "
         f"losses first differ at step 1 in mtp 1 loss, of {every}, outside of the window 3-20; mtp 1 loss: in steps 3-20 "
-        "differ at 18 of 18, by 1 on average and 1 at most (step 3); equal at all steps: loss; the sources round losses "
-        "(b to 7 digits): by more than rounding they differ at 23 steps, first at step 1 (mtp 1 loss)"
+        "differ at 18 of 18, by 1 on average and 1 at most (step 3); equal at all steps: loss"
     )
     assert found.document()["losses_at_all_steps"]["mtp_1_loss"]["differing"] == 23
     assert broken_limits(found, most_loss_difference=0.5, most_time_ratio=None) == [
@@ -410,15 +410,14 @@ def test_differences_that_rounding_of_the_sources_makes_are_told_apart_from_othe
     found = compare(ours, log, Window(first=3, last=20))
     assert found.loss.first_at is not None
     assert (found.whole.beyond_rounding_at, found.whole.beyond_rounding) == (None, 0)
-    assert verdict(found).endswith(
-        "the sources round losses (a to 7 digits), and no difference is more than rounding: "
-        "as far as they can tell, the losses are equal"
+    assert verdict(found).startswith(
+        "equal losses as far as the sources can tell: no difference is more than rounding (the sources round losses, a to 7 digits); "
     )
     # Half a unit in the seventh digit is 5e-7 here; one digit further is no rounding.
     other = run_of("ours", loss=LOSSES | {7: LOSSES[7] + 2e-6, 21: LOSSES[21] + 2e-6})
     found = compare(other, log, Window(first=3, last=20))
     assert (found.loss.beyond_rounding_at, found.whole.beyond_rounding) == (7, 2)
-    assert verdict(found).endswith(": by more than rounding they differ at 2 steps, first at step 7")
+    assert verdict(found).startswith("by more than rounding losses differ at 2 steps, first at step 7 (")
     single = {step: struct.unpack("f", struct.pack("f", loss))[0] for step, loss in LOSSES.items()}
     board = replace(run_of("board", loss=single), precision="float32")
     assert compare(ours, board, Window(first=3, last=20)).whole.beyond_rounding == 0
@@ -536,6 +535,13 @@ def test_exit_codes_say_compared_not_held_and_cannot_run(tmp_path, capsys):
     log = str(write_log(tmp_path / "a.log"))
     assert main(["recorded", log, log]) == 0
     assert "a (A)" in capsys.readouterr().out
+    for folder in ("mine", "theirs"):
+        (tmp_path / folder / "logs").mkdir(parents=True)
+        write_log(tmp_path / folder / "logs" / "a.log")
+    assert main(["recorded", *(str(tmp_path / folder / "logs" / "a.log") for folder in ("mine", "theirs"))]) == 0
+    printed = capsys.readouterr().out
+    assert "mine" in printed
+    assert "a (A)" not in printed
     broken = str(write_log(tmp_path / "b.log", LOSSES | {7: math.nan}))
     assert main(["recorded", log, broken]) == 1
     assert "b at step 7" in capsys.readouterr().out

@@ -172,9 +172,10 @@ def test_bins_of_the_online_path_are_those_of_the_reference(run, chat, tmp_path,
     assert all(each["state"] == "kept" for each in found["row"]["conversations"])
     depths = multi_token_depths(job_of(tmp_path, chat, changes))
     assert [_label(step) for step in found["steps"] if step["step"] != "slice"] == [
-        *("row", "share"),
+        *("row", "batch", "share"),
         *(f"share, depth {each}" for each in range(1, depths + 1)),
     ]
+    assert set(step_of(found, "batch")["sides"]["fed"]) == set(step_of(found, "batch")["sides"]["reference"])
     assert all("kind" not in side for step in found["steps"] for side in step["sides"].values())
     assert (step_of(found, "share")["sides"]["fed"].keys() >= {"position_ids"}) == bool(depths)
 
@@ -317,6 +318,9 @@ def test_rows_are_made_with_what_the_job_says_and_not_with_defaults(run, packed,
         (["--depth", 1], "the dump says its own depths"),
         (["--stop-at", "weights"], "no whole depths and no weights"),
         (["--row", 1], "the dump names its own rows"),
+        (["--pack-length", 64, "--prompt-format", "identity"], "--prompt-format, --pack-length: the dump says what"),
+        (["--chat-key", "said"], "--chat-key: the dump says what its rows were made with"),
+        (["--stop-at", "share", "--dump-row", 1], "--dump-row: the dump says what"),
         (["--cp", 2], "the dump says its own layout"),
         (["--sides", "reference,production"], "held against the reference"),
     ],
@@ -337,12 +341,74 @@ def test_a_dump_that_is_none_is_refused(run, packed, tmp_path):
     said = json.loads((folder / "rank_0.rows.json").read_text())
     del said["made_with"]
     (folder / "rank_0.rows.json").write_text(json.dumps(said))
-    assert "it does not say made_with" in run("--fed", folder)[2]
+    assert "missing required field `made_with`" in run("--fed", folder)[2]
     (folder / "rank_0.rows.json").write_text("[]")
     assert "dump the step again" in run("--fed", folder)[2]
     half = {name: each for name, each in load_file(folder / "rank_1.safetensors").items() if "token_mask" not in name}
     save_file(half, folder / "rank_1.safetensors")
     assert "no tensor 'microbatch_0.row.token_mask'" in run("--fed", folder, "--rank", 1)[2]
+
+
+def test_a_rank_or_a_microbatch_that_is_not_there_is_no_equal_one(run, packed, tmp_path):
+    folder = write(tmp_path, packed, {}, dp=2)
+    path = folder / "rank_1.safetensors"
+    tensors = load_file(path)
+    save_file({name: each for name, each in tensors.items() if "microbatch_1" not in name}, path)
+    for asked in ([], ["--rank", 1]):
+        status, _, err = run("--fed", folder, *asked)
+        assert status == 2
+        assert "rank 1 names 2 rows and has 1 microbatches" in err
+    save_file({}, path)
+    assert "rank 1 names 2 rows and has 0 microbatches" in run("--fed", folder, "--rank", 1)[2]
+    path.unlink()
+    status, _, err = run("--fed", folder)
+    assert status == 2
+    assert "no file of rank 1, of 2 ranks that the job had" in err
+    assert run("--fed", folder, "--rank", 0)[0] == 0
+
+
+@pytest.mark.parametrize("path", ["direct", "online"])
+def test_each_tensor_that_was_dumped_is_looked_at(run, packed, chat, tmp_path, path):
+    multiple = {"policy.make_sequence_length_divisible_by": 4}
+    folder = (
+        write(tmp_path, packed, DEPTHS, cp=2)
+        if path == "direct"
+        else write(tmp_path, chat, ONLINE | DEPTHS | multiple, cp=2)
+    )
+    sound = load_file(folder / "rank_1.safetensors")
+    names = sorted(name for name in sound if name.startswith("microbatch_0."))
+    assert len(names) > 20
+    for name in names:
+        others = {each: tensor for each, tensor in sound.items() if each != name}
+        save_file(others, folder / "rank_1.safetensors")
+        assert run("--fed", folder, "--rank", 1, "--microbatch", 0)[0] == 2, f"without {name}"
+        save_file(others | {name: sound[name] + 1}, folder / "rank_1.safetensors")
+        assert run("--fed", folder, "--rank", 1, "--microbatch", 0)[0] in (1, 2), f"another {name}"
+        save_file(others | {name: sound[name].reshape(-1)[:0]}, folder / "rank_1.safetensors")
+        assert run("--fed", folder, "--rank", 1, "--microbatch", 0)[0] in (1, 2), f"an empty {name}"
+
+
+@pytest.mark.parametrize("path", ["direct", "online"])
+def test_what_a_dump_says_is_read_strictly(run, packed, chat, tmp_path, path):
+    folder = write(tmp_path, packed, {}) if path == "direct" else write(tmp_path, chat, ONLINE)
+    file = folder / "rank_0.rows.json"
+    said = json.loads(file.read_text())
+    made = said["made_with"]
+    damaged = [
+        said | {"made_with": {}}, said | {"made_with": None}, said | {"place": {}}, said | {"depths": "x"}, said | {"depths": -1},
+        said | {"rows": []}, said | {"rows": None}, said | {"rows": [{"line": 1, "row": 0}]},
+        said | {"rows": [each | {"line": "a"} for each in said["rows"]]},
+        said | {"place": said["place"] | {"world_size": 0}}, said | {"place": said["place"] | {"world_size": 3, "data_size": 2}},
+        said | {"made_with": made | {"rows": made["rows"] | {"pack_length": "x"}}},
+        said | {"made_with": made | {"rows": {}}},
+        *({**said, "made_with": {n: v for n, v in made.items() if n != name}} for name in made),
+        *([said | {"made_with": made | {"bins": made["bins"] | {"algorithm": "best_fit"}}}] if made["bins"] else []),
+    ]  # fmt: skip
+    for each in damaged:
+        file.write_text(json.dumps(each))
+        status, out, err = run("--fed", folder)
+        assert (status, out, err.count("\n")) == (2, "", 1), each
+        assert "To mend it: dump the step again" in err
 
 
 def test_a_jobs_dump_given_as_a_batch_leads_to_the_option_that_reads_it(run, packed, tmp_path):

@@ -133,7 +133,9 @@ def _read(path: Path, names: Names, called: str | None, offset: int) -> Run:
 
 
 def _told_apart(first: Run, second: Run) -> tuple[Run, Run]:
-    """Two runs of one name get a letter each."""
+    """Two runs of one name, such as `logs`, are called by the folders in which their paths part; without such, they get a letter each."""
     if first.name != second.name:
         return first, second
-    return dataclasses.replace(first, name=f"{first.name} (A)"), dataclasses.replace(second, name=f"{second.name} (B)")
+    pairs = zip(reversed(Path(first.place).parts), reversed(Path(second.place).parts), strict=False)
+    names = next((pair for pair in pairs if pair[0] != pair[1]), (f"{first.name} (A)", f"{second.name} (B)"))
+    return dataclasses.replace(first, name=names[0]), dataclasses.replace(second, name=names[1])

@@ -73,7 +73,7 @@ def verdict(comparison: Comparison) -> str:
 
 
 def findings(comparison: Comparison) -> list[str]:
-    """Where losses first differ and of which series, of all steps that both runs have; by how much; what of it is rounding."""
+    """What of the differences is more than rounding; where losses first differ and of which series, of all steps that both runs have; by how much."""
     if not comparison.all_finite:
         who = [
             f"{run.name} at {some(steps)}" + ("" if each.name == "loss" else f" ({_called(each.name)})")
@@ -82,7 +82,7 @@ def findings(comparison: Comparison) -> list[str]:
             if steps
         ]
         return [f"losses that are no numbers: {', '.join(who)}"]
-    return [_where(comparison), *_by_how_much(comparison), *_missing(comparison), *_rounding(comparison)]
+    return [*_rounding(comparison), _where(comparison), *_by_how_much(comparison), *_missing(comparison)]
 
 
 def _where(comparison: Comparison) -> str:
@@ -142,16 +142,16 @@ def _rounding(comparison: Comparison) -> list[str]:
     rounded = [f"{run.name} to {run.precision}" for run in comparison.runs if run.precision != "exact"]
     if comparison.equal or not rounded:
         return []
-    written = f"the sources round losses ({' and '.join(rounded)})"
+    written = f"the sources round losses, {' and '.join(rounded)}"
     if comparison.equal_but_for_rounding:
-        return [f"{written}, and no difference is more than rounding: as far as they can tell, the losses are equal"]
+        return [f"equal losses as far as the sources can tell: no difference is more than rounding ({written})"]
     beyond = [each for each in comparison.losses if each.beyond_rounding_at is not None]
     told = [
         f"at {each.beyond_rounding} step{'s' if each.beyond_rounding > 1 else ''}, first at step {each.beyond_rounding_at}"
         + ("" if len(comparison.losses) == 1 else f" ({_called(each.name)})")
         for each in beyond
     ]
-    return [f"{written}: by more than rounding they differ {'; '.join(told)}"]
+    return [f"by more than rounding losses differ {'; '.join(told)} ({written})"]
 
 
 def _names(series: Sequence[Difference]) -> str:

@@ -22,6 +22,7 @@ from typing import Annotated
 
 import tyro
 from rich.console import Console
+from safetensors import SafetensorError
 
 from equivalence import exits
 from tools.diff_row.dump import NAMES, write_dump
@@ -225,8 +226,8 @@ def _write_steps(path: Path, findings: RankFindings) -> None:
         raise BadInput(f"--write-dump {path}: no side built the row, so there is nothing to write")
     try:
         write_steps(path, findings)
-    except OSError as error:
-        raise BadInput(f"--write-dump {path} cannot be written ({error.strerror})") from error
+    except (OSError, SafetensorError) as error:
+        raise BadInput(f"--write-dump {path} cannot be written ({error}): choose another place") from error
 
 
 def _write_dump(asked: Arguments, findings: Findings) -> None:
@@ -237,8 +238,8 @@ def _write_dump(asked: Arguments, findings: Findings) -> None:
         raise BadInput(f"--write-dump {asked.write_dump}: no side built the row, so there is nothing to write")
     try:
         write_dump(asked.write_dump, [findings.built[0].row], names=asked.dump_names)
-    except OSError as error:
-        raise BadInput(f"--write-dump {asked.write_dump} cannot be written ({error.strerror})") from error
+    except (OSError, SafetensorError) as error:
+        raise BadInput(f"--write-dump {asked.write_dump} cannot be written ({error}): choose another place") from error
 
 
 if __name__ == "__main__":

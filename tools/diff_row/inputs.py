@@ -144,19 +144,17 @@ def build_rows(request: Request, rows: Sequence[int], sides: Sequence[str]) -> d
 class Beside:
     """Builds rows of files with the reference, beside a side that is there already, with one tokenizer for all."""
 
-    def __init__(self, request: Request, made_with: Mapping[str, Any]) -> None:
-        """The request's tokenizer, and settings where they are given (its file and row are not used), else those that the side was made with:
-        `rows` and `chat_template` of a job's dump.
-        """
-        self._request, self._made_with = request, made_with
+    def __init__(self, request: Request, *, settings: Mapping[str, Any], chat_template: str | None) -> None:
+        """The request's tokenizer, with a chat template instead of its own if there is one; the settings that the side was made with."""
+        self._request, self._settings, self._chat_template = request, settings, chat_template
         self._known: _Asked | None = None
 
     def findings(self, side: Side, *, file: Path, row: int) -> Findings:
         """Row `row` of the file as the reference builds it. Raises BadInput."""
         if self._known is None:
-            asked = _asked(replace(self._request, file=file, row=row), self._made_with["rows"])
+            asked = _asked(replace(self._request, file=file, row=row), self._settings)
             assert asked is not None
-            tokenizer = load_named(asked.tokenizer_name, self._made_with["chat_template"])
+            tokenizer = load_named(asked.tokenizer_name, self._chat_template)
             self._known = replace(asked, tokenizer=tokenizer)
         messages, line = _messages(file, row, self._request.chat_key)
         asked = replace(self._known, messages=messages)

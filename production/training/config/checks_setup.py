@@ -97,8 +97,12 @@ def _check_world(setup: Setup) -> Iterator[SetupRefused]:
             f"{setup.world_size} ranks are no multiple of tp {layout.tensor} x cp {layout.context} x pp {layout.pipeline}"
             f" = {layout.of_a_replica}"
         )
-        mend = f"start a multiple of {layout.of_a_replica} ranks, or make a dimension smaller"
-        yield setup.refuse("world_size", f"{_MEGATRON}.tensor_model_parallel_size", what, mend)
+        mend = (
+            f"start a multiple of {layout.of_a_replica} ranks (torchrun --nproc-per-node), or make a dimension smaller"
+        )
+        sizes_by_name = {"tensor_model": layout.tensor, "context": layout.context, "pipeline_model": layout.pipeline}
+        name = max(sizes_by_name, key=sizes_by_name.__getitem__)  # the largest, since it is the one to look at
+        yield setup.refuse("world_size", f"{_MEGATRON}.{name}_parallel_size", what, mend)
         return
     experts = layout.expert * layout.expert_tensor * layout.pipeline
     if setup.world_size % experts:

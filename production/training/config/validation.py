@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from production.errors import PackproofError
-from production.files.manifest import read_manifest
+from production.files.manifest import other_files, read_manifest
 from production.training.config.checks_batches import check_batches, check_data, check_length
 from production.training.config.checks_layers import check_pattern
 from production.training.config.checks_megatron import (
@@ -76,35 +77,48 @@ def packed_otherwise(job: Job) -> list[str]:
 
     Notes, not refusals (R-SETUP-21): such rows are cut or padded by the rules, as Megatron-LM does without a word.
     """
-    found = []
+    found: dict[str, list[str]] = {}
     for split, datasets in (("train", job.data.train), ("validation", job.data.validation)):
         for index, dataset in enumerate(datasets):
             if not dataset.is_packed:
                 continue
+            key = job.dataset_key(split, index)
             trained = {
                 "pack_length": (job.policy.max_total_sequence_length, "policy.max_total_sequence_length"),
-                "prompt_format": (dataset.megatron_sft_prompt_format, "megatron_sft_prompt_format"),
-                "context_parallel_size": (dataset.megatron_sft_context_parallel_size, "context_parallel_size"),
-                "semantics": (dataset.semantics, "semantics"),
+                "prompt_format": (dataset.megatron_sft_prompt_format, f"{key}.megatron_sft_prompt_format"),
+                "context_parallel_size": (
+                    dataset.megatron_sft_context_parallel_size,
+                    "policy.megatron_cfg.context_parallel_size",
+                ),
+                "semantics": (dataset.semantics, f"{key}.semantics"),
             }
             for file in dataset.data_path:
-                found += [
-                    f"{job.dataset_key(split, index)}.data_path: {each}"
-                    for each in _otherwise(Path(file.path), trained)
-                ]
-    return found
+                for each in _otherwise(Path(file.path), trained, Path(job.policy.tokenizer.name or "")):
+                    found.setdefault(each, []).append(f"{key}.data_path")
+    return [f"{', '.join(keys)}: {told}" for told, keys in found.items()]
 
 
-def _otherwise(file: Path, trained: Mapping[str, tuple[object, str]]) -> Iterator[str]:
+def _otherwise(file: Path, trained: Mapping[str, tuple[Any, str]], tokenizer: Path) -> Iterator[str]:
     try:
         manifest = read_manifest(file)
     except PackproofError as error:
         yield str(error)
         return
-    for name, said in {} if manifest is None else manifest.settings.items():
+    if manifest is None:
+        return
+    for name, said in manifest.settings.items():
         value, key = trained[name]
-        if value != said:
-            yield f"{file} was packed for {name} {said} (its manifest says so), and is trained with {value} ({key})"
+        # Segments that 2·cp divides are divided by less, too: they only have more padding than they need.
+        if value == said or (name == "context_parallel_size" and said % value == 0):
+            continue
+        told = f"{file} was packed for {name} {said} (its manifest says so), and is trained with {value} ({key})"
+        is_cut = name == "pack_length" and value < said
+        yield told + (": what lies behind that in a row is cut off, and conversations there are lost" if is_cut else "")
+    if tokenizer.name and tokenizer.is_dir() and (other := other_files(manifest, tokenizer)):
+        yield (
+            f"{file} was packed with another tokenizer than policy.tokenizer.name {tokenizer}: {', '.join(other)} "
+            f"{'is' if len(other) == 1 else 'are'} not what its manifest says, so conversations may be longer than their places in a row"
+        )
 
 
 def missing_files(job: Job) -> list[SetupRefused]:

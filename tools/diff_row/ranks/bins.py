@@ -46,27 +46,27 @@ class ReferenceBins:
         self, dumped: Dumped, messages: Sequence[Any], *, tokenizer: Any, tokenizer_name: str, layout: str
     ) -> None:
         """`messages` are those of `dumped.rows`. Raises BadInput where the reference refuses a conversation that was fed."""
-        self._settings, self._rows = dumped.made_with["bins"], dumped.rows
+        settings = dumped.said.made_with.bins
+        assert settings is not None  # of the online path
+        self._settings, self._rows = settings, dumped.said.rows
         self._tokenizer, self._tokenizer_name, self._layout = tokenizer, tokenizer_name, layout
         self._messages = messages
-        self._prompt = prompts.Prompt(format=dumped.made_with["rows"]["prompt_format"])
+        self._prompt = prompts.Prompt(format=dumped.said.made_with.rows.prompt_format)
         made = [self._tokens(number) for number in range(len(messages))]
-        multiple = int(self._settings["make_sequence_length_divisible_by"])
+        multiple = settings.make_sequence_length_divisible_by
         try:
             self._rectangle = reference.rectangle(made, multiple)
             lengths = [reference.rounded(len(tokens), multiple) for tokens, _ in made]
-            self._bins = packing.raise_bin_count(self._pack(lengths), self._settings["data_parallel_size"])
+            self._bins = packing.raise_bin_count(self._pack(lengths), self._settings.data_parallel_size)
             self._padding = reference.padding(
                 multiple=multiple,
-                sequence_parallel=self._settings["tensor_parallel_size"] > 1,
+                sequence_parallel=settings.tensor_parallel_size > 1,
                 longest_bin=max(sum(lengths[member] for member in members) for members in self._bins),
-                **{
-                    name: self._settings[name]
-                    for name in (
-                        *("context_parallel_size", "tensor_parallel_size", "pipeline_parallel_size"),
-                        *("precision", "hybrid_expert_parallel"),
-                    )
-                },
+                context_parallel_size=settings.context_parallel_size,
+                tensor_parallel_size=settings.tensor_parallel_size,
+                pipeline_parallel_size=settings.pipeline_parallel_size,
+                precision=settings.precision,
+                hybrid_expert_parallel=settings.hybrid_expert_parallel,
             )
         except (reference.PaddingError, packing.PackingError) as error:
             raise problem(
@@ -77,11 +77,11 @@ class ReferenceBins:
 
     def count(self, data_rank: int) -> int:
         """Bins of a data-parallel rank."""
-        return len(packing.bins_of_rank(self._bins, data_rank, self._settings["data_parallel_size"]))
+        return len(packing.bins_of_rank(self._bins, data_rank, self._settings.data_parallel_size))
 
     def compare(self, dumped: Dumped, number: int, *, name: str) -> Bin:
         """Bin `number` of this rank beside what the rank fed there; the side of the latter is called `name`."""
-        own = packing.bins_of_rank(self._bins, dumped.place.data_rank, self._settings["data_parallel_size"])
+        own = packing.bins_of_rank(self._bins, dumped.place.data_rank, self._settings.data_parallel_size)
         theirs = self._fed(dumped, number, name)
         members = tuple(own[number]) if number < len(own) else ()
         row, way = self._made(dumped, members) if members else (_none(f"the reference packs {len(own)} bins"), {})
@@ -90,8 +90,8 @@ class ReferenceBins:
         rows = [self._rows[member] for member in members]
         found = Findings(
             source=Source(
-                file=", ".join(dict.fromkeys(str(each["file"]) for each in rows)),
-                bin=tuple((str(each["file"]), int(each["line"])) for each in rows),
+                file=", ".join(dict.fromkeys(each.file for each in rows)),
+                bin=tuple((each.file, each.line) for each in rows),
             ),
             settings=None,
             tokenizer=self._tokenizer_name,
@@ -103,14 +103,15 @@ class ReferenceBins:
             differing=compared.differing,
             flaws={},
         )
-        gone: Mapping[str, Has] = {} if theirs.row.refusal is not None else dumped.way(number)
+        gone: Mapping[str, Has] = (
+            {} if theirs.row.refusal is not None else {"batch": _batch(dumped, number), **dumped.way(number)}
+        )
         return Bin(findings=found, ways={"reference": way, name: gone}, members=members)
 
     def _pack(self, lengths: Sequence[int]) -> packing.Bins:
-        capacity, algorithm = int(self._settings["capacity"]), str(self._settings["algorithm"])
-        if algorithm == "first_fit_shuffle":
-            return packing.first_fit_shuffle(lengths, capacity, int(self._settings["seed"]))
-        return packing.PACKERS[algorithm](lengths, capacity)
+        if self._settings.algorithm == "first_fit_shuffle":
+            return packing.first_fit_shuffle(lengths, self._settings.capacity, self._settings.seed or 0)
+        return packing.PACKERS[self._settings.algorithm](lengths, self._settings.capacity)
 
     def _tokens(self, number: int, count: int | None = None) -> tuple[list[int], list[int]]:
         """Of the first `count` messages of a conversation, or of all. Raises BadInput."""
@@ -122,7 +123,7 @@ class ReferenceBins:
             where = self._rows[number]
             raise problem(
                 f"the reference refuses what was fed ({refused.kind}): {refused.why}",
-                where=f"{where['file']}, line {where['line']}",
+                where=f"{where.file}, line {where.line}",
                 mend="give the tokenizer and the file that the job read",
             ) from refused
 
@@ -136,7 +137,7 @@ class ReferenceBins:
     def _made(self, dumped: Dumped, members: Sequence[int]) -> tuple[Row, dict[str, Has]]:
         """The reference's row of these conversations, and what this rank is given of it."""
         batch = reference.take(self._rectangle, members)
-        place, depths = dumped.place, dumped.depths
+        place, depths = dumped.place, dumped.said.depths
         whole = reference.process_microbatch(batch, rank=0, context_parallel_size=1, how=self._padding, depths=depths)
         made = reference.process_microbatch(
             batch,
@@ -165,7 +166,16 @@ class ReferenceBins:
         }
         if made.position_ids is not None:  # the model is given them with depths only
             share["position_ids"] = made.position_ids
-        way: dict[str, Has] = {"share": share}
+        rectangle = {name: getattr(batch, name) for name in ("input_ids", "token_mask", "sample_mask")}
+        way: dict[str, Has] = {
+            "batch": rectangle
+            | {
+                "input_lengths": torch.tensor(batch.input_lengths),
+                "own_mask": whole.row.token_mask,
+                "cu_seqlens": torch.tensor(whole.row.cu_seqlens, dtype=torch.int32),
+            },
+            "share": share,
+        }
         for depth, each in enumerate(made.depths, 1):
             way[f"share, depth {depth}"] = {tensor: getattr(each, tensor) for tensor in TENSORS}
         return row, way
@@ -184,6 +194,15 @@ class ReferenceBins:
             max_seqlen=int(found["max_seqlen"]),
         )
         return Side(name=name, version=told, row=row)
+
+
+def _batch(dumped: Dumped, number: int) -> dict[str, torch.Tensor]:
+    """The dumped rectangle, and what its row has beside what is compared as a row: the tokens' own mask, true lengths added up."""
+    squeezed = dumped.of(number, "squeezed", ("token_mask", "cu_seqlens"))
+    return dumped.of(number, "row", ("input_ids", "token_mask", "sample_mask", "input_lengths")) | {
+        "own_mask": squeezed["token_mask"].reshape(-1),
+        "cu_seqlens": squeezed["cu_seqlens"],
+    }
 
 
 def _none(why: str) -> Row:

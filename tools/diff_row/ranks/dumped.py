@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Literal
 
+import msgspec
 import torch
+from msgspec import Meta
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
@@ -17,7 +18,81 @@ from tools.diff_row.dump import RANK_FILE
 from tools.diff_row.ranks.place import RankPlace, find_place, problem
 from tools.diff_row.ranks.steps import TENSORS
 
-_NEEDED = frozenset({"place", "rows", "normalization", "depths", "padding", "made_with"})
+Size = Annotated[int, Meta(ge=1)]
+Rank = Annotated[int, Meta(ge=0)]
+
+
+class Place(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a rank stands in its job (`production.parallel.Place`)."""
+
+    rank: Rank
+    world_size: Size
+    tensor_rank: Rank
+    context_rank: Rank
+    context_size: Size
+    data_rank: Rank
+    data_size: Size
+    pipeline_rank: Rank
+    pipeline_size: Size
+
+
+class NamedRow(msgspec.Struct, frozen=True, kw_only=True):
+    """A row, or online a conversation, of a file."""
+
+    file: str
+    line: Size
+    """From 1."""
+    row: Rank
+
+
+class RowsMadeWith(msgspec.Struct, frozen=True, kw_only=True):
+    """Fields of RowSettings."""
+
+    pack_length: Size
+    prompt_format: str
+    context_parallel_size: Size
+    semantics: str
+    pad_token: str | None
+    assistant_prefix_len: int | None
+
+
+class BinsMadeWith(msgspec.Struct, frozen=True, kw_only=True):
+    """How the online path packs and pads (`production.training.bins.BinSettings`)."""
+
+    make_sequence_length_divisible_by: Size
+    capacity: Size
+    algorithm: Literal["concatenative", "first_fit_decreasing", "first_fit_shuffle", "modified_first_fit_decreasing"]
+    seed: int | None
+    data_parallel_size: Size
+    context_parallel_size: Size
+    tensor_parallel_size: Size
+    pipeline_parallel_size: Size
+    precision: Literal["unquantized", "fp8_blockwise", "fp8_mxfp8", "fp8_other"]
+    hybrid_expert_parallel: bool
+
+
+class MadeWith(msgspec.Struct, frozen=True, kw_only=True):
+    """What it takes to make the rows again (`Feed.made_with`)."""
+
+    tokenizer: str
+    chat_template: str | None
+    """The job's own, instead of the tokenizer's."""
+    chat_key: str
+    rows: RowsMadeWith
+    bins: BinsMadeWith | None
+    """Of the online path; None on the direct one."""
+
+
+class Said(msgspec.Struct, frozen=True, kw_only=True):
+    """`rank_R.rows.json`."""
+
+    place: Place
+    normalization: str
+    depths: Rank
+    """Of multi-token prediction, whose shares are dumped too."""
+    made_with: MadeWith
+    rows: list[NamedRow]
+    """Each row; online each conversation of the global batch."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -25,19 +100,13 @@ class Dumped:
     """One rank's part of a dumped step."""
 
     place: RankPlace
-    normalization: str
-    depths: int
-    """Of multi-token prediction, whose shares are dumped too."""
-    made_with: Mapping[str, Any]
-    """`tokenizer`, `chat_template`, `chat_key`, `rows` (settings of rows) and `bins` (of the online path, else None)."""
-    rows: Sequence[Mapping[str, Any]]
-    """`file`, `line` (from 1), `row` of each row; online of each conversation of the global batch."""
+    said: Said
     tensors: Mapping[str, torch.Tensor]
 
     @property
     def is_online(self) -> bool:
         """Whether the job packed conversations itself."""
-        return self.made_with["bins"] is not None
+        return self.said.made_with.bins is not None
 
     @property
     def microbatches(self) -> int:
@@ -71,12 +140,11 @@ class Dumped:
         """What this rank's model was given, by step: the share and its depths."""
         names = ("input_ids", "target_ids", "target_mask", "cu_seqlens")
         found = self.of(number, "share", names)
-        positions = f"microbatch_{number}.share.position_ids"
-        if positions in self.tensors:  # online the model is given none without multi-token prediction
-            found["position_ids"] = self.tensors[positions]
+        if self.said.depths or not self.is_online:  # else the model is given none
+            found |= self.of(number, "share", ["position_ids"])
         found["token_mask"] = found.pop("target_mask")
         ways = {"share": found}
-        for depth in range(1, self.depths + 1):
+        for depth in range(1, self.said.depths + 1):
             ways[f"share, depth {depth}"] = self.of(number, f"depth_{depth}", TENSORS)
         return {step: {name: tensor.reshape(-1) for name, tensor in has.items()} for step, has in ways.items()}
 
@@ -114,37 +182,34 @@ def read_rank(folder: Path, rank: int, *, sequence_parallel: bool) -> Dumped:
     """What a rank dumped. Raises BadInput with what is wrong with its files."""
     rows, tensors = folder / f"rank_{rank}.rows.json", folder / f"rank_{rank}.safetensors"
     try:
-        said = json.loads(rows.read_bytes())
+        said = msgspec.json.decode(rows.read_bytes(), type=Said)
         found = load_file(tensors)
-    except (OSError, ValueError, SafetensorError) as error:
+    except (OSError, ValueError, SafetensorError) as error:  # msgspec's are ValueErrors
         raise problem(
             f"rank {rank} cannot be read ({error})", where=f"{rows} and {tensors.name}", mend="dump the step again"
         ) from error
-    missing = _NEEDED - said.keys() if isinstance(said, dict) else _NEEDED
-    if missing:
-        raise problem(f"it does not say {', '.join(sorted(missing))}", where=str(rows), mend="dump the step again")
-    return Dumped(
-        place=_place(said["place"], sequence_parallel=sequence_parallel),
-        normalization=str(said["normalization"]),
-        depths=int(said["depths"]),
-        made_with=said["made_with"],
-        rows=said["rows"],
-        tensors=found,
-    )
+    dumped = Dumped(place=_place(said.place, sequence_parallel=sequence_parallel), said=said, tensors=found)
+    if not said.rows or not found or (not dumped.is_online and dumped.microbatches != len(said.rows)):
+        raise problem(
+            f"rank {rank} names {len(said.rows)} rows and has {dumped.microbatches} microbatches",
+            where=f"{rows} and {tensors.name}",
+            mend="dump the step again",
+        )
+    return dumped
 
 
-def _place(said: Mapping[str, Any], *, sequence_parallel: bool) -> RankPlace:
-    cp, dp, pp, world = (int(said[name]) for name in ("context_size", "data_size", "pipeline_size", "world_size"))
-    place = find_place(
-        tp=max(1, world // (cp * dp * pp)),
-        cp=cp,
-        dp=dp,
-        pp=pp,
-        rank=int(said["rank"]),
-        sequence_parallel=sequence_parallel,
-    )
+def _place(said: Place, *, sequence_parallel: bool) -> RankPlace:
+    cp, dp, pp = said.context_size, said.data_size, said.pipeline_size
+    tp, rest = divmod(said.world_size, cp * dp * pp)
+    if rest or not tp or said.rank >= said.world_size:
+        raise problem(
+            f"rank {said.rank} of {said.world_size} with cp {cp} · dp {dp} · pp {pp}",
+            where="rows.json",
+            mend="dump the step again",
+        )
+    place = find_place(tp=tp, cp=cp, dp=dp, pp=pp, rank=said.rank, sequence_parallel=sequence_parallel)
     here = (place.tensor_rank, place.context_rank, place.data_rank, place.pipeline_rank)
-    theirs = tuple(int(said[name]) for name in ("tensor_rank", "context_rank", "data_rank", "pipeline_rank"))
+    theirs = (said.tensor_rank, said.context_rank, said.data_rank, said.pipeline_rank)
     if here != theirs:
         raise problem(
             f"rank {place.rank} says tp {theirs[0]} · cp {theirs[1]} · dp {theirs[2]} · pp {theirs[3]}, and counts to tp {here[0]} · cp {here[1]} · dp {here[2]} · pp {here[3]}",

@@ -6,17 +6,21 @@ Rows of the direct path one by one; on the online path the whole global batch, s
 from __future__ import annotations
 
 import bisect
+import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
+
 from equivalence.subjects import BATCH_TENSORS, Row
 from production.errors import PackproofError
 from production.files.source import open_source
 from tools.diff_row.findings import Side
 from tools.diff_row.inputs import Beside, load_named
+from tools.diff_row.problems import BadInput
 from tools.diff_row.ranks.asked import RankRequest, checked
 from tools.diff_row.ranks.bins import ReferenceBins
 from tools.diff_row.ranks.dumped import Dumped, ranks_of, read_rank
@@ -72,9 +76,11 @@ def find_fed(request: RankRequest, microbatch: int | None = None) -> FedFindings
     looked_at: list[Fed] = []
     shown: tuple[Fed, RankFindings] | None = None
     normalization = ""
+    ranks: dict[int, int] = {}
     for rank in ranks_of(request.fed, request.rank):
         dumped = read_rank(request.fed, rank, sequence_parallel=request.sequence_parallel)
-        normalization = dumped.normalization
+        normalization = dumped.said.normalization
+        ranks[rank] = dumped.place.ranks
         if maker is None:  # what rows are made with is the same on all ranks
             maker = _Bins(request, dumped) if dumped.is_online else _Rows(request, dumped)
         for number, found in maker.compared(dumped, microbatch):
@@ -82,7 +88,13 @@ def find_fed(request: RankRequest, microbatch: int | None = None) -> FedFindings
             looked_at.append(each)
             if shown is None or (shown[0].equal and not each.equal):
                 shown = (each, found)
-    assert shown is not None
+    assert shown is not None  # a rank has microbatches
+    if request.rank is None and (lost := sorted({*range(max(ranks.values()))} - ranks.keys())):
+        raise problem(
+            f"no file of rank{'s' if len(lost) > 1 else ''} {', '.join(map(str, lost[:8]))}{' and more' if len(lost) > 8 else ''}, of {max(ranks.values())} ranks that the job had",
+            where=str(request.fed),
+            mend="bring the files of all ranks together, or look at one: --rank R",
+        )
     return FedFindings(
         folder=str(request.fed),
         normalization=normalization,
@@ -103,6 +115,15 @@ def _check(request: RankRequest) -> None:
             where="--row, --case or --dump with --fed",
             mend="leave them out; --rank and --microbatch choose among the dump's",
         )
+    if request.row.settings or request.row.chat_key != "messages" or request.row.dump_row or request.global_batch_size:
+        names = [f"--{name.replace('_', '-')}" for name, _ in request.row.settings]
+        others = {"--chat-key": request.row.chat_key != "messages", "--dump-row": request.row.dump_row}
+        names += [
+            name for name, is_given in {**others, "--global-batch-size": request.global_batch_size}.items() if is_given
+        ]
+        raise problem(
+            "the dump says what its rows were made with", where=", ".join(names), mend="leave it out with --fed"
+        )
     if request.row.sides is not None:
         raise problem("a dump is held against the reference", where="--sides", mend="leave it out with --fed")
     depths, stop_at = checked(request)
@@ -121,12 +142,17 @@ class _Rows:
 
     def __init__(self, request: RankRequest, dumped: Dumped) -> None:
         self._request = request
-        self._beside = Beside(_named(request, dumped).row, dumped.made_with)
+        made = dumped.said.made_with
+        self._beside = Beside(
+            _named(request, dumped).row, settings=msgspec.structs.asdict(made.rows), chat_template=made.chat_template
+        )
 
     def compared(self, dumped: Dumped, wanted: int | None) -> Iterator[tuple[int, RankFindings]]:
         """Microbatches of a rank and what is found of them. Raises BadInput."""
         for number in dumped.chosen(wanted):
-            yield number, self._compare(dumped, number)
+            with _of_a_row(dumped, number):
+                found = self._compare(dumped, number)
+            yield number, found
 
     def _compare(self, dumped: Dumped, number: int) -> RankFindings:
         fields: dict[str, Any] = dumped.of(number, "row", BATCH_TENSORS[:9])
@@ -141,19 +167,19 @@ class _Rows:
             cu_seqlens=fields["packed_cu_seqlens"][0, :count],
             max_seqlen=int(fields["packed_max_seqlen"][0]),
         )
-        named = dumped.rows[number]
-        file = self._request.row.file or Path(str(named["file"]))
+        named = dumped.said.rows[number]
+        file = self._request.row.file or Path(named.file)
         findings = self._beside.findings(
             Side(name=FED, version=f"microbatch {number} of the dump", row=row),
             file=file,
-            row=_at_line(file, int(named["line"]), dumped)[0],
+            row=_at_line(file, named.line, dumped)[0],
         )
         batch = SimpleNamespace(**fields, flat_cu_seqlens=None, flat_max_seqlen=None)
         return travel(
             findings,
             dumped.place,
             subjects={FED: SimpleNamespace(collate=lambda *_: batch)},
-            depths=dumped.depths,
+            depths=dumped.said.depths,
             layout=self._request.layout,
             stop_at=_stop_at(self._request, dumped),
             at=self._request.at,
@@ -168,41 +194,55 @@ class _Bins:
         self._request = request
         name = _named(request, dumped).row.tokenizer
         assert name is not None
-        tokenizer = load_named(name, dumped.made_with["chat_template"])
+        tokenizer = load_named(name, dumped.said.made_with.chat_template)
         given = request.row.file
-        if given is not None and len({str(each["file"]) for each in dumped.rows}) > 1:
+        if given is not None and len({each.file for each in dumped.said.rows}) > 1:
             raise problem(
                 "the dump's conversations come from several files",
                 where=f"{given} with --fed",
                 mend="leave it out, and go where the job ran",
             )
-        messages = [_at_line(given or Path(str(each["file"])), int(each["line"]), dumped)[1] for each in dumped.rows]
+        messages = [_at_line(given or Path(each.file), each.line, dumped)[1] for each in dumped.said.rows]
         self._bins = ReferenceBins(dumped, messages, tokenizer=tokenizer, tokenizer_name=name, layout=request.layout)
 
     def compared(self, dumped: Dumped, wanted: int | None) -> Iterator[tuple[int, RankFindings]]:
         """Bins of a rank, those that one side has alone too, and what is found of them. Raises BadInput."""
         every = range(max(dumped.microbatches, self._bins.count(dumped.place.data_rank)))
         for number in every if wanted is None else dumped.chosen(wanted):
-            both = self._bins.compare(dumped, number, name=FED)
-            yield (
-                number,
-                travel(
+            with _of_a_row(dumped, number):
+                both = self._bins.compare(dumped, number, name=FED)
+                found = travel(
                     both.findings,
                     dumped.place,
                     subjects=None,
-                    depths=dumped.depths,
+                    depths=dumped.said.depths,
                     layout=self._request.layout,
                     stop_at=_stop_at(self._request, dumped),
                     at=self._request.at,
                     ways={side: ("the job" if side == FED else side, way) for side, way in both.ways.items()},
-                ),
-            )
+                )
+            yield number, found
+
+
+@contextlib.contextmanager
+def _of_a_row(dumped: Dumped, number: int) -> Iterator[None]:
+    """Tensors of shapes that no row has are bad input."""
+    try:
+        yield
+    except (IndexError, RuntimeError, ValueError, TypeError) as error:
+        if isinstance(error, BadInput):
+            raise
+        raise problem(
+            f"its tensors are none of a row ({error})",
+            where=f"rank {dumped.place.rank}, microbatch {number}",
+            mend="dump the step again",
+        ) from error
 
 
 def _named(request: RankRequest, dumped: Dumped) -> RankRequest:
     """The request with the job's tokenizer, where none is given, and its chat key."""
-    made = dumped.made_with
-    row = replace(request.row, tokenizer=request.row.tokenizer or made["tokenizer"], chat_key=made["chat_key"])
+    made = dumped.said.made_with
+    row = replace(request.row, tokenizer=request.row.tokenizer or made.tokenizer, chat_key=made.chat_key)
     return replace(request, row=row)
 
 
@@ -219,7 +259,7 @@ def _at_line(file: Path, line: int, dumped: Dumped) -> tuple[int, Any]:
             mend="go where the job ran, or name the file: FILE --fed FOLDER",
         )
     try:
-        with open_source([file], chat_key=dumped.made_with["chat_key"]) as source:
+        with open_source([file], chat_key=dumped.said.made_with.chat_key) as source:
             row = bisect.bisect_left(range(len(source)), line, key=lambda each: source.locate(each).line)
             if row < len(source) and source.locate(row).line == line:
                 return row, source[row]

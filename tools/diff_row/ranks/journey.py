@@ -45,6 +45,8 @@ def travel(
     steps = [_row_step(row)]
     if subjects is not None and base is not None and last >= STOPS.index("batch"):
         steps.append(_batch_step(row, subjects))
+    if subjects is None and base is not None and last >= STOPS.index("batch"):
+        steps.append(_bin_step({side: way for side, (_, way) in gone.items()}))
     names = ["microbatch"] if last >= STOPS.index("microbatch") else []
     names += [f"depth {k}" for k in range(1, depths + 1)] if last >= STOPS.index("depth") else []
     if last >= STOPS.index("share"):
@@ -137,6 +139,21 @@ def _batch_step(row: Findings, subjects: Mapping[str, Any]) -> Step:
         sides[side.name] = {name: torch.as_tensor(value) for name, value in values.items() if value is not None}
     return Step(
         name="batch", depth=0, sides=sides, origin=None, differences=differences_of("batch", 0, sides), view=None
+    )
+
+
+def _bin_step(ways: Mapping[str, Way]) -> Step:
+    """The conversations of a bin before they are squeezed into a row (R-ONLINE-2)."""
+    missing = Refused(kind=None, message="this side has nothing here")
+    sides = {side: way.get("batch", missing) for side, way in ways.items()}
+    return Step(
+        name="batch",
+        depth=0,
+        sides=sides,
+        origin=None,
+        differences=differences_of("batch", 0, sides),
+        view=None,
+        note="the bin's conversations as a rectangle, before they are squeezed",
     )
 
 
