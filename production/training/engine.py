@@ -17,7 +17,7 @@ from megatron.core.utils import get_model_config
 
 from production.batches import Batch
 from production.errors import PackproofError
-from production.model import build_model
+from production.model import build_model, reason_of
 from production.parallel import Place
 from production.rectangle import Rectangle
 from production.squeeze import Padding
@@ -86,7 +86,6 @@ class Engine:
         optimizer_config = OptimizerConfig(**optimizer_options(job))
         self.optimizer = _optimizer(optimizer_config, self.model)
         self.scheduler = _scheduler(job, self.optimizer, optimizer_config, run_steps or job.sft.max_num_steps)
-        self.config.grad_scale_func = self.optimizer.scale_loss if optimizer_config.fp16 else None
         self.config.finalize_model_grads_func = self._finalize
         if self.model.ddp_config.overlap_param_gather:
             self.config.param_sync_func = self.model.start_param_sync
@@ -157,7 +156,7 @@ def _optimizer(config: OptimizerConfig, model: torch.nn.Module) -> Any:
         return get_megatron_optimizer(config, [model], use_gloo_process_groups=False)
     except (ValueError, ImportError, AssertionError) as error:
         raise PackproofError(
-            what=f"megatron-core refuses this optimizer: {error}",
+            what=f"megatron-core refuses this optimizer: {reason_of(error)}",
             where="policy.megatron_cfg.optimizer",
             mend="change the option that it names",
         ) from error

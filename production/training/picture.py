@@ -38,7 +38,9 @@ def draw(lines: Sequence[Line], *, title: str, x_title: str, y_title: str, from_
     xs = [x for line in lines for x, _ in line.points]
     ys = [y for line in lines for _, y in line.points if math.isfinite(y)]
     x_low, x_high = (min(xs), max(xs)) if xs else (0.0, 1.0)
-    y_ticks = ticks(min([*ys, 0.0] if from_zero else ys, default=0.0), max(ys, default=1.0))
+    if from_zero:  # and up to something, so that what is 0 all along lies on the axis
+        ys += [0.0] if any(ys) else [0.0, 1.0]
+    y_ticks = ticks(min(ys, default=0.0), max(ys, default=1.0))
     x_ticks = [x for x in ticks(x_low, x_high, whole=True) if x_low <= x <= x_high]
     frame = _Frame(x_low=x_low, x_high=x_high, y_low=y_ticks[0], y_high=y_ticks[-1])
     size = f'viewBox="0 0 {WIDTH} {HEIGHT}"'

@@ -509,3 +509,10 @@ def test_a_picture_of_nothing_is_still_one(tmp_path):
 
 def test_the_names_of_what_json_lacks_are_the_documented_ones():
     assert list(module.NOT_NUMBERS) == ["NaN", "Infinity", "-Infinity"]
+
+
+def test_what_is_0_all_along_lies_on_the_axis():
+    flat = Line(name="difference", points=[(1.0, 0.0), (2.0, 0.0)])
+    labels = re.findall(r">(-?[0-9.]+)</text>", draw([flat], title="", x_title="", y_title="", from_zero=True))
+    assert {"0", "1"} <= set(labels)
+    assert not [each for each in labels if each.startswith("-")]
