@@ -115,9 +115,8 @@ class _Run:
                 must_save_by=job.checkpointing.checkpoint_must_save_by,
                 started=self._started,
             )
-            with (
-                self._loggers() as self._log
-            ):  # before the model: one that cannot log in ends the job without having built it
+            # Before the model: a logger that cannot log in ends the job without having built one.
+            with self._loggers() as self._log:
                 self._engine = build(
                     job, self._place, vocab_size=vocabulary, found=found, run_steps=self._total_steps()
                 )

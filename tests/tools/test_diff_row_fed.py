@@ -304,9 +304,10 @@ def test_rows_are_made_with_what_the_job_says_and_not_with_defaults(run, packed,
     assert (settings["pack_length"], settings["context_parallel_size"]) == (128, 2)
     assert found["row"]["tokenizer"] == TOKENIZER
     assert "default (of the dump) · P 128 (of the dump) · cp 2 (of the dump)" in run("--fed", folder, columns=200)[1]
-    said = json.loads((folder / "rank_0.rows.json").read_text())
-    said["made_with"]["chat_template"] = None
-    (folder / "rank_0.rows.json").write_text(json.dumps(said))
+    for file in folder.glob("rank_*.rows.json"):
+        said = json.loads(file.read_text())
+        said["made_with"]["chat_template"] = None
+        file.write_text(json.dumps(said))
     assert run("--fed", folder, columns=200)[0] == 1, "the tokenizer's own template makes other rows"
 
 
@@ -364,6 +365,11 @@ def test_a_rank_or_a_microbatch_that_is_not_there_is_no_equal_one(run, packed, t
     status, _, err = run("--fed", folder)
     assert status == 2
     assert "no file of rank 1, of 2 ranks that the job had" in err
+    save_file(tensors, path)
+    said = json.loads((folder / "rank_1.rows.json").read_text())
+    said["made_with"]["rows"]["semantics"] = "strict"
+    (folder / "rank_1.rows.json").write_text(json.dumps(said))
+    assert "ranks 0 and 1 were not dumped by one job" in run("--fed", folder)[2]
     assert run("--fed", folder, "--rank", 0)[0] == 0
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import bisect
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -76,25 +76,28 @@ def find_fed(request: RankRequest, microbatch: int | None = None) -> FedFindings
     looked_at: list[Fed] = []
     shown: tuple[Fed, RankFindings] | None = None
     normalization = ""
-    ranks: dict[int, int] = {}
-    for rank in ranks_of(request.fed, request.rank):
+    ranks = ranks_of(request.fed, request.rank)
+    first: Dumped | None = None
+    for rank in ranks:
         dumped = read_rank(request.fed, rank, sequence_parallel=request.sequence_parallel)
         normalization = dumped.said.normalization
-        ranks[rank] = dumped.place.ranks
-        if maker is None:  # what rows are made with is the same on all ranks
+        if first is None or maker is None:
+            first = dumped
+            if request.rank is None:
+                _check_all_there(request.fed, ranks, dumped.place.ranks)
             maker = _Bins(request, dumped) if dumped.is_online else _Rows(request, dumped)
+        elif (dumped.place.ranks, dumped.said.made_with) != (first.place.ranks, first.said.made_with):
+            raise problem(
+                f"ranks {ranks[0]} and {rank} were not dumped by one job: they say other ranks, or other things that rows were made with",
+                where=str(request.fed),
+                mend="dump the step again, into an empty folder",
+            )
         for number, found in maker.compared(dumped, microbatch):
             each = _told(found, rank, number)
             looked_at.append(each)
             if shown is None or (shown[0].equal and not each.equal):
                 shown = (each, found)
     assert shown is not None  # a rank has microbatches
-    if request.rank is None and (lost := sorted({*range(max(ranks.values()))} - ranks.keys())):
-        raise problem(
-            f"no file of rank{'s' if len(lost) > 1 else ''} {', '.join(map(str, lost[:8]))}{' and more' if len(lost) > 8 else ''}, of {max(ranks.values())} ranks that the job had",
-            where=str(request.fed),
-            mend="bring the files of all ranks together, or look at one: --rank R",
-        )
     return FedFindings(
         folder=str(request.fed),
         normalization=normalization,
@@ -102,6 +105,17 @@ def find_fed(request: RankRequest, microbatch: int | None = None) -> FedFindings
         shown=shown[1],
         shown_as=shown[0],
     )
+
+
+def _check_all_there(folder: Path, ranks: Sequence[int], size: int) -> None:
+    """A rank whose file is lost is no equal one."""
+    if lost := sorted({*range(size)} - {*ranks}):
+        told = ", ".join(map(str, lost[:8])) + (" and more" if len(lost) > 8 else "")
+        raise problem(
+            f"no file of rank{'s' if len(lost) > 1 else ''} {told}, of {size} ranks that the job had",
+            where=str(folder),
+            mend="bring the files of all ranks together, or look at one: --rank R",
+        )
 
 
 def _check(request: RankRequest) -> None:
