@@ -315,3 +315,11 @@ def test_memory_is_shared_by_the_distributed_optimizer_only():
     assert plain.optimizer == 8 * plain.parameters
     assert shared.optimizer == -(-shared.parameters // 8) * 8
     assert plan(load(BASE, ["model.vocab_size=null"]), 8).memory is None
+
+
+@pytest.mark.parametrize("said", ["", "abc", "-2"])
+@pytest.mark.parametrize("options", [["--dry-run"], []], ids=["dry run", "run"])
+def test_a_world_size_of_the_environment_that_is_no_number_is_refused(monkeypatch, capsys, said, options):
+    monkeypatch.setenv("WORLD_SIZE", said)
+    assert main(["--config", str(PUBLISHED), *options]) == 2
+    assert f"WORLD_SIZE (environment): {said!r} is no number of ranks" in capsys.readouterr().err

@@ -109,6 +109,12 @@ def write(tmp_path, data, changes, **sizes):
     return folder
 
 
+def write_either(tmp_path, data, path):
+    """A step with depths on two cp ranks, of either path."""
+    online = ONLINE | {"policy.make_sequence_length_divisible_by": 4} if path == "online" else {}
+    return write(tmp_path, data, DEPTHS | online, cp=2)
+
+
 def change(folder, rank, to):
     path = folder / f"rank_{rank}.safetensors"
     tensors = load_file(path)
@@ -226,12 +232,7 @@ def test_a_bin_that_one_side_alone_has_is_a_difference(run, chat, tmp_path):
 
 @pytest.mark.parametrize("path", ["direct", "online"])
 def test_a_depth_that_is_another_is_named(run, packed, chat, tmp_path, path):
-    multiple = {"policy.make_sequence_length_divisible_by": 4}
-    folder = (
-        write(tmp_path, packed, DEPTHS, cp=2)
-        if path == "direct"
-        else write(tmp_path, chat, ONLINE | DEPTHS | multiple, cp=2)
-    )
+    folder = write_either(tmp_path, packed if path == "direct" else chat, path)
     second = load_file(folder / "rank_1.safetensors")
     change(folder, 1, lambda name, _: second[name.replace("depth_1", "depth_2")])
     status, found = described(run, "--fed", folder)
@@ -375,12 +376,7 @@ def test_a_rank_or_a_microbatch_that_is_not_there_is_no_equal_one(run, packed, t
 
 @pytest.mark.parametrize("path", ["direct", "online"])
 def test_each_tensor_that_was_dumped_is_looked_at(run, packed, chat, tmp_path, path):
-    multiple = {"policy.make_sequence_length_divisible_by": 4}
-    folder = (
-        write(tmp_path, packed, DEPTHS, cp=2)
-        if path == "direct"
-        else write(tmp_path, chat, ONLINE | DEPTHS | multiple, cp=2)
-    )
+    folder = write_either(tmp_path, packed if path == "direct" else chat, path)
     sound = load_file(folder / "rank_1.safetensors")
     names = sorted(name for name in sound if name.startswith("microbatch_0."))
     assert len(names) > 20
