@@ -34,6 +34,8 @@ WHAT = {
     "cross_entropy": "cross entropies",
     "order": "data order",
     "shares": "stride and bins",
+    "guards": "guards of batches",
+    "packed_files": "packed files",
     "models": "training steps",
     "third_witness": "steps of Megatron-LM",
     "invariance": "steps in other layouts",
