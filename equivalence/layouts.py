@@ -9,6 +9,7 @@ from typing import Any
 
 from equivalence.checks.context_parallel import check_context_parallel
 from equivalence.checks.guards import check_guards
+from equivalence.checks.loader import check_loader
 from equivalence.checks.loss import check_cross_entropy, check_loss, check_online_loss, world_of_one
 from equivalence.checks.meeting import check_meeting
 from equivalence.checks.microbatches import check_direct_microbatches, check_online_microbatches
@@ -23,6 +24,7 @@ from equivalence.generators.draws import each_drawn
 from equivalence.generators.files import draw_files
 from equivalence.generators.guards import draw_guards
 from equivalence.generators.layouts import BinsCase, CutCase, DepthCase, draw_bins, draw_cut, draw_depths
+from equivalence.generators.loader import draw_loader
 from equivalence.generators.online import draw_cross_entropy, draw_direct, draw_loss, draw_meeting, draw_online
 from equivalence.generators.orders import draw_order, draw_shares
 from equivalence.plan import LAYOUT_CHECKS
@@ -63,6 +65,7 @@ LAYOUTS: Mapping[str, LayoutCheck[Any]] = {
     "order": LayoutCheck(draw=draw_order, check=check_order),
     "shares": LayoutCheck(draw=draw_shares, check=check_shares),
     "guards": LayoutCheck(draw=draw_guards, check=check_guards),
+    "loader": LayoutCheck(draw=draw_loader, check=check_loader),
     "packed_files": LayoutCheck(draw=draw_files, check=check_packed_files),
 }
 """By the names in `plan.LAYOUT_CHECKS`."""

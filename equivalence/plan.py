@@ -19,12 +19,19 @@ CONTEXT_PARALLEL_SIZES = (1, 2, 3, 4)
 LAYOUT_CHECKS = (
     *("context_parallel", "multi_token", "packing"),
     *("direct_microbatches", "online_microbatches", "meeting", "loss", "online_loss", "cross_entropy"),
-    *("order", "shares", "guards", "packed_files"),
+    *("order", "shares", "guards", "loader", "packed_files"),
 )
-HEAVY = {"online_microbatches": 0.2, "meeting": 0.2, "loss": 0.1, "online_loss": 0.2, "packed_files": 0.15}
+HEAVY = {
+    "online_microbatches": 0.2,
+    "meeting": 0.2,
+    "loss": 0.1,
+    "online_loss": 0.2,
+    "packed_files": 0.15,
+    "loader": 0.05,
+}
 """Checks of layouts that draw only this part of `Size.plain`: they follow each draw through all ranks and depths, or write files, 5 to 20 ms."""
-NEVER_SMALL = ("packed_files",)
-"""Checks of layouts that Hypothesis does not draw for: megabytes do not get small."""
+NEVER_SMALL = ("packed_files", "loader")
+"""Checks of layouts that Hypothesis does not draw for: each draw writes files or forks workers, and shrinking would take minutes."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -35,6 +35,7 @@ WHAT = {
     "order": "data order",
     "shares": "stride and bins",
     "guards": "guards of batches",
+    "loader": "batches of the loader",
     "packed_files": "packed files",
     "models": "training steps",
     "third_witness": "steps of Megatron-LM",
