@@ -103,7 +103,7 @@ def draw_layouts(
     # One world for all draws: a draw of its own takes five times as long to make one as to be checked.
     with world_of_one() if check == "cross_entropy" else nullcontext():
         for place in range(plain):
-            found = make(RandomChoices(f"{number}/{place}"))
+            found = make(RandomChoices(number, place))
             (results if found[0].equal else smallest).append(found)
             if smallest and not shrink:
                 break

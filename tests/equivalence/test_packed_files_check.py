@@ -75,7 +75,7 @@ def test_a_file_is_the_same_however_it_is_packed_and_whatever_happens_to_it(pack
 
 
 def test_drawn_files_reach_every_act_and_every_kind_of_file():
-    drawn = [draw_files(RandomChoices(f"0/{place}")) for place in range(150)]
+    drawn = [draw_files(RandomChoices(0, place)) for place in range(150)]
     files = [file for one in drawn for file in one.files]
     assert {act for one in drawn for act in one.acts} == set(ACTS)
     assert {file.packing for file in files} == {"", ".gz", ".zst"}
@@ -99,5 +99,5 @@ def test_of_plain_draws_that_differ_the_shortest_is_told(monkeypatch):
     monkeypatch.setattr(packed_files, "_told", lambda *_, **__: {"number of rows": -1})
     found, where = list(draw_layouts("packed_files", number=1, examples=0, plain=4))[-1]
     assert not found.equal
-    drawn = [str(draw_files(RandomChoices(f"1/{place}"))) for place in range(4)]
+    drawn = [str(draw_files(RandomChoices(1, place))) for place in range(4)]
     assert where == min(drawn, key=len)
