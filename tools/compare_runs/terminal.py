@@ -19,8 +19,10 @@ def show(comparison: Comparison, console: Console, *, broken: Sequence[str] = ()
         console.print(line, soft_wrap=True)
     if rows := words.time_rows(comparison):
         table = Table(title="step time", title_justify="left")
-        for heading in ("system", "mean step time", "window", "relative throughput"):
-            table.add_column(heading, justify="left" if heading == "system" else "right")
+        # Numbers are never cut: on a narrow screen the names are folded.
+        table.add_column("system", overflow="fold")
+        for heading in ("mean step time", "window", "relative\nthroughput"):
+            table.add_column(heading, justify="right", no_wrap=True)
         for row in rows:
             table.add_row(*row)
         console.print(table)
@@ -37,10 +39,10 @@ def show(comparison: Comparison, console: Console, *, broken: Sequence[str] = ()
 
 def _differences(comparison: Comparison) -> Table:
     table = Table(title=f"B against A, steps {comparison.window}", title_justify="left")
-    table.add_column("series", no_wrap=True)
-    for heading in ("mean difference", "largest", "at step", "of A's value", "steps"):
-        table.add_column(heading, justify="right")
-    table.add_column("finite")
+    table.add_column("series", overflow="fold")
+    for heading in ("mean", "largest", "at step", "of A's\nvalue", "steps"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("finite", no_wrap=True)
     for row in words.difference_rows(comparison):
         finite = Text(row.finite, "green" if row.fine else "bold red")
         table.add_row(row.what, row.mean, row.largest, row.largest_at, row.relative, row.steps, finite)
