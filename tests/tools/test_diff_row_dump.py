@@ -77,9 +77,10 @@ def test_a_dtype_that_loses_a_value_is_kept_and_is_a_flaw(tmp_path):
         [build(many(2))],
         lambda found: {**found, "position_ids": found["position_ids"] + 0.5},
     )
-    assert [flaw.what for flaw in inspect(read_dump(path).row) if not flaw.note][
-        0
-    ] == "position_ids is float32, not int64"
+    assert (
+        next(flaw.what for flaw in inspect(read_dump(path).row) if not flaw.note)
+        == "position_ids is float32, not int64"
+    )
 
 
 def test_what_a_dump_leaves_out_is_derived_and_told(tmp_path):
