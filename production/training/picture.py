@@ -54,9 +54,7 @@ def draw(
     x_ticks = [x for x in ticks(x_low, x_high, whole=True) if x_low <= x <= x_high]
     x_ticks = x_ticks[:: math.ceil(len(x_ticks) * TICK_ROOM / (width - LEFT - RIGHT))]
     legend, below = _legend([line for line in lines if line.name], title, width)
-    frame = _Frame(
-        x_low=x_low, x_high=x_high, y_low=y_ticks[0], y_high=y_ticks[-1], width=width, top=TOP + below
-    )
+    frame = _Frame(x_low=x_low, x_high=x_high, y_low=y_ticks[0], y_high=y_ticks[-1], width=width, top=TOP + below)
     size = f'viewBox="0 0 {width} {frame.height}"'
     return "\n".join(
         [

@@ -102,6 +102,14 @@ def test_megatron_lms_source_still_has_the_pieces_that_the_log_reader_is_held_to
     assert 'f"mtp_{i+1} loss"' in inspect.getsource(MTPLossLoggingHelper.track_mtp_metrics)
     validated = inspect.getsource(training.evaluate_and_print_results)
     assert "validation{suffix} loss at {prefix} | " in validated
+    # What a log's reader undoes: sums that the first line keeps, times with fractions beside it, rates read after the scheduler's step.
+    assert "should_reset = not is_first_iteration" in printed
+    assert "if iteration % args.log_interval == 0 or is_first_iteration" in printed
+    assert "datetime.now().strftime('%Y-%m-%d %H:%M:%S.%f')" in printed
+    assert "if avg >= 0.0" in printed
+    trained = inspect.getsource(training.train)
+    assert trained.index("train_step(") < trained.index("get_canonical_lr_for_logging")
+    assert "opt_param_scheduler.step(" in inspect.getsource(training.train_step)
     assert "{} value: {:.6E} | " in validated
 
 
@@ -601,5 +609,14 @@ def test_the_screen_shows_every_number_on_a_narrow_terminal():
     assert max(len(line) for line in text.splitlines() if line.startswith(("│", "┃"))) <= 80
     assert "does not hold: one" in text
     assert "…" not in text
-    for number in ("51.9744 s", "+0.3684 s (+0.71 %)", "99.30 %", "0.001631", "0.004211", "0.211 %", "0.125000", "25 %"):
+    for number in (
+        "51.9744 s",
+        "+0.3684 s (+0.71 %)",
+        "99.30 %",
+        "0.001631",
+        "0.004211",
+        "0.211 %",
+        "0.125000",
+        "25 %",
+    ):
         assert f" {number} │" in text

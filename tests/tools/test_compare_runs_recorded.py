@@ -155,9 +155,13 @@ def test_a_second_line_whose_first_is_lost_is_left_out_and_said(tmp_path):
 def test_an_iteration_that_the_optimizer_skipped_is_in_no_mean(tmp_path):
     def skipped(text):
         lines = lines_of(text)
-        lines[0] = re.sub(r" lm loss: \S+ \|", "", lines[0]).replace("skipped iterations:   0", "skipped iterations:   1")
-        lines[1] = lines[1].replace("8.324863E+00", "8.322736E+00").replace(
+        lines[0] = re.sub(r" lm loss: \S+ \|", "", lines[0]).replace(
             "skipped iterations:   0", "skipped iterations:   1"
+        )
+        lines[1] = (
+            lines[1]
+            .replace("8.324863E+00", "8.322736E+00")
+            .replace("skipped iterations:   0", "skipped iterations:   1")
         )
         return "".join(lines)
 
@@ -206,7 +210,9 @@ def test_a_loss_where_the_other_trained_nothing_is_a_difference(tmp_path):
     found = doctored(
         tmp_path,
         "one-gb1-seq256-steps12",
-        lambda text: text.replace("batch size:     1 | loss scale", "batch size:     1 | lm loss: 1.000000E-06 | loss scale"),
+        lambda text: text.replace(
+            "batch size:     1 | loss scale", "batch size:     1 | lm loss: 1.000000E-06 | loss scale"
+        ),
     )
     assert (found.trained_by_one, found.equal_but_for_rounding) == ([3, 6], False)
     assert verdict(found).startswith("only one of the two trained, and has a loss, at steps 3, 6; ")
@@ -235,7 +241,10 @@ def test_a_record_without_a_loss_at_a_masked_step_says_the_same(tmp_path):
 def test_validations_of_the_two_systems_are_named_as_other_numbers():
     found = compare(read(RECORDED / "one-val-wsd-wdcos.log"), ours("one-val-wsd-wdcos"), WINDOW)
     assert found.validation is None
-    assert "validation losses are other numbers, and not compared: one-val-wsd-wdcos's are means of microbatch" in remarks(found)
+    assert (
+        "validation losses are other numbers, and not compared: one-val-wsd-wdcos's are means of microbatch"
+        in remarks(found)
+    )
 
 
 def test_validations_of_two_logs_are_held_against_each_other(tmp_path):
@@ -288,7 +297,9 @@ def test_several_processes_of_the_same_numbers_are_said(tmp_path):
 
 
 def test_several_processes_of_other_numbers_are_refused(tmp_path):
-    with pytest.raises(InputError, match=r"several processes.*of iteration 1, lm loss is 8\.326990E\+00 .* and 8\.926990E"):
+    with pytest.raises(
+        InputError, match=r"several processes.*of iteration 1, lm loss is 8\.326990E\+00 .* and 8\.926990E"
+    ):
         doctored(tmp_path, "one", lambda text: several(text, lambda line: line.replace("8.32", "8.92")))
 
 
@@ -361,6 +372,11 @@ def test_event_files_of_megatron_lm_have_the_rate_of_the_next_step_and_norms_in_
     assert norms.beyond_rounding == 0
     assert found.equal
     assert "the same work" not in remarks(found)
+
+
+def test_another_gradient_norm_is_told(tmp_path):
+    found = doctored(tmp_path, "one", lambda text: text.replace("grad norm: 1.089", "grad norm: 1.091"))
+    assert verdict(found).endswith("gradient norms differ by more than rounding at 1 of 5 steps, first at step 3")
 
 
 # Names

@@ -278,7 +278,9 @@ def _remarks(first: Run, second: Run, window: Window, pairs: Mapping[str, Mappin
     if missing := window.last - window.first + 1 - len(window.among(covered)):
         remarks.append(f"{missing} of the {window.last - window.first + 1} steps of the window are not in both runs")
     if empty := sorted(first.untrained & second.untrained):
-        remarks.append(f"both runs trained nothing at {len(empty)} steps, first at step {empty[0]}: they have no loss there")
+        remarks.append(
+            f"both runs trained nothing at {len(empty)} steps, first at step {empty[0]}: they have no loss there"
+        )
     for name, what in (("consumed_samples", "rows so far"), ("learning_rate", "learning rates")):
         unlike = [
             step
@@ -287,7 +289,11 @@ def _remarks(first: Run, second: Run, window: Window, pairs: Mapping[str, Mappin
         ]
         if unlike:
             remarks.append(f"the runs differ in {what} from step {unlike[0]} on: they did not do the same work")
-    if first.series.get("validation_loss") and second.series.get("validation_loss") and first.validation != second.validation:
+    if (
+        first.series.get("validation_loss")
+        and second.series.get("validation_loss")
+        and first.validation != second.validation
+    ):
         told = [f"{run.name}'s are {run.validation}" for run in (first, second) if run.validation]
         if len(told) == 2:
             remarks.append(f"validation losses are other numbers, and not compared: {'; '.join(told)}")

@@ -6,6 +6,7 @@ Both have one shape, so that one loop feeds, times and reads them alike. They sh
 from __future__ import annotations
 
 import contextlib
+import math
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -110,7 +111,11 @@ class Ours:
         (found,) = self._metrics.report()
         wanted = ("loss", "gradient_norm", "learning_rate", "consumed_samples", "trained_tokens")
         wanted = (*wanted, *found.router_losses)
-        return {name: float(value) for name, value in found.values().items() if name in wanted or name.startswith("mtp_")}
+        values = {name: float(value) for name, value in found.values().items() if name in wanted}
+        values |= {f"mtp_{depth}_loss": loss for depth, loss in enumerate(found.mtp_losses, 1)}
+        # Of no position that counts Megatron-LM writes a rate of 0, where our records have none.
+        rates = (0.0 if math.isnan(rate) else rate for rate in found.mtp_acceptance_rates)
+        return values | {f"mtp_{depth}_acceptance_rate": rate for depth, rate in enumerate(rates, 1)}
 
 
 class Baseline:
@@ -163,7 +168,9 @@ class Baseline:
         self._consumed += self._global_batch_size
         found: Numbers = {"learning_rate": self._learning_rate, "consumed_samples": self._consumed}
         routers = router_losses(
-            get_model_config(self.model), microbatches=self._microbatches, hybrid_layer_pattern=self._hybrid_layer_pattern
+            get_model_config(self.model),
+            microbatches=self._microbatches,
+            hybrid_layer_pattern=self._hybrid_layer_pattern,
         )
         if self._gradient_norm is not None:
             found["gradient_norm"] = float(self._gradient_norm)

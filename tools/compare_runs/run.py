@@ -150,7 +150,9 @@ class Gathered:
         A loss that is no number beside a gradient of exactly 0 is Megatron-LM's 0 / 0: every target was masked.
         """
         norms = self.series.get("gradient_norm", {})
-        empty = (step for step, loss in self.series.get("loss", {}).items() if math.isnan(loss) and norms.get(step) == 0)
+        empty = (
+            step for step, loss in self.series.get("loss", {}).items() if math.isnan(loss) and norms.get(step) == 0
+        )
         self.untrained.update(step for step in empty if self.widths.get(step, 1) == 1)
         for name, values in self.series.items():
             if name.endswith("loss") and name != "validation_loss":

@@ -83,7 +83,13 @@ def findings(comparison: Comparison) -> list[str]:
             if steps
         ]
         return [f"losses that are no numbers: {', '.join(who)}"]
-    return [*_rounding(comparison), _where(comparison), *_by_how_much(comparison), *_missing(comparison)]
+    return [
+        *_rounding(comparison),
+        _where(comparison),
+        *_by_how_much(comparison),
+        *_missing(comparison),
+        *_norms(comparison),
+    ]
 
 
 def _where(comparison: Comparison) -> str:
@@ -135,6 +141,15 @@ def _missing(comparison: Comparison) -> list[str]:
         f"{_called(each.name)} is in both runs at {each.steps} of these {comparison.whole.steps} steps"
         for each in comparison.wholes
         if each.steps != comparison.whole.steps
+    ]
+
+
+def _norms(comparison: Comparison) -> list[str]:
+    """Gradient norms of the window that are further apart than the digits of their sources can make them."""
+    return [
+        f"gradient norms differ by more than rounding at {each.beyond_rounding} of {each.steps} steps, first at step {each.beyond_rounding_at}"
+        for each in comparison.differences
+        if each.name == "gradient_norm" and each.beyond_rounding_at is not None
     ]
 
 

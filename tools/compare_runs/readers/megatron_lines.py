@@ -12,9 +12,7 @@ from pathlib import Path
 from equivalence.errors import InputError
 from tools.compare_runs.run import to_number
 
-ITERATION = re.compile(
-    r"(?:\[(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)(\.\d+)?\]\s+)?\biteration\s+(\d+)/\s*\d+ \|(.*)"
-)
+ITERATION = re.compile(r"(?:\[(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)(\.\d+)?\]\s+)?\biteration\s+(\d+)/\s*\d+ \|(.*)")
 VALIDATION = re.compile(r"\bvalidation loss at iteration (\d+)(?: on (\w+) set)? \|(.*)")
 VALIDATED = re.compile(r" lm loss value: (\S+) \|")
 BEGINS = re.compile(r"(?:^|[\s:\]])training \.\.\.\s*$")
@@ -186,7 +184,9 @@ def _same(path: Path, first: Line, second: Line) -> None:
     for name in {**first.fields, **second.fields}:
         values = first.fields.get(name), second.fields.get(name)
         if name != SECONDS and values[0] != values[1]:
-            raise _several(path, f"of iteration {first.step}, {name} is {values[0]} in one line and {values[1]} in another")
+            raise _several(
+                path, f"of iteration {first.step}, {name} is {values[0]} in one line and {values[1]} in another"
+            )
 
 
 def _several(path: Path, what: str) -> InputError:

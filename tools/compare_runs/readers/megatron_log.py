@@ -145,17 +145,23 @@ class _Reader:
             ),
             *([f"{self._skipped} iterations were skipped by the optimizer"] if self._skipped else []),
             *(
-                [f"lines that are not whole, cut or with another print in them, are left out: {_some(self._log.broken)}"]
+                [
+                    f"lines that are not whole, cut or with another print in them, are left out: {_some(self._log.broken)}"
+                ]
                 if self._log.broken
                 else []
             ),
             *(
-                [f"several processes printed into this log, {self._log.copies} lines twice with the same numbers: the first counts"]
+                [
+                    f"several processes printed into this log, {self._log.copies} lines twice with the same numbers: the first counts"
+                ]
                 if self._log.copies
                 else []
             ),
             *(
-                [f"which iterations the losses of a line are a mean of cannot be told, and they are left out: {_some(unknown)}"]
+                [
+                    f"which iterations the losses of a line are a mean of cannot be told, and they are left out: {_some(unknown)}"
+                ]
                 if unknown
                 else []
             ),

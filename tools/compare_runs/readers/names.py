@@ -73,7 +73,9 @@ class Names:
         for series, names in KNOWN.items():
             chosen = self._given.get(series)
             if chosen is not None and chosen not in recorded:
-                raise InputError(f"--names {series}={chosen}: the run has {_some(recorded)}; for one run alone say A:{series}=NAME or B:")
+                raise InputError(
+                    f"--names {series}={chosen}: the run has {_some(recorded)}; for one run alone say A:{series}=NAME or B:"
+                )
             name = chosen or next((name for name in names if name in recorded), None)
             if name is not None:
                 found[name] = Meaning(series, MILLISECONDS if name.endswith("(ms)") else 1.0, int(name in NEXT_STEP))
