@@ -41,7 +41,7 @@ PIECES = (
 )
 
 
-CLOCK = [datetime.datetime(2026, 11, 29, 10)]
+CLOCK = [datetime.datetime(2026, 11, 29, 10, tzinfo=datetime.UTC)]
 
 
 def log_line(step, loss, seconds, *, skipped=0, mtp=()):

@@ -186,7 +186,7 @@ def test_times_of_an_interval_are_held_against_the_mean_of_the_same_steps():
     assert found.times.steps == 7
 
 
-def test_intervals_of_two_logs_meet_where_they_end_together(tmp_path):
+def test_intervals_of_two_logs_meet_where_they_end_together():
     losses = {step: 2.0 + 1 / step for step in range(1, 41)}
     first = Run(
         name="a", source="test", place="here",

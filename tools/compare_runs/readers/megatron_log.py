@@ -180,7 +180,7 @@ def _spans(lines: Sequence[Line], every: int) -> list[_Span]:
         if at == 0:
             keeps = line.keeps_sums or line.step % every
             # A driver before 0.16 prints its first line after a whole interval, or, after a restart, after what was left of one.
-            is_known = bool(keeps) or every == 1 or line.step == every
+            is_known = bool(keeps) or every in (1, line.step)
             spans.append(_Span(line=line, count=1 if keeps else every, is_known=is_known))
             continue
         first = lines[0]
