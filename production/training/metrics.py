@@ -147,7 +147,10 @@ class StepMetrics:
         ]
         of_ranks, self.wish = measured(list(read), steps=len(ended))
         each_step = zip(ended, losses_read, beside_read, counts_read, norms_read, of_ranks, strict=True)
-        return [self._numbers(*each, flops_of, peak_tflops) for each in each_step]
+        return [
+            self._numbers(step, loss, more, limbs, norm, ranks, flops_of, peak_tflops)
+            for step, loss, more, limbs, norm, ranks in each_step
+        ]
 
     def report_losses(self) -> Losses:
         """The losses added since the last step: for validation, where they weigh tokens and so do not depend on dp or cp.

@@ -1,7 +1,7 @@
 """Two recorded runs against each other: every reader, the published numbers, the ways out."""
 
 import csv
-import datetime
+import datetime as dt
 import inspect
 import json
 import math
@@ -41,12 +41,12 @@ PIECES = (
 )
 
 
-CLOCK = [datetime.datetime(2026, 11, 29, 10, tzinfo=datetime.UTC)]
+CLOCK = [dt.datetime(2026, 11, 29, 10, tzinfo=dt.UTC)]
 
 
 def log_line(step, loss, seconds, *, skipped=0, mtp=()):
     """A line of a driver before 0.16, whose lines each stand for their own iterations, and whose times have no fractions."""
-    CLOCK[0] += datetime.timedelta(seconds=seconds)
+    CLOCK[0] += dt.timedelta(seconds=seconds)
     iteration, samples, elapsed, rate, batch, named, scale, norm, skips, nans = PIECES
     losses = [("lm loss", loss), *((f"mtp_{depth} loss", value) for depth, value in enumerate(mtp, 1))]
     return (

@@ -110,8 +110,8 @@ class Ours:
         )
         (found,) = self._metrics.report()
         wanted = ("loss", "gradient_norm", "learning_rate", "consumed_samples", "trained_tokens")
-        wanted = (*wanted, *found.router_losses)
-        values = {name: float(value) for name, value in found.values().items() if name in wanted}
+        recorded = {*wanted, *found.router_losses}
+        values = {name: float(value) for name, value in found.values().items() if name in recorded}
         values |= {f"mtp_{depth}_loss": loss for depth, loss in enumerate(found.mtp_losses, 1)}
         # Of no position that counts Megatron-LM writes a rate of 0, where our records have none.
         rates = (0.0 if math.isnan(rate) else rate for rate in found.mtp_acceptance_rates)

@@ -139,9 +139,10 @@ class Gathered:
     def restart(self, first: int) -> None:
         """Go on at this step: what was recorded of it and of later ones is run again."""
         self.again += sum(step >= first for step in self.series.get("loss", ()))
-        for values in (*self.series.values(), *self.loose.values(), self.widths):
+        for values in (*self.series.values(), *self.loose.values()):
             for step in [step for step in values if step >= first]:
                 del values[step]
+        self.widths = {step: width for step, width in self.widths.items() if step < first}
         self.untrained = {step for step in self.untrained if step < first}
 
     def set_untrained_aside(self) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tools.compare_runs.readers.megatron_lines import ITERATION, SKIPPED, Line, Log, read_lines_of, sessions, whole
+from tools.compare_runs.readers.megatron_lines import SKIPPED, Line, Log, read_lines_of, sessions, whole
 from tools.compare_runs.readers.names import MICROBATCH_MEANS, Meaning, Names, UnknownKindError, no_loss
 from tools.compare_runs.run import FLOAT32_BITS, Gathered, Run, is_mean, seen, to_number
 
@@ -27,11 +27,6 @@ def read_log(path: Path, names: Names) -> Run:
         raise no_loss(path, recorded)
     log = sessions(path, whole(lines, found), validations, begins)
     return _Reader(log, found).run(path)
-
-
-def looks_like(head: str) -> bool:
-    """Whether a line of the text is one of an iteration."""
-    return ITERATION.search(head) is not None
 
 
 @dataclass(frozen=True, kw_only=True)
