@@ -9,9 +9,11 @@ import torch
 from hypothesis import Phase, given, settings
 
 from equivalence.checks import loss, meeting, microbatches
+from equivalence.generators.choices import RandomChoices
 from equivalence.generators.online import (
     cross_entropies,
     direct_cases,
+    draw_meeting,
     loss_cases,
     meeting_cases,
     online_cases,
@@ -84,10 +86,12 @@ def test_r_online_both_sides_are_equal():
 
 
 def test_r_meet_2_and_3_the_paths_differ_by_the_closed_list_and_every_entry_of_it_shows():
-    def count(case, found):
-        return {(entry, case.preset) for entry, fired in found.fired.items() if fired}
-
-    run(meeting_cases(), meeting.check_meeting, 50, count)
+    reached.clear()
+    for place in range(60):
+        case = draw_meeting(RandomChoices(0, place))
+        found = meeting.check_meeting(case)
+        assert found.equal, found.findings
+        reached.update((entry, case.preset) for entry, fired in found.fired.items() if fired)
     for entry in meeting.CLOSED_LIST:
         assert (entry, "strict") in reached, reached
     presets = {entry: {preset for each, preset in reached if each == entry} for entry in meeting.BY_PRESET}
