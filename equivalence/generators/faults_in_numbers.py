@@ -8,7 +8,7 @@ from typing import Any
 
 from equivalence.generators.drafts import Draft, exactly, override, roomy
 from equivalence.generators.facts import NEMOTRON, Facts, render
-from equivalence.generators.fault_classes import at_least, built, fault, lenient, looked_at
+from equivalence.generators.fault_classes import DEFAULT, at_least, built, fault, lenient, looked_at
 from equivalence.generators.tokenizers import SPANNING
 from equivalence.subjects import Row
 
@@ -23,14 +23,14 @@ MANY = 1024
     weight=0.1,
 )
 def _(d: Draft) -> None:
-    # Where no prompt is masked, labels train at all boundaries and are counted; elsewhere let all be ignored.
-    unmasked = d.prompt_format not in NEMOTRON
-    d.semantics = "megatron-lm-0.19" if unmasked else override("boundary_label=ignore")
+    lenient(d)
+    if (
+        d.prompt_format not in NEMOTRON
+    ):  # no prompt is masked: labels at all boundaries train and are counted, or all are ignored
+        d.semantics = "megatron-lm-0.19" if d.prompt_format == DEFAULT else override("boundary_label=ignore")
     d.tokenizer = "word"
     d.context_parallel_size = d.one_of((1, 2))
-    d.conversations = [
-        [{"role": "system", "content": f"w{number % 97}"}] for number in range(MANY + d.one_of((1, 2, 40)))
-    ]
+    d.conversations = [[{"role": "system", "content": f"w{number % 97}"}] for number in range(MANY + d.one_of((40, 2)))]
     d.conversations[0].append({"role": "user", "content": "w1"})
     d.conversations[0].append({"role": "assistant", "content": "w2"})
     d.pack = d.one_of((roomy, exactly(0)))
