@@ -46,12 +46,14 @@ MENDS = {
 class LineError(ValueError):
     """A fault within one line, not yet placed in a file."""
 
-    def __init__(self, kind: str, offset: int, what: str, *, at_end: bool = False) -> None:
+    def __init__(self, kind: str, offset: int, what: str, *, at_end: bool = False, mend: str | None = None) -> None:
         super().__init__(what)
         self.kind = kind
         self.offset = offset
         """0-based byte within the line."""
         self.what = what
+        self.mend = MENDS[kind] if mend is None else mend
+        """What a person does about it."""
         self.at_end = at_end
         """Nothing is wrong but that the line ends too early."""
 
@@ -59,7 +61,7 @@ class LineError(ValueError):
 def bad_line(fault: LineError, *, file: str, line: int, start: int) -> BadInput:
     """Place a line's fault: `line` is 1-based, `start` the byte at which the line begins."""
     return BadInput(
-        kind=fault.kind, what=fault.what, mend=MENDS[fault.kind], file=file, line=line, byte=start + fault.offset
+        kind=fault.kind, what=fault.what, mend=fault.mend, file=file, line=line, byte=start + fault.offset
     )
 
 

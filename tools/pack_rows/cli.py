@@ -55,6 +55,10 @@ class PackRows:
     """Refused conversations: write nothing and exit 1, or leave them out, listed."""
     on_long: Literal["error", "skip", "truncate"] = "error"
     """Conversations longer than a row: write nothing and exit 1, leave them out, or let Megatron-LM cut them."""
+    ignore_keys: tuple[str, ...] = ()
+    """Keys that say what to train (weight, loss, …) or hold text that is not rendered (reasoning_content, tools, …): pass over these; conversations with others are refused."""
+    allow_format_misfit: bool = False
+    """Pack for a tokenizer that lacks the prompt format's markers, which are then trained as text."""
     seed: int | None = None
     """Shuffle by this seed; without it the input's order is kept."""
     overwrite: bool = False
@@ -91,6 +95,8 @@ def _run(options: PackRows, screen: Console, complaints: Console) -> int:
         middle_system=options.middle_system,
         on_bad=options.on_bad,
         on_long=options.on_long,
+        ignore_keys=options.ignore_keys,
+        allow_format_misfit=options.allow_format_misfit,
         seed=options.seed,
     )
     with complaints.status("packing"):  # shows on a terminal only
@@ -110,6 +116,8 @@ def _run(options: PackRows, screen: Console, complaints: Console) -> int:
             mend="give other chat files, or mend the conversations listed above",
         )
     screen.print(_table(packing))
+    for note in packing.notes:
+        screen.print(Text(f"note: {note.text}"), soft_wrap=True)
     for path in write_rows(packing, options.out):
         screen.print(Text(f"wrote {path}"), soft_wrap=True)
     return 0

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import IO, Literal, cast
 
 from production.errors import PackproofError
-from production.files.faults import MENDS, LineError
+from production.files.faults import LineError
 from production.files.parse import Message, parse_row
+from production.message_keys import MessageKeys
 
 MissingSystem = Literal["insert", "refuse"]
 MiddleSystem = Literal["refuse", "split"]
@@ -72,7 +73,7 @@ class InputFile:
     dropped_keys: Counter[str] = field(default_factory=Counter)
     """Keys beside the messages: a row joins conversations and cannot keep them."""
     message_keys: Counter[str] = field(default_factory=Counter)
-    """Keys of messages beside role and content: kept, though only a chat template of the tokenizer's own reads them."""
+    """Keys of messages beside role and content that name nothing to train and no text: kept, though only a chat template reads them."""
 
 
 class ConversationError(ValueError):
@@ -90,6 +91,7 @@ def read_conversations(
     chat_key: str,
     missing_system: MissingSystem,
     middle_system: MiddleSystem,
+    keys: MessageKeys,
 ) -> Iterator[Conversation | Refusal]:
     r"""Yield the conversations of `file`, the input number `index`, in order; counts are kept in `file`.
 
@@ -99,7 +101,7 @@ def read_conversations(
     for number, line in enumerate(_lines(file.path), 1):
         file.lines = number
         try:
-            messages = _parse(line, file, chat_key)
+            messages = _parse(line, file, chat_key, keys)
             pieces = _at_systems(messages, file, missing_system, middle_system)
         except ConversationError as error:
             yield Refusal(place=Place(input=index, line=number), kind=error.kind, detail=str(error))
@@ -125,15 +127,18 @@ def _lines(path: Path) -> Iterator[bytes]:
         ) from error
 
 
-def _parse(line: bytes, file: InputFile, chat_key: str) -> list[Message]:
+def _parse(line: bytes, file: InputFile, chat_key: str, keys: MessageKeys) -> list[Message]:
     """Return the messages of a line: by the parser that reads packed files, since the shape of a line is the same."""
     ended = line.endswith(b"\n")
     line = line.removesuffix(b"\n")
     try:
         messages = parse_row(line, chat_key=chat_key, unterminated=not ended)
     except LineError as error:
-        raise ConversationError(error.kind, f"{error.what}; {MENDS[error.kind]}") from None
-    file.dropped_keys.update(key for key in json.loads(line) if key != chat_key)
+        raise ConversationError(error.kind, f"{error.what}; {error.mend}") from None
+    beside = {key: value for key, value in json.loads(line).items() if key != chat_key}
+    if (fault := keys.fault_of_line(beside)) is not None:
+        raise ConversationError(fault[0], f"{fault[1]}; {keys.mend(fault[0])}")
+    file.dropped_keys.update(beside)
     file.message_keys.update(key for message in messages for key in message if key not in {"role", "content"})
     return messages
 
