@@ -55,6 +55,8 @@ class PackRows:
     """Refused conversations: write nothing and exit 1, or leave them out, listed."""
     on_long: Literal["error", "skip", "truncate"] = "error"
     """Conversations longer than a row: write nothing and exit 1, leave them out, or let Megatron-LM cut them."""
+    pad_token: str | None = None
+    """Pad token of the job, where it is not the prompt format's."""
     ignore_keys: tuple[str, ...] = ()
     """Keys that say what to train (weight, loss, …) or hold text that is not rendered (reasoning_content, tools, …): pass over these; conversations with others are refused."""
     allow_format_misfit: bool = False
@@ -95,6 +97,7 @@ def _run(options: PackRows, screen: Console, complaints: Console) -> int:
         middle_system=options.middle_system,
         on_bad=options.on_bad,
         on_long=options.on_long,
+        pad_token=options.pad_token,
         ignore_keys=options.ignore_keys,
         allow_format_misfit=options.allow_format_misfit,
         seed=options.seed,

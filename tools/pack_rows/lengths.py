@@ -15,7 +15,7 @@ from production.format_fit import format_refusal
 from production.message_keys import MessageKeys
 from production.prompts import FORMATS, TURN_ROLES, Message, RowMessages, count_unrendered
 from production.refusals import refusal
-from production.rows import RowSettings, find_pad
+from production.rows import LONGEST, RowSettings, find_pad
 from production.semantics import parse
 from production.token_facts import ControlTokens, removed_switches, tokenizer_notes
 from production.turns import IGNORE_INDEX
@@ -57,11 +57,15 @@ class LengthMeter:
         prompt_format: str,
         semantics: str,
         *,
-        pack_length: int,
+        pack_length: int = LONGEST - 1,
         allow_format_misfit: bool = False,
         ignore_keys: Sequence[str] = (),
+        pad_token: str | None = None,
     ) -> None:
-        """Load the tokenizer; PackproofError where the folder, the format or the semantics are of no use, or do not fit each other."""
+        """Load the tokenizer; PackproofError where the folder, the format or the semantics are of no use, or do not fit each other.
+
+        Labels beyond `pack_length` are not counted: a row cuts them off.
+        """
         if prompt_format not in FORMATS:
             raise PackproofError(
                 what=f"unknown prompt format {prompt_format!r}",
@@ -97,7 +101,7 @@ class LengthMeter:
         if misfit is not None and not allow_format_misfit:
             raise misfit
         settings = RowSettings(
-            pack_length=pack_length, prompt_format=prompt_format, semantics=parse(semantics)
+            pack_length=pack_length, prompt_format=prompt_format, semantics=parse(semantics), pad_token=pad_token
         )
         self._pack_length, self._pad = pack_length, _pad(tokenizer, settings, tokenizer_folder)
         self.notes = tuple(tokenizer_notes(tokenizer, settings))
@@ -178,10 +182,11 @@ def _pad(tokenizer: Any, settings: RowSettings, folder: Path) -> int:
     """The pad id where labels that equal it do not count, else an id that no token has. PackproofError where the job's rows would have none."""
     pad = find_pad(tokenizer, settings)
     if pad.id is None or not (pad.is_known or settings.semantics.unknown_pad_token == "unk"):
+        lacks = "has no pad token and no end-of-text token" if pad.token is None else f"lacks the pad token {pad.token}"
         raise PackproofError(
-            what=f"the tokenizer lacks the pad token {pad.token or 'and an end-of-text token'}, so every row would be refused (no_pad_token)",
+            what=f"the tokenizer {lacks}, so a job refuses every row (no_pad_token)",
             where=str(folder),
-            mend="use a tokenizer that has it, another prompt format, or semantics with unknown_pad_token=unk",
+            mend="name a token that it has with --pad-token, and with megatron_sft_pad_token in the job",
         )
     return pad.id if settings.semantics.padding_mask == "by_value" else _NO_ID
 

@@ -54,6 +54,8 @@ class PackSettings:
     """A refused conversation: write nothing, or leave it out."""
     on_long: Literal["error", "skip", "truncate"] = "error"
     """A conversation longer than a row: write nothing, leave it out, or let a row of its own be cut by Megatron-LM."""
+    pad_token: str | None = None
+    """Pad token of the job; None: the prompt format's. Labels of its id do not count under `padding_mask=by_value`."""
     ignore_keys: tuple[str, ...] = ()
     """Keys that say what to train, or hold text that is not rendered, and are passed over all the same; others are refused."""
     allow_format_misfit: bool = False
@@ -194,6 +196,7 @@ def pack_files(inputs: Sequence[Path], tokenizer: Path, settings: PackSettings) 
         pack_length=settings.pack_length,
         allow_format_misfit=settings.allow_format_misfit,
         ignore_keys=settings.ignore_keys,
+        pad_token=settings.pad_token,
     )
     files = tuple(InputFile(path=Path(path)) for path in inputs)
     accepted: list[PackedConversation] = []
