@@ -5,19 +5,21 @@ A tokenizer without the format's markers encodes them as ordinary text: the row 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-from production.errors import PackproofError
 from production.prompts import FORMATS
 
 _ANSWERS = ("Hello", "a", "1", "{", '"', "-", "é", "あ", "<")
 """Beginnings of answers: the header must be the same tokens before each."""
 
 
-def format_misfits(tokenizer: Any, prompt_format: str, *, assistant_prefix_len: int | None = None) -> list[str]:
+def format_misfits(
+    tokenizer: Any, prompt_format: str, *, assistant_prefix_len: int | None = None, has_prefix: bool = True
+) -> list[str]:
     """Return why the format must not be used with this tokenizer, a sentence each; empty if it may.
 
-    `assistant_prefix_len` overrides the format's own prefix. The formats `identity` and `default` write no markers of their own.
+    `assistant_prefix_len` overrides the format's own prefix; the online path has none and trains the header. The formats `identity` and `default` write no markers of their own.
     """
     chosen = FORMATS[prompt_format]
     if not chosen.markers:
@@ -27,23 +29,18 @@ def format_misfits(tokenizer: Any, prompt_format: str, *, assistant_prefix_len: 
     if not found and len(set(ids)) < len(ids):
         found.append(f"its markers {', '.join(chosen.markers)} are not different tokens of this tokenizer")
     prefix = chosen.assistant_prefix_len if assistant_prefix_len is None else assistant_prefix_len
-    if (why := _header_misfit(tokenizer, chosen.assistant_header, prefix)) is not None:
+    if has_prefix and (why := _header_misfit(tokenizer, chosen.assistant_header, prefix)) is not None:
         found.append(why)
     return found
 
 
-def format_refusal(
-    tokenizer: Any, prompt_format: str, *, assistant_prefix_len: int | None, where: str, allow: str
-) -> PackproofError | None:
-    """Return the error for a format that does not fit the tokenizer; `allow` says how a user asks for it nevertheless."""
-    misfits = format_misfits(tokenizer, prompt_format, assistant_prefix_len=assistant_prefix_len)
-    if not misfits:
-        return None
-    return PackproofError(
-        what=f"the prompt format {prompt_format} does not fit this tokenizer: {'; '.join(misfits)}",
-        where=where,
-        mend=f"use the tokenizer that the format was made for, or another prompt format; {allow}",
-    )
+def misfit_text(prompt_format: str, misfits: Sequence[str]) -> str:
+    """Return the misfits as one sentence."""
+    return f"the prompt format {prompt_format} does not fit this tokenizer: {'; '.join(misfits)}"
+
+
+MISFIT_MEND = "use the tokenizer that the format was made for, or another prompt format"
+"""How a user mends a misfit."""
 
 
 def _marker_misfit(tokenizer: Any, marker: str) -> str | None:

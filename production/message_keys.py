@@ -12,7 +12,17 @@ from production.errors import RowRefused
 from production.prompts import FORMATS, Message
 from production.semantics import Semantics
 
-TRAIN_KEYS = ("weight", "train", "training", "trainable", "loss", "loss_scale", "loss_weight", "loss_mask", "train_detail")
+TRAIN_KEYS = (
+    "weight",
+    "train",
+    "training",
+    "trainable",
+    "loss",
+    "loss_scale",
+    "loss_weight",
+    "loss_mask",
+    "train_detail",
+)
 """Keys by which other trainers are told that a message trains: true or 1, or by how much."""  # fmt: skip
 MASK_KEYS = ("mask", "masked", "ignore_loss", "no_loss")
 """Keys by which they are told that it does not."""
@@ -85,7 +95,9 @@ class MessageKeys:
         for key, value in keys.items():
             if value is None or key in self._ignored:
                 continue
-            if (key in TRAIN_KEYS and _as_bool(value) is not True) or (key in MASK_KEYS and _as_bool(value) is not False):
+            if (key in TRAIN_KEYS and _as_bool(value) is not True) or (
+                key in MASK_KEYS and _as_bool(value) is not False
+            ):
                 return TRAINING_KEY, f"the key {key!r} beside the messages is {_shown(value)}, and a row cannot hold it"
             if key in LINE_TEXT_KEYS and value:
                 return UNREAD_KEY, f"the key {key!r} beside the messages holds text that is not rendered"

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from production.format_fit import format_misfits
+from production.format_fit import format_misfits, misfit_text
 from production.prompts import FORMATS, Message
 from production.rows import RowSettings, find_pad
 
@@ -31,10 +31,8 @@ def tokenizer_notes(tokenizer: Any, settings: RowSettings) -> list[Note]:
     """Return what must be known of rows of these settings whatever stands in them."""
     chosen, semantics = FORMATS[settings.prompt_format], settings.semantics
     notes = [*_pad_notes(tokenizer, settings)]
-    for misfit in format_misfits(tokenizer, chosen.name, assistant_prefix_len=settings.assistant_prefix_len):
-        notes.append(
-            Note(kind="format_misfit", text=f"the format {chosen.name} does not fit this tokenizer: {misfit}")
-        )
+    if misfits := format_misfits(tokenizer, chosen.name, assistant_prefix_len=settings.assistant_prefix_len):
+        notes.append(Note(kind="format_misfit", text=misfit_text(chosen.name, misfits)))
     if not chosen.is_masked(semantics):
         mend = (
             "semantics with identity_prompt=masked mask them"
@@ -93,7 +91,9 @@ def _pad_notes(tokenizer: Any, settings: RowSettings) -> Iterable[Note]:
             else "padding is masked by its position, so the end of an answer is trained"
         )
         also = "which the format writes" if ends[pad.id] in chosen.markers else "the end-of-text token"
-        yield Note(kind="pad_is_eos", text=f"the pad token {pad.token} (id {pad.id}) is also {ends[pad.id]}, {also}: {does}")
+        yield Note(
+            kind="pad_is_eos", text=f"the pad token {pad.token} (id {pad.id}) is also {ends[pad.id]}, {also}: {does}"
+        )
 
 
 class ControlTokens:

@@ -63,6 +63,9 @@ def open_for_reading(path: Path, name: str) -> int:
         raise bad_file("missing_file", what, file=name) from None
     except NotADirectoryError:
         raise bad_file("missing_file", "there is no such file", file=name) from None
+    except ValueError as error:  # a NUL byte or half a surrogate pair, of which the file system is never asked
+        what = f"the path {os.fspath(path)!r} can name no file ({error})"
+        raise bad_file("missing_file", what, file=repr(name)[1:-1]) from None
     except OSError as error:
         raise bad_file("unreadable_file", f"it cannot be opened ({error.strerror})", file=name) from error
 

@@ -138,7 +138,7 @@ def _parse(line: bytes, file: InputFile, chat_key: str, keys: MessageKeys) -> li
     beside = {key: value for key, value in json.loads(line).items() if key != chat_key}
     if (fault := keys.fault_of_line(beside)) is not None:
         raise ConversationError(fault[0], f"{fault[1]}; {keys.mend(fault[0])}")
-    file.dropped_keys.update(beside)
+    file.dropped_keys.update(list(beside))
     file.message_keys.update(key for message in messages for key in message if key not in {"role", "content"})
     return messages
 

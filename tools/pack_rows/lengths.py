@@ -11,7 +11,7 @@ import numpy as np
 
 from production.conversations import ConversationTokenizer
 from production.errors import PackproofError, RowRefused
-from production.format_fit import format_refusal
+from production.format_fit import MISFIT_MEND, format_misfits, misfit_text
 from production.message_keys import MessageKeys
 from production.prompts import FORMATS, TURN_ROLES, Message, RowMessages, count_unrendered
 from production.refusals import refusal
@@ -91,15 +91,12 @@ class LengthMeter:
                 where=str(tokenizer_folder),
                 mend="add chat_template.jinja, or choose another format",
             )
-        misfit = format_refusal(
-            tokenizer,
-            prompt_format,
-            assistant_prefix_len=None,
-            where=str(tokenizer_folder),
-            allow="--allow-format-misfit packs all the same",
-        )
-        if misfit is not None and not allow_format_misfit:
-            raise misfit
+        if (misfits := format_misfits(tokenizer, prompt_format)) and not allow_format_misfit:
+            raise PackproofError(
+                what=misfit_text(prompt_format, misfits),
+                where=str(tokenizer_folder),
+                mend=f"{MISFIT_MEND}; --allow-format-misfit packs all the same",
+            )
         settings = RowSettings(
             pack_length=pack_length, prompt_format=prompt_format, semantics=parse(semantics), pad_token=pad_token
         )

@@ -1,0 +1,71 @@
+"""The first rows of a file without an index: for what is looked at before a run, also where nothing may be written."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import itertools
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, cast
+
+import zstandard
+
+from production.files.compressed import compression_of
+from production.files.contents import FIRST_BYTES, check_contents, check_packed
+from production.files.faults import LineError, bad_file, bad_line
+from production.files.identity import open_for_reading
+from production.files.parse import Message, parse_row
+
+MOST_BYTES = 1 << 24
+"""Bytes of a file that are read at most: a line that does not end within them is left to the run."""
+
+
+def first_rows(name: str, count: int, chat_key: str, *, skip: bool) -> Iterator[tuple[int, list[Message]]]:
+    """Yield line (from 1) and messages of the first `count` lines; with `skip` lines that cannot be read are left out.
+
+    Raises BadInput as `open_source` and a row's reading do. Nothing is written.
+    """
+    path = Path(name)
+    start = 0
+    for number, line in enumerate(itertools.islice(_lines(path, name), count), 1):
+        ended = line.endswith(b"\n")
+        if not ended and len(line) >= MOST_BYTES:
+            return
+        try:
+            yield number, parse_row(line.removesuffix(b"\n"), chat_key=chat_key, unterminated=not ended)
+        except LineError as fault:
+            if not skip:
+                raise bad_line(fault, file=name, line=number, start=start) from None
+        start += len(line)
+
+
+def _lines(path: Path, name: str) -> Iterator[bytes]:
+    packed = compression_of(path)
+    with open(open_for_reading(path, name), "rb") as raw:  # noqa: PTH123 - a descriptor, not a path
+        check_packed(raw.read(FIRST_BYTES), packed, file=name)
+        raw.seek(0)
+        left = MOST_BYTES
+        try:
+            if packed is not None:
+                with _unpacked(raw, packed) as stream:
+                    check_contents(stream.read(FIRST_BYTES), file=name)
+                raw.seek(0)
+            with _unpacked(raw, packed) as stream:
+                while left > 0 and (line := stream.readline(left)):
+                    yield line
+                    left -= len(line)
+        except EOFError:
+            raise bad_file("truncated_compressed", "the compressed data end too early", file=name) from None
+        except (zlib.error, gzip.BadGzipFile, zstandard.ZstdError) as error:
+            raise bad_file("corrupt_compressed", f"the compressed data are damaged ({error})", file=name) from None
+
+
+def _unpacked(raw: IO[bytes], packed: str | None) -> IO[bytes]:
+    if packed == "gzip":
+        return cast("IO[bytes]", gzip.open(raw))
+    if packed == "Zstandard":
+        frames = zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True, closefd=False)
+        return cast("IO[bytes]", io.BufferedReader(cast("io.RawIOBase", frames)))
+    return raw
