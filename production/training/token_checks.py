@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from production.errors import PackproofError
+from production.errors import BadInput, PackproofError, RowRefused
 from production.files.head import first_rows
 from production.format_fit import MISFIT_MEND, format_misfits, misfit_text
 from production.message_keys import MessageKeys
@@ -24,9 +24,9 @@ FIRST_ROWS = 32
 def check_tokens(job: Job, tokenizer: Any) -> tuple[Note, ...]:
     """Refuse a job whose formats do not fit its tokenizer, or whose first rows hold keys that no row honours; return what is told of all rows.
 
-    Raises the first PackproofError of `token_refusals`.
+    Raises SetupRefused. Rows that cannot be read are the run's own affair, row by row (`data.default.on_bad_row`).
     """
-    for refusal in token_refusals(job, tokenizer):
+    for refusal in itertools.chain(_unfit(job, tokenizer), _bad_first_rows(job, tokenizer, unreadable=False)):
         raise refusal
     notes: dict[str, Note] = {}
     for _, dataset in _datasets(job):
@@ -35,27 +35,12 @@ def check_tokens(job: Job, tokenizer: Any) -> tuple[Note, ...]:
     return tuple(notes.values())
 
 
-def token_refusals(job: Job, tokenizer: Any) -> Iterator[PackproofError]:
-    """Why the job must not run with this tokenizer: formats that do not fit (R-FIT-1), pad tokens, keys in the first rows of each file."""
-    for key, dataset in _datasets(job):
-        settings = row_settings(job, dataset)
-        misfits = _misfits(tokenizer, dataset, settings)
-        if misfits and not dataset.allow_format_misfit:
-            mend = f"{MISFIT_MEND}; {key}.allow_format_misfit: true trains all the same"
-            yield _refuse(job, "format_misfit", f"{key}.megatron_sft_prompt_format", misfit_text(settings.prompt_format, misfits), mend)  # fmt: skip
-        if dataset.is_packed and (why := _no_pad(tokenizer, settings)) is not None:
-            mend = "name a token that the tokenizer has, other than those that end an answer"
-            yield _refuse(job, "no_pad_token", f"{key}.megatron_sft_pad_token", why, mend)
-    yield from _bad_first_rows(job, tokenizer)
-
-
 def dry_run_tokens(job: Job) -> tuple[list[PackproofError], list[str]]:
     """What a run would refuse, and what it would tell, of the files and the tokenizer that are on this machine. Nothing is written."""
     name = job.policy.tokenizer.name
     files = [Path(file.path) for _, dataset in _datasets(job) for file in dataset.data_path]
     if not (name and Path(name).is_dir()):
-        found = [error for _, dataset in _datasets(job) for error in _unreadable(dataset)]
-        return found, [f"not checked here: whether the prompt format fits the tokenizer {name}, which is no folder of this machine"]  # fmt: skip
+        return [*_bad_first_rows(job, None, unreadable=True)], [f"not checked here: whether the prompt format fits the tokenizer {name}, which is no folder of this machine"]  # fmt: skip
     try:
         tokenizer = load_tokenizer(job)
     except PackproofError:
@@ -65,7 +50,7 @@ def dry_run_tokens(job: Job) -> tuple[list[PackproofError], list[str]]:
     ))]  # fmt: skip
     if any(file.is_file() for file in files):
         told += _counted(job, tokenizer)
-    return [*token_refusals(job, tokenizer)], told
+    return [*_unfit(job, tokenizer), *_bad_first_rows(job, tokenizer, unreadable=True)], told
 
 
 def message_keys(dataset: Dataset, settings: RowSettings, tokenizer: Any) -> MessageKeys:
@@ -111,31 +96,48 @@ def _no_pad(tokenizer: Any, settings: RowSettings) -> str | None:
     return f"the tokenizer {lacks}, so every row is refused (no_pad_token)"
 
 
-def _bad_first_rows(job: Job, tokenizer: Any) -> Iterator[PackproofError]:
-    """The first row of each file that cannot be read, or holds a key that no row honours."""
-    for _, dataset in _datasets(job):
-        keys = message_keys(dataset, row_settings(job, dataset), tokenizer)
+def _unfit(job: Job, tokenizer: Any) -> Iterator[SetupRefused]:
+    """Formats that do not fit the tokenizer (R-FIT-1), and pad tokens that it lacks (R-PAD-1)."""
+    for key, dataset in _datasets(job):
+        settings = row_settings(job, dataset)
+        misfits = _misfits(tokenizer, dataset, settings)
+        if misfits and not dataset.allow_format_misfit:
+            what, at = misfit_text(settings.prompt_format, misfits), f"{key}.megatron_sft_prompt_format"
+            mend = f"{MISFIT_MEND}; {key}.allow_format_misfit: true trains all the same"
+            yield _refuse(job, "format_misfit", at, what, mend)
+        if dataset.is_packed and (why := _no_pad(tokenizer, settings)) is not None:
+            mend = "name a token that the tokenizer has, other than those that end an answer"
+            yield _refuse(job, "no_pad_token", f"{key}.megatron_sft_pad_token", why, mend)
+
+
+def _bad_first_rows(job: Job, tokenizer: Any, *, unreadable: bool) -> Iterator[SetupRefused]:
+    """The first row of each file that holds a key that no row honours, or, if that is asked for, cannot be read."""
+    for key, dataset in _datasets(job):
+        keys = None if tokenizer is None else message_keys(dataset, row_settings(job, dataset), tokenizer)
         for file in dataset.data_path:
-            if Path(file.path).exists():  # else told as missing
-                yield from itertools.islice(_faults(file.path, dataset, keys), 1)
+            if not Path(file.path).exists():
+                continue  # told as missing
+            skip = dataset.on_bad_row == "skip" or not unreadable
+            if (fault := _first_fault(file.path, dataset.chat_key, keys, skip=skip)) is not None and (
+                unreadable or isinstance(fault, RowRefused)
+            ):
+                where = f"{fault.where} ({job.where(f'{key}.data_path')})"
+                at = job.written(f"{key}.data_path")
+                yield SetupRefused(kind=fault.kind, key=at, what=fault.what, where=where, mend=fault.mend)
 
 
-def _unreadable(dataset: Dataset) -> Iterator[PackproofError]:
-    for file in dataset.data_path:
-        if Path(file.path).exists():
-            yield from itertools.islice(_faults(file.path, dataset, None), 1)
-
-
-def _faults(path: str, dataset: Dataset, keys: MessageKeys | None) -> Iterator[PackproofError]:
+def _first_fault(path: str, chat_key: str, keys: MessageKeys | None, *, skip: bool) -> BadInput | RowRefused | None:
     try:
-        for line, messages in first_rows(path, FIRST_ROWS, dataset.chat_key, skip=dataset.on_bad_row == "skip"):
+        for line, messages in first_rows(path, FIRST_ROWS, chat_key, skip=skip):
             try:
                 if keys is not None:
                     keys.check(messages)
-            except PackproofError as error:
-                yield PackproofError(what=error.what, where=f"{path}, line {line}, {error.where}", mend=error.mend)
-    except PackproofError as error:
-        yield error
+            except RowRefused as error:
+                where = f"{path}, line {line}, {error.where}"
+                return RowRefused(kind=error.kind, what=error.what, where=where, mend=error.mend)
+    except BadInput as error:
+        return error
+    return None
 
 
 def _counted(job: Job, tokenizer: Any) -> Iterator[str]:
