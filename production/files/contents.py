@@ -51,6 +51,8 @@ def check_packed(first: bytes, expected: str | None, *, file: str) -> None:
     """
     found = next((name for name, (magic, _) in _COMPRESSED.items() if first.startswith(magic)), None)
     if found == expected or not first:
+        if expected is None:
+            check_contents(first, file=file)
         return
     if found is not None:
         says = "no compression" if expected is None else expected

@@ -1,10 +1,11 @@
-"""The first rows of a file without an index: for what is looked at before a run, also where nothing may be written."""
+"""Lines of a file one after the other, without an index: for packing, and for the first rows that are looked at before a run."""
 
 from __future__ import annotations
 
 import gzip
 import io
 import itertools
+import sys
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,9 +28,8 @@ def first_rows(name: str, count: int, chat_key: str, *, skip: bool) -> Iterator[
 
     Raises BadInput as `open_source` and a row's reading do. Nothing is written.
     """
-    path = Path(name)
     start = 0
-    for number, line in enumerate(itertools.islice(_lines(path, name), count), 1):
+    for number, line in enumerate(itertools.islice(stream_lines(name, most_bytes=MOST_BYTES), count), 1):
         ended = line.endswith(b"\n")
         if not ended and len(line) >= MOST_BYTES:
             return
@@ -41,12 +41,17 @@ def first_rows(name: str, count: int, chat_key: str, *, skip: bool) -> Iterator[
         start += len(line)
 
 
-def _lines(path: Path, name: str) -> Iterator[bytes]:
+def stream_lines(name: str, *, most_bytes: int | None = None) -> Iterator[bytes]:
+    """Yield the lines of a file with their newlines, unpacked where its name says so, up to `most_bytes` of them.
+
+    Raises BadInput for a file that cannot be opened, is damaged, or is no JSON lines (`contents`).
+    """
+    path = Path(name)
     packed = compression_of(path)
     with open(open_for_reading(path, name), "rb") as raw:  # noqa: PTH123 - a descriptor, not a path
         check_packed(raw.read(FIRST_BYTES), packed, file=name)
         raw.seek(0)
-        left = MOST_BYTES
+        left = sys.maxsize if most_bytes is None else most_bytes
         try:
             if packed is not None:
                 with _unpacked(raw, packed) as stream:

@@ -1,5 +1,6 @@
 """The command line of pack_rows: packs chat files, says what it left out and why, and writes all or nothing."""
 
+import errno
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,9 +80,19 @@ def _main(argv: Sequence[str] | None) -> int:
     screen, complaints = Console(), Console(stderr=True)
     try:
         return _run(options, screen, complaints)
-    except (PackproofError, OSError) as error:
+    except PackproofError as error:
         complaints.print(Text(f"packproof-pack-rows: {error}"), soft_wrap=True)
-        return 2
+    except OSError as error:
+        place = error.filename or options.out
+        mend = (
+            "free some disk"
+            if error.errno in {errno.ENOSPC, errno.EDQUOT}
+            else "give paths that this user can read and write"
+        )
+        complaints.print(
+            Text(f"packproof-pack-rows: {place}: {error.strerror or error}. To mend it: {mend}"), soft_wrap=True
+        )
+    return 2
 
 
 def _run(options: PackRows, screen: Console, complaints: Console) -> int:
@@ -137,6 +148,11 @@ def _check_places(options: PackRows) -> None:
             where=str(options.out),
             mend="give another --out, and compress the file afterwards",
         )
+    for path in (*options.inputs, options.tokenizer, options.out):
+        _check_name(path)
+    if options.out.is_dir():
+        mend = "give the name of a file, such as train.jsonl.packed, in it"
+        raise PackproofError(what="it is a folder", where=str(options.out), mend=mend)
     for place in (options.out, manifest_path(options.out)):
         if place.exists() and not options.overwrite:
             raise PackproofError(
@@ -144,6 +160,18 @@ def _check_places(options: PackRows) -> None:
             )
     if options.out.resolve() in {path.resolve() for path in options.inputs}:
         raise PackproofError(what="--out is one of the inputs", where=str(options.out), mend="choose another --out")
+
+
+def _check_name(path: Path) -> None:
+    """Refuse a path that no manifest can name, or no file system knows."""
+    text = str(path)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        what, mend = "the path is no UTF-8, and a manifest could not name it", "rename the file"
+        raise PackproofError(what=what, where=ascii(text), mend=mend) from None
+    if "\0" in text:
+        raise PackproofError(what="the path holds a NUL byte", where=ascii(text), mend="give a path without it")
 
 
 def _list_refused(packing: Packing, complaints: Console, shown: int) -> None:

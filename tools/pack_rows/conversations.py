@@ -3,18 +3,17 @@
 What a packed file holds is trained on, so nothing here is repaired in silence.
 """
 
-import gzip
 import hashlib
 import json
-import zlib
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Literal, cast
+from typing import Literal
 
 from production.errors import PackproofError
 from production.files.faults import LineError
+from production.files.head import stream_lines
 from production.files.parse import Message, parse_row
 from production.message_keys import MessageKeys
 
@@ -95,8 +94,8 @@ def read_conversations(
 ) -> Iterator[Conversation | Refusal]:
     r"""Yield the conversations of `file`, the input number `index`, in order; counts are kept in `file`.
 
-    Lines end at `\n` only: real contents hold U+2028 and its like. Raises OSError
-    where the file cannot be read, PackproofError where it is no whole gzip file.
+    Lines end at `\n` only: real contents hold U+2028 and its like. Raises BadInput
+    where the file cannot be read, or is no JSON lines.
     """
     for number, line in enumerate(_lines(file.path), 1):
         file.lines = number
@@ -118,13 +117,7 @@ def _lines(path: Path) -> Iterator[bytes]:
         raise PackproofError(
             what="only plain and gzipped chat files are read", where=str(path), mend="unpack it, or pack it with gzip"
         )
-    try:
-        with cast("IO[bytes]", gzip.open(path)) if path.suffix == ".gz" else path.open("rb") as stream:
-            yield from stream
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise PackproofError(
-            what=f"the gzip file is damaged or cut short: {error}", where=str(path), mend="copy or write it again"
-        ) from error
+    yield from stream_lines(str(path))
 
 
 def _parse(line: bytes, file: InputFile, chat_key: str, keys: MessageKeys) -> list[Message]:
