@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import io
 import itertools
+import os
 import sys
 import zlib
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from typing import IO, cast
 
 import zstandard
 
+from production.errors import BadInput
 from production.files.compressed import compression_of
 from production.files.contents import FIRST_BYTES, check_contents, check_packed
 from production.files.faults import LineError, bad_file, bad_line
@@ -39,6 +41,32 @@ def first_rows(name: str, count: int, chat_key: str, *, skip: bool) -> Iterator[
             if not skip:
                 raise bad_line(fault, file=name, line=number, start=start) from None
         start += len(line)
+    if not start:
+        raise bad_file("empty_file", "the file has no row", file=name, line=1, byte=0)
+
+
+def cut_end(name: str, chat_key: str) -> BadInput | None:
+    """Return the fault of a last line that was cut while it was written or copied; None where nothing is seen.
+
+    Only the end of the file is read; a packed one is not looked at, since unpacking finds it (`truncated_compressed`).
+    """
+    path = Path(name)
+    if compression_of(path) is not None:
+        return None
+    with open(open_for_reading(path, name), "rb") as file:  # noqa: PTH123 - a descriptor, not a path
+        size = file.seek(0, os.SEEK_END)
+        start = max(0, size - MOST_BYTES)
+        file.seek(start)
+        end = file.read(MOST_BYTES)
+    at = end.rfind(b"\n") + 1
+    if at == len(end) or (at == 0 and start):
+        return None
+    try:
+        parse_row(end[at:], chat_key=chat_key, unterminated=True)
+    except LineError as fault:
+        if fault.kind == "truncated_last_line":
+            return bad_file(fault.kind, "the file ends within its last row", file=name, byte=size)
+    return None
 
 
 def stream_lines(name: str, *, most_bytes: int | None = None) -> Iterator[bytes]:

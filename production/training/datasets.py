@@ -140,11 +140,13 @@ class PackedData:
         if isinstance(row, Exception):
             return row
         masked = 0
-        if self.settings.semantics.padding_mask == "by_value":
+        pad = self._builder.pad_token_id
+        if self.settings.semantics.padding_mask == "by_value" and pad is not None:
             # Padding's own labels: one for each padded position, and that of the row's last.
             padding = (row.report["padding_tokens"] or 0) + 1
-            masked = max(0, int(torch.count_nonzero(row.target_ids == self._builder.pad_token_id)) - padding)
-        more = {"control_tokens": self._control_tokens.count(messages), "labels_masked_as_padding": masked}
+            masked = max(0, int(torch.count_nonzero(row.target_ids.eq(pad))) - padding)
+        control = self._control_tokens.count(messages)
+        more: dict[str, int | None] = {"control_tokens": control, "labels_masked_as_padding": masked}
         return dataclasses.replace(row, report=row.report | more)
 
     def _build_alone(self, messages: Sequence[Any]) -> Row | Exception:

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from production.errors import BadInput, PackproofError, RowRefused
-from production.files.head import first_rows
+from production.files.head import cut_end, first_rows
+from production.files.manifest import read_manifest
 from production.format_fit import MISFIT_MEND, format_misfits, misfit_text
 from production.message_keys import MessageKeys
 from production.prompts import FORMATS
@@ -111,19 +112,31 @@ def _unfit(job: Job, tokenizer: Any) -> Iterator[SetupRefused]:
 
 
 def _bad_first_rows(job: Job, tokenizer: Any, *, unreadable: bool) -> Iterator[SetupRefused]:
-    """The first row of each file that holds a key that no row honours, or, if that is asked for, cannot be read."""
+    """Files whose end was cut, and the first row of each other that holds a key that no row honours or, if that is asked for, cannot be read."""
     for key, dataset in _datasets(job):
         keys = None if tokenizer is None else message_keys(dataset, row_settings(job, dataset), tokenizer)
         for file in dataset.data_path:
             if not Path(file.path).exists():
                 continue  # told as missing
             skip = dataset.on_bad_row == "skip" or not unreadable
-            if (fault := _first_fault(file.path, dataset.chat_key, keys, skip=skip)) is not None and (
-                unreadable or isinstance(fault, RowRefused)
-            ):
+            fault = _cut(file.path, dataset) if Path(file.path).is_file() else None
+            if fault is None:
+                fault = _first_fault(file.path, dataset.chat_key, keys, skip=skip)
+                fault = fault if unreadable or isinstance(fault, RowRefused) else None
+            if fault is not None:
                 where = f"{fault.where} ({job.where(f'{key}.data_path')})"
                 at = job.written(f"{key}.data_path")
                 yield SetupRefused(kind=fault.kind, key=at, what=fault.what, where=where, mend=fault.mend)
+
+
+def _cut(path: str, dataset: Dataset) -> BadInput | RowRefused | None:
+    """Why the file is not the whole one: another size than its manifest says, or an end within a row (R-FILE-13)."""
+    try:
+        if dataset.is_packed:
+            read_manifest(Path(path))
+        return None if dataset.on_bad_row == "skip" else cut_end(path, dataset.chat_key)
+    except BadInput as error:
+        return error
 
 
 def _first_fault(path: str, chat_key: str, keys: MessageKeys | None, *, skip: bool) -> BadInput | RowRefused | None:

@@ -29,6 +29,7 @@ from tools.diff_row.dump import NAMES, write_dump
 from tools.diff_row.findings import Findings
 from tools.diff_row.inputs import Request, find
 from tools.diff_row.machine import as_json
+from tools.diff_row.notes import token_notes
 from tools.diff_row.page import render_page
 from tools.diff_row.problems import BadInput
 from tools.diff_row.ranks.asked import RankRequest, find_rank
@@ -147,6 +148,8 @@ def _main(arguments: Sequence[str] | None) -> int:
         if (way := _rank_request(asked)).is_asked:
             return _show_rank(asked, way)
         findings = find(_request(asked))
+        for note in token_notes(_request(asked), findings):
+            print(f"note: {note}", file=sys.stderr)
         if asked.html is not None:
             _write_page(asked.html, findings)
         if asked.write_dump is not None:
