@@ -1,4 +1,4 @@
-"""Whether a prompt format and a tokenizer were made for each other (SPEC R-FIT-1 to 3), found before any row is built.
+"""Whether a prompt format and a tokenizer were made for each other (SPEC R-FIT-1 and 2), found before any row is built.
 
 A tokenizer without the format's markers encodes them as ordinary text: the row is built, and trains the marker's letters.
 """

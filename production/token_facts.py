@@ -1,6 +1,6 @@
-"""What of a tokenizer, a format and a file makes tokens other than their author may have meant: told, and counted (SPEC R-TOLD-1 to 6).
+"""What of a tokenizer, a format and a file makes tokens other than their author may have meant: told, and counted (SPEC R-TOLD-1 and 2).
 
-None of it changes a row: rows are Megatron-LM's. What of it `strict` refuses is said in SPEC section 22.
+None of it changes a row: rows are Megatron-LM's. SPEC section 22 says what `strict` does about each.
 """
 
 from __future__ import annotations

@@ -32,9 +32,9 @@ class RowCounts:
     dropped_conversations: int = 0
     """Conversations of which no token is in a row, though they have some or were never tokenized."""
     control_tokens: int = 0
-    """Control tokens that stand in contents as text (SPEC R-TOLD-4)."""
+    """Control tokens that stand in contents as text (SPEC R-TOLD-2)."""
     labels_masked_as_padding: int = 0
-    """Labels of contents that do not count because they are the pad token's id (SPEC R-TOLD-1)."""
+    """Labels of contents that do not count because they are the pad token's id (SPEC R-TOLD-2)."""
     square_sum: int = 0
     """Σ L² over segments without their padding: what attention costs (`flops.segment_squares`)."""
 

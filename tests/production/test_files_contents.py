@@ -54,6 +54,7 @@ OTHER = {
 
 @pytest.mark.parametrize("what", OTHER)
 def test_a_file_that_is_no_json_lines_is_named_as_what_it_is(tmp_path, what):
+    """R-FILE-11."""
     content, kind, mend = OTHER[what]
     file = tmp_path / "rows.jsonl"
     file.write_bytes(content)
@@ -105,6 +106,7 @@ def test_what_is_packed_is_looked_into(tmp_path):
     ],
 )
 def test_a_row_of_another_shape_is_named_as_what_it_looks_like(tmp_path, row, looks, mend):
+    """R-FILE-12."""
     file = tmp_path / "rows.jsonl"
     file.write_text((json.dumps(row) + "\n") * 2)
     with pytest.raises(BadInput) as caught:
@@ -132,6 +134,7 @@ def test_a_name_that_no_file_can_have_is_an_error_of_ours(tmp_path, name):
 
 
 def test_the_end_of_a_file_is_looked_at_alone(tmp_path):
+    """R-FILE-13."""
     file = tmp_path / "rows.jsonl"
     whole = LINES.encode()
     last = whole.index(b"\n") + 1

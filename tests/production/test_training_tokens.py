@@ -77,6 +77,7 @@ def rows_with(**last):
     ],
 )
 def test_a_tokenizer_without_the_formats_markers_is_refused(dry_run, checked, preset, tokenizer, why):
+    """R-FIT-1 and 2."""
     changes = {
         "policy.tokenizer.name": tokenizers.folder(tokenizer), "data.default.semantics": preset, "model.vocab_size": "null",
     }  # fmt: skip
@@ -94,6 +95,7 @@ def test_a_tokenizer_without_the_formats_markers_is_refused(dry_run, checked, pr
 
 
 def test_a_prefix_that_is_not_the_headers_length_is_refused(dry_run):
+    """R-FIT-2."""
     for prefix in (2, 4, 0):
         status, _, said = dry_run(**{"data.default.megatron_sft_assistant_prefix_len": prefix})
         assert (status, "assistant header" in said) == (2, True)
@@ -121,6 +123,7 @@ def test_a_pad_token_that_every_row_would_be_refused_for_is_refused_at_once(dry_
     ],
 )  # fmt: skip
 def test_what_is_so_of_every_row_is_told(checked, dry_run, changes, kinds):
+    """R-TOLD-1."""
     notes = checked(**changes)
     assert [note.kind for note in notes] == kinds
     status, said, _ = dry_run(**changes)
@@ -152,6 +155,7 @@ def test_a_template_that_reads_the_clock_is_told(checked, tmp_path):
     [("weight", 0, "training_key"), ("loss", False, "training_key"), ("reasoning_content", "hm", "unread_key")],
 )
 def test_keys_that_no_row_honours_are_refused_before_a_model_is_built(checked, dry_run, tmp_path, key, value, kind):
+    """R-KEYS-1 and 2."""
     file = write(tmp_path / "rows.jsonl", rows_with(**{key: value}))
     status, _, said = dry_run(**{f"{TRAIN}.data_path": file})
     assert status == 2
@@ -197,6 +201,7 @@ def load_tokenizer_at(folder):
 
 
 def test_the_closing_table_has_the_notes_and_the_counts():
+    """R-TOLD-1 and 2."""
     step = {
         "loss": 1.0, "step_seconds": 1.0, "tokens": 8, "padding_share": 0.0, "trained_tokens": 4, "data_wait_seconds": 0.0,
         "memory_mebibytes": 1.0, "consumed_samples": 1, "control_tokens": 3, "labels_masked_as_padding": 2,
@@ -221,6 +226,7 @@ def test_what_stands_in_the_first_rows_is_told_by_a_dry_run(dry_run, tmp_path):
 
 
 def test_a_packed_file_whose_end_was_cut_is_found_before_a_model_is_built(checked, dry_run, tmp_path):
+    """R-FILE-13."""
     file = write(tmp_path / "rows.jsonl.packed", rows_with())
     whole = file.read_bytes()
     file.write_bytes(whole[:-30])  # within the last row

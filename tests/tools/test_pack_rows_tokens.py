@@ -51,7 +51,7 @@ CONVERSATIONS = [
 @pytest.mark.parametrize("prompt_format", ["nemotron-nano-v2", "nemotron-h-aligned", "identity", "default"])
 @pytest.mark.parametrize("cp", [1, 2])
 def test_the_tokens_counted_as_trained_are_those_that_megatron_lms_rows_train(tmp_path, prompt_format, cp):
-    """After cutting, shifting and masking: 72 tokens a row cut one conversation, and hold several of the others."""
+    """R-COUNT-1: after cutting, shifting and masking: 72 tokens a row cut one conversation, and hold several of the others."""
     settings = PackSettings(
         prompt_format=prompt_format, pack_length=72, on_long="truncate", context_parallel_size=cp, on_bad="skip"
     )
@@ -161,6 +161,7 @@ def test_a_format_is_refused_for_a_tokenizer_that_lacks_its_markers(
     ],
 )
 def test_keys_that_a_row_would_ignore_are_refused_by_name(tmp_path, last, prompt_format, kind):
+    """R-KEYS-1 and 2."""
     file = write(tmp_path / "chat.jsonl", [chat("a", "b", **last)])
     settings = {"prompt_format": prompt_format, "pack_length": 64, "on_bad": "skip"}
     refused = pack_files([file], MINI, PackSettings(**settings)).refused
@@ -213,6 +214,7 @@ def test_a_template_that_reads_a_key_honours_it(tmp_path):
 
 
 def test_what_stands_in_contents_is_counted(tmp_path):
+    """R-TOLD-2."""
     file = write(tmp_path / "chat.jsonl", CONVERSATIONS)
     packing = pack_files([file], MINI, PackSettings(prompt_format="nemotron-nano-v2", pack_length=512))
     counts = packing.counts()
@@ -228,6 +230,7 @@ def test_what_stands_in_contents_is_counted(tmp_path):
 
 
 def test_what_is_so_of_every_row_is_told_on_the_screen_and_in_the_manifest(tmp_path, capsys):
+    """R-TOLD-1."""
     folder = Path(shutil.copytree(MINI, tmp_path / "tokenizer"))
     (folder / "chat_template.jinja").write_text(
         "{{ strftime_now('%d') }}{% for m in messages %}<|im_start|>{{ m['content'] }}{{ eos_token }}{% endfor %}"

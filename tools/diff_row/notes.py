@@ -15,7 +15,8 @@ from tools.diff_row.inputs import Request, load_named, messages_of
 
 def token_notes(request: Request, findings: Findings) -> list[str]:
     """Return what is told of the row that `findings` are of; nothing where it is of no file."""
-    if request.file is None or request.row is None or findings.settings is None or findings.tokenizer is None:
+    number = findings.source.row
+    if request.file is None or number is None or findings.settings is None or findings.tokenizer is None:
         return []
     try:
         given = dataclasses.asdict(findings.settings)
@@ -23,7 +24,7 @@ def token_notes(request: Request, findings: Findings) -> list[str]:
     except PackproofError:
         return []  # a side of the user's own may take what packproof's do not
     tokenizer = load_named(findings.tokenizer)
-    messages, _ = messages_of(request.file, request.row, request.chat_key)
+    messages, _ = messages_of(request.file, number, request.chat_key)
     told = [note.text for note in tokenizer_notes(tokenizer, settings)]
     keys = MessageKeys.of_format(
         settings.prompt_format, settings.semantics, tokenizer, ignored=(), ignore="ignore_keys"
