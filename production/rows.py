@@ -72,6 +72,11 @@ class RowSettings:
                 where="pack_length, context_parallel_size",
                 mend=f"keep P and 2·cp below {LONGEST}: boundaries are int32",
             )
+        try:
+            (self.pad_token or "").encode()
+        except UnicodeEncodeError as error:
+            what = f"{self.pad_token!r} cannot be encoded ({error.reason})"
+            raise PackproofError(what=what, where="pad_token", mend="name a token of the tokenizer") from None
         prefix = self.assistant_prefix_len or 0
         if prefix < 0 or (prefix and self.prompt_format == "identity"):
             why = "identity renders no prefix" if prefix > 0 else "a prefix has no negative length"

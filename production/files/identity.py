@@ -52,6 +52,11 @@ class Identity:
         return cls(size=size, mtime_ns=mtime_ns, sample=sample, content=content)
 
 
+def is_there(path: str | Path) -> bool:
+    """Whether there is something of this name; False for a name that nothing can have, such as one that is too long or holds a NUL byte."""
+    return os.path.exists(path)  # noqa: PTH110 - Path.exists raises for some of them
+
+
 def open_for_reading(path: Path, name: str) -> int:
     """A descriptor of a regular file; `name` is what errors call it. Raises BadInput where there is none to be read."""
     try:

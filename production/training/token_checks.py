@@ -9,6 +9,7 @@ from typing import Any
 
 from production.errors import BadInput, PackproofError, RowRefused
 from production.files.head import cut_end, first_rows
+from production.files.identity import is_there
 from production.files.manifest import read_manifest
 from production.format_fit import MISFIT_MEND, format_misfits, misfit_text
 from production.message_keys import MessageKeys
@@ -39,9 +40,9 @@ def check_tokens(job: Job, tokenizer: Any) -> tuple[Note, ...]:
 def dry_run_tokens(job: Job) -> tuple[list[PackproofError], list[str]]:
     """What a run would refuse, and what it would tell, of the files and the tokenizer that are on this machine. Nothing is written."""
     name = job.policy.tokenizer.name
-    files = [Path(file.path) for _, dataset in _datasets(job) for file in dataset.data_path]
-    if not (name and Path(name).is_dir()):
-        return [*_bad_first_rows(job, None, unreadable=True)], [f"not checked here: whether the prompt format fits the tokenizer {name}, which is no folder of this machine"]  # fmt: skip
+    files = [file.path for _, dataset in _datasets(job) for file in dataset.data_path]
+    if not (name and is_there(name)):
+        return [*_bad_first_rows(job, None, unreadable=True)], [f"not checked here: whether the prompt format fits the tokenizer {name}, which is not on this machine"]  # fmt: skip
     try:
         tokenizer = load_tokenizer(job)
     except PackproofError:
@@ -49,7 +50,7 @@ def dry_run_tokens(job: Job) -> tuple[list[PackproofError], list[str]]:
     told = [note.text for note in dict.fromkeys(itertools.chain.from_iterable(
         _notes(job, dataset, tokenizer) for _, dataset in _datasets(job)
     ))]  # fmt: skip
-    if any(file.is_file() for file in files):
+    if any(map(is_there, files)):
         told += _counted(job, tokenizer)
     return [*_unfit(job, tokenizer), *_bad_first_rows(job, tokenizer, unreadable=True)], told
 
@@ -116,10 +117,10 @@ def _bad_first_rows(job: Job, tokenizer: Any, *, unreadable: bool) -> Iterator[S
     for key, dataset in _datasets(job):
         keys = None if tokenizer is None else message_keys(dataset, row_settings(job, dataset), tokenizer)
         for file in dataset.data_path:
-            if not Path(file.path).exists():
+            if not is_there(file.path):
                 continue  # told as missing
             skip = dataset.on_bad_row == "skip" or not unreadable
-            fault = _cut(file.path, dataset) if Path(file.path).is_file() else None
+            fault = _cut(file.path, dataset)
             if fault is None:
                 fault = _first_fault(file.path, dataset.chat_key, keys, skip=skip)
                 fault = fault if unreadable or isinstance(fault, RowRefused) else None
@@ -132,7 +133,7 @@ def _bad_first_rows(job: Job, tokenizer: Any, *, unreadable: bool) -> Iterator[S
 def _cut(path: str, dataset: Dataset) -> BadInput | RowRefused | None:
     """Why the file is not the whole one: another size than its manifest says, or an end within a row (R-FILE-13)."""
     try:
-        if dataset.is_packed:
+        if dataset.is_packed and Path(path).is_file():
             read_manifest(Path(path))
         return None if dataset.on_bad_row == "skip" else cut_end(path, dataset.chat_key)
     except BadInput as error:
@@ -159,7 +160,7 @@ def _counted(job: Job, tokenizer: Any) -> Iterator[str]:
     for _, dataset in _datasets(job):
         settings = row_settings(job, dataset)
         for file in dataset.data_path:
-            if not Path(file.path).is_file():
+            if not is_there(file.path):
                 continue
             rows: Sequence[Any] = []
             try:

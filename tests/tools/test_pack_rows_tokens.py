@@ -267,3 +267,32 @@ def test_a_pad_token_that_the_vocabulary_lacks_is_told_and_refused_by_strict(tmp
         == 0
     )
     assert "pad_missing" not in json.loads(manifest_path(out).read_text())["notes"]
+
+
+def test_places_that_cannot_be_are_errors_with_a_mend(tmp_path, capsys):
+    """R-FILE-11: no traceback and no bare error of the system, whatever is named."""
+    file = write(tmp_path / "chat.jsonl", CONVERSATIONS[:1])
+    parquet = tmp_path / "table.jsonl"
+    parquet.write_bytes(b"PAR1" + bytes(60))
+    odd = tmp_path / "a\udcffb.jsonl"
+    out = tmp_path / "out.packed"
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    for inputs, tokenizer, target, why in (
+        (parquet, MINI, out, "a Parquet file"),
+        (tmp_path, MINI, out, "it is a folder"),
+        (tmp_path / "none.jsonl", MINI, out, "there is no such file"),
+        (odd, MINI, out, "no UTF-8"),
+        (tmp_path / ("x" * 5000), MINI, out, "cannot be opened"),
+        (file, bare, out, "tokenizer_config.json is missing"),
+        (file, tmp_path / ("x" * 5000), out, "no such tokenizer folder"),
+        (file, MINI, tmp_path, "name of a file"),
+        (file, MINI, file / "below" / "out.packed", "read and write"),
+    ):
+        options = ["--tokenizer", str(tokenizer), "--pack-length", "256", "--out", str(target)]
+        assert main([str(inputs), *options]) == 2
+        said = capsys.readouterr().err
+        assert why in said
+        assert "To mend it" in said
+        assert "Traceback" not in said
+    assert not out.exists()

@@ -21,6 +21,7 @@ from equivalence.generators import tokenizers as named_tokenizers
 from equivalence.subjects import BUILT_IN, Messages, Row, RowSettings, Subject, load
 from equivalence.subjects.tokenizers import load_folder
 from production.errors import PackproofError
+from production.files.identity import is_there
 from production.files.manifest import read_manifest
 from tools.diff_row.dump_reader import LABELS, Conventions, Dump, read_dump
 from tools.diff_row.dump_search import Match, find_row
@@ -333,7 +334,7 @@ def messages_of(file: Path, row: int, chat_key: str) -> tuple[Messages, int]:
     """The messages of a row and its line (from 1), by production's reader, which names file, line and byte of what it refuses."""
     from production.files.source import open_source  # noqa: PLC0415 - cases and dumps need no file reader
 
-    if not file.exists():
+    if not is_there(file):
         raise BadInput(f"there is no file {file}: give a packed file, one row a line")
     try:
         with open_source([file], chat_key=chat_key) as source:

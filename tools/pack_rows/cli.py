@@ -13,6 +13,7 @@ from rich.text import Text
 
 from equivalence import exits
 from production.errors import PackproofError
+from production.files.identity import is_there
 from production.semantics import DEFAULT_PRESET
 from tools.pack_rows.conversations import Refusal
 from tools.pack_rows.lengths import PromptFormat
@@ -115,7 +116,7 @@ def _run(options: PackRows, screen: Console, complaints: Console) -> int:
     )
     with complaints.status("packing"):  # shows on a terminal only
         packing = pack_files(options.inputs, options.tokenizer, settings)
-    _list_refused(packing, complaints, options.list_refused)
+    _list_refused(packing, complaints, max(0, options.list_refused))
     if packing.failures:
         complaints.print(
             f"{len(packing.failures):,} conversations are refused, so nothing was written; mend them, or leave them "
@@ -154,7 +155,7 @@ def _check_places(options: PackRows) -> None:
         mend = "give the name of a file, such as train.jsonl.packed, in it"
         raise PackproofError(what="it is a folder", where=str(options.out), mend=mend)
     for place in (options.out, manifest_path(options.out)):
-        if place.exists() and not options.overwrite:
+        if is_there(place) and not options.overwrite:
             raise PackproofError(
                 what="the file exists", where=str(place), mend="choose another --out, or replace it with --overwrite"
             )

@@ -11,6 +11,7 @@ import numpy as np
 
 from production.conversations import ConversationTokenizer
 from production.errors import PackproofError, RowRefused
+from production.files.identity import is_there
 from production.format_fit import MISFIT_MEND, format_misfits, misfit_text
 from production.message_keys import MessageKeys
 from production.prompts import FORMATS, TURN_ROLES, Message, RowMessages, count_unrendered
@@ -18,6 +19,7 @@ from production.refusals import refusal
 from production.rows import LONGEST, RowSettings, find_pad
 from production.semantics import parse
 from production.token_facts import ControlTokens, removed_switches, tokenizer_notes
+from production.training.tokenizer import folder_fault
 from production.turns import IGNORE_INDEX
 from tools.pack_rows.conversations import Conversation, Refusal
 
@@ -199,19 +201,22 @@ def _refuse(conversation: Conversation, kind: str, detail: str) -> Refusal:
 
 
 def _load(folder: Path) -> Any:
-    if not folder.is_dir():
+    if not (is_there(folder) and folder.is_dir()):
         raise PackproofError(
             what="no such tokenizer folder",
             where=str(folder),
             mend="give the folder that holds tokenizer.json; packproof-build-tokenizer writes one",
         )
+    if (why := folder_fault(folder)) is not None:
+        mend = "give the folder that holds tokenizer.json and tokenizer_config.json"
+        raise PackproofError(what=f"no tokenizer can be loaded from it: {why}", where=str(folder), mend=mend)
     from transformers import AutoTokenizer  # noqa: PLC0415 - its import takes seconds, and --help needs none of it
 
     try:
         return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
     except (OSError, ValueError) as error:
         raise PackproofError(
-            what=f"not a tokenizer that transformers can load: {error}",
+            what=f"not a tokenizer that transformers can load: {' '.join(str(error).split())}",
             where=str(folder),
             mend="give the folder that holds tokenizer.json and tokenizer_config.json",
         ) from error
