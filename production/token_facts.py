@@ -104,8 +104,9 @@ class ControlTokens:
         texts = {token.content for token in added if token.special} | set(tokenizer.all_special_tokens)
         self._texts = frozenset(text for text in texts if text)
         self._lengths = sorted({len(text) for text in self._texts}, reverse=True)
-        firsts = "".join(sorted({re.escape(text[0]) for text in self._texts}))
-        self._first = re.compile(f"[{firsts}]") if firsts else None
+        # A token's first characters are looked for at once; the bracket alone begins too much of a web page.
+        begins = {text[: min(3, self._lengths[-1])] for text in self._texts}
+        self._first = re.compile("|".join(sorted(map(re.escape, begins)))) if begins else None
 
     def find(self, text: str) -> list[str]:
         """Return the control tokens in a text, in order, the longest at a place."""
