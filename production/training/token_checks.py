@@ -17,7 +17,7 @@ from production.prompts import FORMATS
 from production.rows import RowSettings, find_pad
 from production.token_facts import ControlTokens, Note, removed_switches, template_notes, tokenizer_notes
 from production.training.config import Dataset, Job, SetupRefused, row_settings
-from production.training.tokenizer import load_tokenizer
+from production.training.tokenizer import load_tokenizer, unloadable
 
 FIRST_ROWS = 32
 """Rows of each file that are looked at before a run."""
@@ -42,7 +42,8 @@ def dry_run_tokens(job: Job) -> tuple[list[PackproofError], list[str]]:
     name = job.policy.tokenizer.name
     files = [file.path for _, dataset in _datasets(job) for file in dataset.data_path]
     if not (name and is_there(name)):
-        return [*_bad_first_rows(job, None, unreadable=True)], [f"not checked here: whether the prompt format fits the tokenizer {name}, which is not on this machine"]  # fmt: skip
+        why = f"not checked here: whether the prompt format fits the tokenizer {name}, which is not on this machine"
+        return [*_bad_first_rows(job, None, unreadable=True)], [] if unloadable(job) else [why]
     try:
         tokenizer = load_tokenizer(job)
     except PackproofError:
