@@ -483,7 +483,7 @@ def test_bad_input_is_exit_code_2_with_a_remedy(tmp_path, capsys):
     ]
     broken = tmp_path / "broken.jsonl.gz"
     broken.write_bytes(gzip.compress(good.read_bytes() * 100)[:-20])
-    cases.append(((broken, "--out", out), "cut short"))
+    cases.append(((broken, "--out", out), "end too early"))
     for arguments, remedy in cases:
         assert run(*arguments) == 2
         assert remedy in capsys.readouterr().err
