@@ -191,8 +191,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return exits.run(_main, arguments)
 
 
-def _main(arguments: Sequence[str] | None) -> int:
-    asked = tyro.cli(
+def parse(arguments: Sequence[str] | None) -> Arguments:
+    """The command line as values; argparse's way out where it cannot be read."""
+    return tyro.cli(
         Arguments,
         args=arguments,
         description=__doc__,
@@ -200,6 +201,10 @@ def _main(arguments: Sequence[str] | None) -> int:
         use_underscores=False,
         config=(tyro.conf.OmitArgPrefixes,),
     )
+
+
+def _main(arguments: Sequence[str] | None) -> int:
+    asked = parse(arguments)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     # Says at import that there is no CUDA, which nothing here needs.
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
