@@ -93,34 +93,37 @@ def packings() -> tuple[Packing, ...]:
 def partitions() -> tuple[Partition, ...]:
     """Transformer Engine's cuts."""
     return tuple(
-        Partition(
-            cu_seqlens=tuple(read["cu_seqlens"]), size=read["cp"], rank=read["rank"], index=tuple(read["index"])
-        )
+        Partition(cu_seqlens=tuple(read["cu_seqlens"]), size=read["cp"], rank=read["rank"], index=tuple(read["index"]))
         for read in _read("te_partition.jsonl.gz")
     )
 
 
 @functools.cache
 def rows(preset: str) -> tuple[RecordedRow, ...]:
-    """The rows recorded for `nemo-rl-direct` or for one of MEGATRON_VERSIONS, with that preset as their semantics."""
+    """The rows recorded for `nemo-rl-direct` or for one of MEGATRON_VERSIONS, with that preset as their semantics.
+
+    They are sorted by tokenizer, so that few of the pieces that they are cut into load the large one.
+    """
     if preset == DIRECT_PRESET:
-        return tuple(
+        found = [
             RecordedRow(case=_case(read, preset), outcome=_direct_outcome(read))
             for read in _read("nemorl_rows.jsonl.gz")
-        )
-    return megatron_rows(MEGATRON_VERSIONS[preset], preset)
+        ]
+    else:
+        found = megatron_rows(MEGATRON_VERSIONS[preset], preset)
+    return tuple(sorted(found, key=lambda row: row.case.tokenizer))
 
 
-def megatron_rows(version: str, preset: str) -> tuple[RecordedRow, ...]:
+def megatron_rows(version: str, preset: str) -> list[RecordedRow]:
     """The rows as one recorded version of Megatron-LM built them, with `preset` as their semantics."""
-    return tuple(
+    return [
         RecordedRow(
             case=_case(read, preset),
             outcome=_megatron_outcome(read["outcomes"][version], read["pack_length"]),
             error=read["outcomes"][version].get("error", ""),
         )
         for read in _read("megatron_lm_rows.jsonl.gz")
-    )
+    ]
 
 
 def _case(read: Mapping[str, Any], preset: str) -> RowCase:
@@ -151,7 +154,7 @@ def _megatron_outcome(read: Mapping[str, Any], pack_length: int) -> Row | None:
 
 def _row(values: list[list[int]], max_seqlen: int) -> Row:
     dtypes = (torch.int64, torch.int64, torch.float32, torch.int64, torch.int32)
-    tensors = {
+    tensors: dict[str, Any] = {
         name: torch.tensor(value, dtype=dtype) for name, value, dtype in zip(ROW_TENSORS, values, dtypes, strict=True)
     }
     return Row(**tensors, max_seqlen=int(max_seqlen))

@@ -1,16 +1,21 @@
 """Both sides against recorded outcomes of other people's code (equivalence/recorded); every run of the main job holds all of them."""
 
 import dataclasses
+import functools
 import gzip
 import json
 
 import pytest
 import torch
 
+from equivalence.cases import RowCase
 from equivalence.checks import recorded
 from equivalence.checks.recorded import check_recorded_packing, check_recorded_partition, check_recorded_row
 from equivalence.errors import InputError
+from equivalence.jobs import run as run_job
+from equivalence.plan import recorded_jobs
 from equivalence.recorded import outcomes
+from equivalence.recorded_jobs import MOST_DIFFERING
 from equivalence.subjects import load
 
 SIDES = [load("reference"), load("production")]
@@ -43,14 +48,16 @@ def test_r_cp_1_every_implementation_of_the_zigzag_is_the_kernels():
 
 
 def test_rows_of_nemo_rl_direct_are_nemo_rls_own():
-    """R-SPLIT to R-CU under nemo-rl-direct, and the order of SPEC section 9: every fourth row, and all that are refused early."""
+    """R-SPLIT to R-CU under nemo-rl-direct, and the order of SPEC section 9: every fourth row, and all that are refused early.
+
+    The main job also takes those of the tokenizer that takes seconds to load.
+    """
     rows = outcomes.rows("nemo-rl-direct")
     assert len(rows) == 1199
-    early = [
-        row for row in rows if row.outcome.refusal is not None and row.outcome.refusal.kind in ORDER_OF_REFUSALS
-    ]
+    early = [row for row in rows if row.outcome.refusal is not None and row.outcome.refusal.kind in ORDER_OF_REFUSALS]
     assert len(early) == 303
-    assert unequal(check_recorded_row(row, SIDES) for row in [*early, *rows[::4]]) == []
+    some = [row for row in [*early, *rows[::4]] if row.case.tokenizer != "nemotron-like"]
+    assert unequal(check_recorded_row(row, SIDES) for row in some) == []
 
 
 @pytest.mark.parametrize("preset", outcomes.MEGATRON_VERSIONS)
@@ -59,7 +66,8 @@ def test_rows_of_the_megatron_presets_are_those_of_the_recorded_versions(preset)
     rows = outcomes.rows(preset)
     assert len(rows) == 435
     assert sum(row.outcome is None for row in rows) > 100
-    assert unequal(check_recorded_row(row, SIDES) for row in rows[::2]) == []
+    some = [row for row in rows[::2] if row.case.tokenizer != "nemotron-like"]
+    assert unequal(check_recorded_row(row, SIDES) for row in some) == []
 
 
 def test_the_recorded_versions_differ_as_spec_says():
@@ -97,19 +105,21 @@ def test_a_row_that_is_another_or_refused_otherwise_is_found():
         def build_row(self, messages, tokenizer, settings):
             row = SIDES[0].build_row(messages, tokenizer, settings)
             if row.refusal is not None:
-                return dataclasses.replace(row, refusal=dataclasses.replace(row.refusal, kind="unknown_role"))
+                return dataclasses.replace(row, refusal=dataclasses.replace(row.refusal, kind="truncated"))
             return dataclasses.replace(row, position_ids=torch.roll(row.position_ids, 1))
 
     for preset in ("nemo-rl-direct", "megatron-lm-main"):
         rows = outcomes.rows(preset)[:60]
         assert {row.outcome is not None and row.outcome.refusal is None for row in rows} == {True, False}
         for row in rows:
-            if row.error != "ValueError" and row.case.settings.pack_length > 1:  # which unknown_role stands for
+            if row.case.settings.pack_length > 1:
                 assert check_recorded_row(row, [Wrong()]).findings
 
 
 @pytest.fixture
 def folder(monkeypatch, tmp_path):
+    outcomes.packings()
+    outcomes.rows("megatron-lm-main")
     monkeypatch.setattr(outcomes, "FOLDER", tmp_path)
     outcomes.partitions.cache_clear()
     yield tmp_path
@@ -117,9 +127,9 @@ def folder(monkeypatch, tmp_path):
 
 
 def test_a_missing_file_is_an_error(folder):
-    with pytest.raises(InputError, match="te_partition.jsonl.gz cannot be read"):
+    with pytest.raises(InputError, match=r"te_partition\.jsonl\.gz cannot be read"):
         outcomes.partitions()
-    assert not list(folder.iterdir())
+    assert folder.is_dir()
 
 
 def test_a_damaged_or_shortened_file_is_an_error(folder):
@@ -129,3 +139,27 @@ def test_a_damaged_or_shortened_file_is_an_error(folder):
         path.write_bytes(content)
         with pytest.raises(InputError, match="damaged or another file"):
             outcomes.partitions()
+
+
+def test_the_main_job_takes_every_recorded_outcome_once():
+    found = {}
+    for job in recorded_jobs(("reference", "production")):
+        found.setdefault(job.aim, []).extend(range(job.first, job.first + job.examples))
+    read = {"packings": outcomes.packings, "partitions": outcomes.partitions}
+    rows = {name: functools.partial(outcomes.rows, name) for name in ("nemo-rl-direct", *outcomes.MEGATRON_VERSIONS)}
+    assert found == {name: list(range(len(each()))) for name, each in (read | rows).items()}
+
+
+def test_a_recorded_job_tells_a_few_differences_with_their_cases_and_names_a_missing_file(folder):
+    jobs = {job.aim: job for job in recorded_jobs(("wrong_subjects:TrainsBoundaryPadding",))}
+    tally = run_job(jobs["megatron-lm-main"])
+    assert len(tally.differences) == MOST_DIFFERING
+    assert {(each.left, each.right) for each in tally.differences} == {("recorded", "wrong")}
+    assert RowCase.from_json(tally.differences[0].case).settings.semantics == "megatron-lm-main"
+    tally = run_job(dataclasses.replace(jobs["packings"], examples=20))
+    assert sum(tally.rows.values()) == 20
+    assert not tally.differences
+    tally = run_job(jobs["partitions"])
+    assert not tally.rows
+    assert "te_partition.jsonl.gz cannot be read" in tally.errors[0]
+    assert not list(folder.iterdir())
