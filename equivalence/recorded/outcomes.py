@@ -25,6 +25,7 @@ FOLDER = Path(__file__).resolve().parent
 SHA256 = {
     "nemorl_packers.jsonl.gz": "1886f1ab69888bd631142a36389b8cf7b6196ab7e2dee09b977d1bf6f2b9ebdc",
     "nemorl_rows.jsonl.gz": "aa15b2d196952209036621eb9cab77a3aedf3bd4616b3380929e0e201b208060",
+    "nemorl_overrides.jsonl.gz": "0b30948764ee76e64ba917fc77eefb764aee4d4d7e1f7c178fb49a549905b1e3",
     "megatron_lm_rows.jsonl.gz": "663005b2d6de491cf06f1850c6681886930be7fc943308a851155c563b4999f9",
     "te_partition.jsonl.gz": "67549893b601b3289418c8f65afd412f486b5f4d5aa65a7cc6c917e61bea40cd",
 }
@@ -107,7 +108,7 @@ def rows(preset: str) -> tuple[RecordedRow, ...]:
     if preset == DIRECT_PRESET:
         found = [
             RecordedRow(case=_case(read, preset), outcome=_direct_outcome(read))
-            for read in _read("nemorl_rows.jsonl.gz")
+            for read in (*_read("nemorl_rows.jsonl.gz"), *_read("nemorl_overrides.jsonl.gz"))
         ]
     else:
         found = megatron_rows(MEGATRON_VERSIONS[preset], preset)
@@ -132,6 +133,8 @@ def _case(read: Mapping[str, Any], preset: str) -> RowCase:
         prompt_format=read["prompt_format"],
         context_parallel_size=read["cp"],
         semantics=preset,
+        pad_token=read.get("pad_token"),
+        assistant_prefix_len=read.get("assistant_prefix_len"),
     )
     origin = f"recorded: {read['origin']}"
     return RowCase(messages=tuple(read["messages"]), settings=settings, tokenizer=read["tokenizer"], origin=origin)

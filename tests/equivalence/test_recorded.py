@@ -53,9 +53,9 @@ def test_rows_of_nemo_rl_direct_are_nemo_rls_own():
     The main job also takes those of the tokenizer that takes seconds to load.
     """
     rows = outcomes.rows("nemo-rl-direct")
-    assert len(rows) == 1199
+    assert len(rows) == 1199 + 498
     early = [row for row in rows if row.outcome.refusal is not None and row.outcome.refusal.kind in ORDER_OF_REFUSALS]
-    assert len(early) == 303
+    assert len(early) == 303 + 156
     some = [row for row in [*early, *rows[::4]] if row.case.tokenizer != "nemotron-like"]
     assert unequal(check_recorded_row(row, SIDES) for row in some) == []
 
