@@ -10,7 +10,12 @@ import torch
 
 from equivalence.cases import RowCase
 from equivalence.checks import recorded
-from equivalence.checks.recorded import check_recorded_packing, check_recorded_partition, check_recorded_row
+from equivalence.checks.recorded import (
+    check_recorded_batch,
+    check_recorded_packing,
+    check_recorded_partition,
+    check_recorded_row,
+)
 from equivalence.errors import InputError
 from equivalence.jobs import run as run_job
 from equivalence.plan import recorded_jobs
@@ -45,6 +50,17 @@ def test_r_cp_1_every_implementation_of_the_zigzag_is_the_kernels():
     assert {each.size for each in partitions} >= {2, 3, 4, 8}
     # All ranks of a cut stand together; the main job takes every one.
     assert unequal(map(check_recorded_partition, partitions[::3])) == []
+
+
+def test_r_batch_1_and_4_both_sides_collate_and_pad_as_nemo_rl():
+    batches = outcomes.batches()
+    assert len(batches) == 60
+    assert sum(len(each.padded["sample_mask"]) > len(each.rows) for each in batches) > 20
+    assert unequal(map(check_recorded_batch, batches)) == []
+    # Every field that SPEC names was compared, none left out for its name.
+    names = {f"{name}{when}" for name in batches[0].batch for when in ("", ", padded")}
+    for side in (recorded._collated_by_reference(batches[0]), recorded._collated_by_production(batches[0])):
+        assert names == side.keys()
 
 
 def test_rows_of_nemo_rl_direct_are_nemo_rls_own():
@@ -145,7 +161,7 @@ def test_the_main_job_takes_every_recorded_outcome_once():
     found = {}
     for job in recorded_jobs(("reference", "production")):
         found.setdefault(job.aim, []).extend(range(job.first, job.first + job.examples))
-    read = {"packings": outcomes.packings, "partitions": outcomes.partitions}
+    read = {"packings": outcomes.packings, "partitions": outcomes.partitions, "batches": outcomes.batches}
     rows = {name: functools.partial(outcomes.rows, name) for name in ("nemo-rl-direct", *outcomes.MEGATRON_VERSIONS)}
     assert found == {name: list(range(len(each()))) for name, each in (read | rows).items()}
 
