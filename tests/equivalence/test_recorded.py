@@ -64,7 +64,8 @@ def test_r_batch_1_and_4_both_sides_collate_and_pad_as_nemo_rl():
 
 
 def test_rows_of_nemo_rl_direct_are_nemo_rls_own():
-    """R-SPLIT to R-CU under nemo-rl-direct, and the order of SPEC section 9: every fourth row, and all that are refused early.
+    """R-SPLIT-1 and 2, R-ENDS-1, R-RENDER-1 to 3, R-ENCODE-1, R-PAD-1, R-PREFIX-1, R-TARGET-1, R-TURN-1 to 3, R-EMPTY-1, R-LAYOUT-1 to 7,
+    R-SHIFT-1, R-BOUNDARY-1, R-MASK-1, R-CU-1 and the order of section 9: every fourth row, and all that are refused early.
 
     The main job also takes those of the tokenizer that takes seconds to load.
     """
@@ -78,7 +79,9 @@ def test_rows_of_nemo_rl_direct_are_nemo_rls_own():
 
 @pytest.mark.parametrize("preset", outcomes.MEGATRON_VERSIONS)
 def test_rows_of_the_megatron_presets_are_those_of_the_recorded_versions(preset):
-    """R-SPLIT to R-CU under both Megatron presets, the one that the installed package does not ship included."""
+    """R-SPLIT-1 and 2, R-RENDER-1 to 4, R-ENCODE-1, R-PAD-1, R-TARGET-1, R-TURN-1, R-LAYOUT-1 to 7, R-SHIFT-1, R-MASK-1, R-CU-1,
+    under both Megatron presets, the one that the installed package does not ship included.
+    """
     rows = outcomes.rows(preset)
     assert len(rows) == 435
     assert sum(row.outcome is None for row in rows) > 100
