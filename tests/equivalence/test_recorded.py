@@ -22,6 +22,7 @@ from equivalence.plan import recorded_jobs
 from equivalence.recorded import outcomes
 from equivalence.recorded_jobs import MOST_DIFFERING
 from equivalence.subjects import load
+from production.multi_token import depth_tables
 
 SIDES = [load("reference"), load("production")]
 ORDER_OF_REFUSALS = ("no_pad_token", "row_start", "row_end", "bad_message")
@@ -50,6 +51,20 @@ def test_r_cp_1_every_implementation_of_the_zigzag_is_the_kernels():
     assert {each.size for each in partitions} >= {2, 3, 4, 8}
     # All ranks of a cut stand together; the main job takes every one.
     assert unequal(map(check_recorded_partition, partitions[::3])) == []
+
+
+def test_r_cp_1_diff_row_and_the_simulator_cut_as_the_kernel():
+    """The two tools that cut rows themselves: diff_row's chunks, by which it names a wrong cut, and the simulator's walk."""
+    from tools.diff_row.ranks.causes import _chunks
+    from tools.diff_row.ranks.ways import Cut
+    from tools.simulate.walk import _make_row
+
+    for each in outcomes.partitions()[::9]:
+        cu, rank, size = each.cu_seqlens, each.rank, each.size
+        cut = Cut(rank=rank, size=size, layout="zigzag", depths=0)
+        assert _chunks(cu, (rank, 2 * size - 1 - rank), cut).tolist() == list(each.index)
+        row = _make_row(0, torch.tensor(cu, dtype=torch.int32), cu[-1])
+        assert depth_tables(row, 0, rank=rank, size=size).input_ids[0, 0].tolist() == list(each.index)
 
 
 def test_r_batch_1_and_4_both_sides_collate_and_pad_as_nemo_rl():
