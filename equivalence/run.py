@@ -29,6 +29,7 @@ from equivalence.plan import (
     layout_jobs,
     model_corpus_jobs,
     model_jobs,
+    recorded_jobs,
     sample_jobs,
     spread,
     trainer_jobs,
@@ -205,6 +206,7 @@ def _planned(options: Options, size: Size) -> Iterator[Job]:
     yield Job(kind="smallest", subjects=options.subjects)
     if "megatron_lm" in options.subjects:  # its reader is one of the two
         yield Job(kind="files", subjects=options.subjects, paths=(str(options.out / "files"),))
+    yield from recorded_jobs(options.subjects)
     yield from layout_jobs(size, options.seed, options.subjects)
     steps = list(model_jobs(size, options.seed, options.subjects)) if options.models else []
     rows = _row_jobs(options, size)
@@ -240,6 +242,7 @@ def _preload(options: Options, size: Size) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of megatron-core, that CUDA and optional kernels are absent
         importlib.import_module("equivalence.layouts")
+        importlib.import_module("equivalence.recorded_jobs")
         if options.models:
             importlib.import_module("equivalence.model_jobs").preload_models()
             importlib.import_module("equivalence.training_runs").preload_training()
