@@ -12,7 +12,7 @@ _KINDS = ("sequential", "shuffle", "megatron-cyclic", "megatron-cyclic-sharded")
 
 
 def draw_order(choices: Choices) -> OrderCase:
-    """Draw one source or a blend, in order or shuffled, from any step, with every end of an epoch; Megatron-LM's draws at sizes that it takes."""
+    """Draw one source or a blend, in order, shuffled or cyclic, from any step, with every end of an epoch and of a cyclic run."""
     ranks = choices.integer(1, 4)
     kind = choices.one_of(_KINDS)
     is_cyclic = kind.startswith("megatron")
@@ -20,8 +20,8 @@ def draw_order(choices: Choices) -> OrderCase:
     wraps = is_cyclic or is_blend or choices.one_of((False, True))
     count = choices.integer(1, 5) if is_blend else 1
     rows = [choices.integer(1, 30) for _ in range(count)]
-    if is_cyclic:
-        rows = [ranks * choices.integer(1, 6) + (choices.integer(0, ranks - 1) if kind.endswith("sharded") else 0)]
+    steps, consumed_steps = choices.integer(1, 12), choices.integer(0, 12) if wraps else 0
+    run_steps = consumed_steps + choices.integer(1, 24) if is_cyclic else None
     return OrderCase(
         rows=tuple(rows),
         kind=kind,  # type: ignore[arg-type] # one of them
@@ -31,8 +31,9 @@ def draw_order(choices: Choices) -> OrderCase:
         seed=choices.integer(0, 2**64 - 1) if kind == "shuffle" else None,
         max_epochs=None if is_blend or is_cyclic else choices.one_of((None, 1, 3)),
         weights=tuple(_weight(choices) for _ in range(count)) if is_blend else None,
-        steps=choices.integer(1, 12),
-        consumed_steps=choices.integer(0, 12) if wraps else 0,
+        steps=steps,
+        consumed_steps=consumed_steps,
+        run_steps=run_steps,
     )
 
 
