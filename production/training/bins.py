@@ -36,7 +36,7 @@ class BinSettings:
     tensor_parallel_size: int
     """Above 1 with sequence parallelism."""
     pipeline_parallel_size: int
-    """Above 1 all rows of a global batch have one length."""
+    """Above 1 all rows of a data-parallel rank have one length."""
     precision: Precision
     """What kernels want a row's length for."""
     hybrid_expert_parallel: bool
@@ -61,7 +61,7 @@ def bin_settings(job: Job, data_parallel_size: int) -> BinSettings:
 
 
 def pack_bins(batch: ConversationBatch, settings: BinSettings, *, data_rank: int) -> tuple[list[Rectangle], Padding]:
-    """The bins of this rank in the global batch (R-ONLINE-3), and what all are padded to (R-ONLINE-4, R-ONLINE-5).
+    """The bins of this rank in the global batch (R-ONLINE-3), and what they are padded to (R-ONLINE-4, R-ONLINE-5).
 
     Raises PackproofError as `rectangle.fill_bins` and `squeeze.choose_padding`.
     """
@@ -77,6 +77,7 @@ def pack_bins(batch: ConversationBatch, settings: BinSettings, *, data_rank: int
         data_parallel_size=settings.data_parallel_size,
         seed=settings.seed,
     )
+    own = take_rank(bins, rank=data_rank, size=settings.data_parallel_size)
     padding = choose_padding(
         make_sequence_length_divisible_by=multiple,
         context_parallel_size=settings.context_parallel_size,
@@ -85,9 +86,8 @@ def pack_bins(batch: ConversationBatch, settings: BinSettings, *, data_rank: int
         pipeline_parallel_size=settings.pipeline_parallel_size,
         precision=settings.precision,
         hybrid_expert_parallel=settings.hybrid_expert_parallel,
-        longest_bin=longest_bin(rectangle, bins, make_sequence_length_divisible_by=multiple),
+        longest_bin=longest_bin(rectangle, own, make_sequence_length_divisible_by=multiple),
     )
-    own = take_rank(bins, rank=data_rank, size=settings.data_parallel_size)
     return [take_sequences(rectangle, members) for members in own], padding
 
 

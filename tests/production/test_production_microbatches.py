@@ -14,6 +14,8 @@ from production.context_parallel import shard_index
 from production.errors import BatchRefused, PackproofError, RowRefused
 from production.microbatches import Microbatch, MicrobatchSettings, process_microbatch
 from production.multi_token_feed import MultiTokenParams, rolls_from_tables
+from production.training.bins import BinSettings, pack_bins
+from production.training.datasets import ConversationBatch
 
 CONVERSATIONS = [([1, 2, 3, 4, 5], [0, 0, 1, 1, 1]), ([6, 7, 8], [0, 1, 1]), ([9, 10], [1, 1])]
 FOUR = squeeze.Padding(sequence_multiple=4)
@@ -29,14 +31,15 @@ JOB = {
 }
 
 
+def conversations():
+    return [
+        rectangle.Conversation(token_ids=torch.tensor(ids), token_mask=torch.tensor(mask, dtype=torch.float32))
+        for ids, mask in CONVERSATIONS
+    ]
+
+
 def sequences(multiple=4):
-    return rectangle.build_rectangle(
-        [
-            rectangle.Conversation(token_ids=torch.tensor(ids), token_mask=torch.tensor(mask, dtype=torch.float32))
-            for ids, mask in CONVERSATIONS
-        ],
-        make_sequence_length_divisible_by=multiple,
-    )
+    return rectangle.build_rectangle(conversations(), make_sequence_length_divisible_by=multiple)
 
 
 def online(rank, size=2, **options):
@@ -123,6 +126,25 @@ def test_r_online_5_the_last_sequence_takes_the_rows_padding():
         assert row.max_seqlen == max(8, end - 12)
 
 
+def test_r_online_5_each_data_parallel_rank_has_the_row_length_of_its_own_longest_bin():
+    """NeMo-RL's own code: lengths 4 and 2 over dp 2 with two stages give rows of 4 and of 2."""
+    given = {
+        **{name: value for name, value in JOB.items() if name not in ("longest_bin", "sequence_parallel")},
+        "make_sequence_length_divisible_by": 1,
+        "pipeline_parallel_size": 2,
+    }
+    settings = BinSettings(**given, capacity=4, algorithm="concatenative", seed=None, data_parallel_size=2)
+    made = [
+        rectangle.Conversation(token_ids=torch.arange(length), token_mask=torch.ones(length)) for length in (4, 2)
+    ]
+    batch = ConversationBatch(conversations=tuple(made), sample_mask=torch.ones(2))
+    lengths = []
+    for rank in range(2):
+        bins, padding = pack_bins(batch, settings, data_rank=rank)
+        lengths.append([squeeze.squeeze(each, padding).input_ids.shape[1] for each in bins])
+    assert lengths == [[4], [2]]
+
+
 def test_what_cannot_be_padded_is_refused():
     for options in ({"sequence_multiple": 0}, {"row_length": 10, "row_multiple": 4}, {"row_length": 0}):
         with pytest.raises(PackproofError, match="To mend it"):
@@ -149,6 +171,9 @@ def test_r_online_2_3_and_6_the_rectangle_its_bins_and_its_divisor():
     assert rectangle.fill_bins(whole, 8, data_parallel_size=3, **given) == [[0], [1], [2]]
     assert rectangle.take_sequences(whole, [2, 0]).input_lengths.tolist() == [2, 5]
     assert float(whole.valid_tokens()) == 6
+    filled = rectangle.build_rectangle(conversations(), make_sequence_length_divisible_by=4, pad_token_id=77)
+    assert filled.input_ids[1].tolist() == [6, 7, 8, 77, 77, 77, 77, 77]
+    assert squeeze.squeeze(filled, FOUR).input_ids[0, 8:12].tolist() == [6, 7, 8, 0]
     whole.sample_mask[0] = 0
     assert float(whole.valid_tokens()) == 3
     with pytest.raises(PackproofError, match="sequence 0"):
@@ -212,8 +237,8 @@ def test_r_online_7_the_model_gets_the_tokens_mask_only_for_multi_token_predicti
     assert deep.labels is None
     assert deep.input_ids.tolist() == [[1, 2, 0, 0, 6, 0, 9, 0]]
     assert deep.loss_mask.tolist() == [[0, 0, 0, 0, 0, 0, 1, 0]]
-    assert deep.position_ids.tolist() == [[0, 1, 0, 0, 0, 0, 0, 0]]
-    assert deep.packed_seq_params.total_tokens == deep.total_tokens == 16
+    assert deep.position_ids is None
+    assert deep.packed_seq_params.total_tokens == deep.total_tokens == 8
     assert deep.packed_seq_params.seq_idx.tolist() == online(0).packed_seq_params.seq_idx.tolist()
 
 
@@ -229,7 +254,7 @@ def test_r_online_7_depths_are_those_of_the_ids_within_padded_sequences():
         [1, 1, 1, 0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0],
         [1, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0],
     ]
-    assert tables.position_ids[1, 0].tolist() == [1, 2, 3, 4, 0, 0, 0, 0, 1, 2, 0, 0, 1, 0, 0, 0]
+    assert tables.position_ids is None
     assert tables.own_mask[0].tolist() == [[0, 0, 1, 1, 1, 0, 0, 0, 0, 1, 1, 0, 1, 1, 0, 0]]
     assert tables.row_counts.tolist() == [6, 4, 2]
     shares = [online(rank, depths=2).packed_seq_params.feed.tables for rank in range(2)]
@@ -313,10 +338,10 @@ def derived(found, size=1, *, per_token=True, **given):
     return shown, hidden.grad[count:, 0, 0].view(depths, count).sum(dim=0)
 
 
-def test_r_meet_2_total_tokens_differ_and_what_megatron_core_makes_of_them_does_not():
+def test_r_meet_2_total_tokens_are_those_of_the_share_on_both_paths():
     found, made = direct(0), online(0)
     assert (found.total_tokens, found.packed_seq_params.total_tokens) == (4, 4)
-    assert (made.total_tokens, made.packed_seq_params.total_tokens) == (16, 16)
+    assert (made.total_tokens, made.packed_seq_params.total_tokens) == (8, 8)
     assert found.packed_seq_params.seq_idx.tolist() == [[0] * 4 + [1] * 4]
     assert made.packed_seq_params.seq_idx.tolist() == [[0] * 8 + [1] * 4 + [2] * 4]
 

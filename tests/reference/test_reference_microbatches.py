@@ -21,6 +21,9 @@ def test_r_online_2_the_rectangle_is_right_padded_to_a_multiple():
     assert found.input_ids.tolist() == [[1, 2, 3, 4, 5, 0, 0, 0], [6, 7, 8, 0, 0, 0, 0, 0], [9, 10, 0, 0, 0, 0, 0, 0]]
     assert found.token_mask[1].tolist() == [0, 1, 1, 0, 0, 0, 0, 0]
     assert found.input_lengths == [5, 3, 2]
+    filled = microbatches.rectangle(CONVERSATIONS, 4, pad_token_id=77)
+    assert filled.input_ids[1].tolist() == [6, 7, 8, 77, 77, 77, 77, 77]
+    assert microbatches.squeeze(filled, FOUR).input_ids.tolist()[8:12] == [6, 7, 8, 0]
     with pytest.raises(microbatches.PaddingError, match="no token"):
         microbatches.rectangle([([], [])], 4)
 
@@ -102,11 +105,11 @@ def test_r_online_5_the_last_sequence_takes_the_rows_padding():
 
 def test_r_online_7_and_r_meet_2_labels_stay_outside_but_for_the_mask_of_multi_token_prediction():
     found = online(rank=0, context_parallel_size=2)
-    assert (found.labels, found.loss_mask, found.position_ids, found.total_tokens) == (None, None, None, 16)
+    assert (found.labels, found.loss_mask, found.position_ids, found.total_tokens) == (None, None, None, 8)
     deep = online(rank=0, context_parallel_size=2, depths=1)
     assert deep.labels is None
     assert deep.loss_mask.tolist() == [0, 0, 0, 0, 0, 0, 1, 0]  # of the tokens 1 2 _ _ 6 _ 9 _
-    assert deep.position_ids.tolist() == [0, 1, 0, 0, 0, 0, 0, 0]
+    assert (deep.position_ids, deep.depths[0].position_ids, deep.total_tokens) == (None, None, 8)
     assert found.depths == []
 
 
@@ -115,7 +118,6 @@ def test_r_online_7_a_depth_has_the_id_that_is_further_on_and_that_ids_mask():
     assert first.target_ids.tolist() == [3, 4, 5, 0, 0, 0, 0, 0, 8, 0, 0, 0, 0, 0, 0, 0]
     assert first.token_mask.tolist() == [1, 1, 1, 0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0]
     assert first.input_ids.tolist() == [2, 3, 4, 5, 0, 0, 0, 0, 7, 8, 0, 0, 10, 0, 0, 0]
-    assert first.position_ids.tolist() == [1, 2, 3, 4, 0, 0, 0, 0, 1, 2, 0, 0, 1, 0, 0, 0]
     assert second.target_ids.tolist() == [4, 5, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0]
     assert second.token_mask.tolist() == [1, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0]
     assert online(rank=1, context_parallel_size=2, depths=1).depths[0].target_ids.tolist() == [5, 0, 0, 0, 0, 0, 0, 0]

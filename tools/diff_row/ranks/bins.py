@@ -58,16 +58,7 @@ class ReferenceBins:
             self._rectangle = reference.rectangle(made, multiple)
             lengths = [reference.rounded(len(tokens), multiple) for tokens, _ in made]
             self._bins = packing.raise_bin_count(self._pack(lengths), self._settings.data_parallel_size)
-            self._padding = reference.padding(
-                multiple=multiple,
-                sequence_parallel=settings.tensor_parallel_size > 1,
-                longest_bin=max(sum(lengths[member] for member in members) for members in self._bins),
-                context_parallel_size=settings.context_parallel_size,
-                tensor_parallel_size=settings.tensor_parallel_size,
-                pipeline_parallel_size=settings.pipeline_parallel_size,
-                precision=settings.precision,
-                hybrid_expert_parallel=settings.hybrid_expert_parallel,
-            )
+            self._paddings = [self._padding(lengths, rank) for rank in range(settings.data_parallel_size)]
         except (reference.PaddingError, packing.PackingError) as error:
             raise problem(
                 f"the reference does not pack it: {error}",
@@ -113,6 +104,21 @@ class ReferenceBins:
             return packing.first_fit_shuffle(lengths, self._settings.capacity, self._settings.seed or 0)
         return packing.PACKERS[self._settings.algorithm](lengths, self._settings.capacity)
 
+    def _padding(self, lengths: Sequence[int], data_rank: int) -> reference.Padding:
+        """Of a data-parallel rank: its own longest bin decides (R-ONLINE-5). Raises PaddingError."""
+        settings = self._settings
+        own = packing.bins_of_rank(self._bins, data_rank, settings.data_parallel_size)
+        return reference.padding(
+            multiple=settings.make_sequence_length_divisible_by,
+            sequence_parallel=settings.tensor_parallel_size > 1,
+            longest_bin=max(sum(lengths[member] for member in members) for members in own),
+            context_parallel_size=settings.context_parallel_size,
+            tensor_parallel_size=settings.tensor_parallel_size,
+            pipeline_parallel_size=settings.pipeline_parallel_size,
+            precision=settings.precision,
+            hybrid_expert_parallel=settings.hybrid_expert_parallel,
+        )
+
     def _tokens(self, number: int, count: int | None = None) -> tuple[list[int], list[int]]:
         """Of the first `count` messages of a conversation, or of all. Raises BadInput."""
         try:
@@ -138,12 +144,13 @@ class ReferenceBins:
         """The reference's row of these conversations, and what this rank is given of it."""
         batch = reference.take(self._rectangle, members)
         place, depths = dumped.place, dumped.said.depths
-        whole = reference.process_microbatch(batch, rank=0, context_parallel_size=1, how=self._padding, depths=depths)
+        how = self._paddings[place.data_rank]
+        whole = reference.process_microbatch(batch, rank=0, context_parallel_size=1, how=how, depths=depths)
         made = reference.process_microbatch(
             batch,
             rank=place.context_rank,
             context_parallel_size=place.cp,
-            how=self._padding,
+            how=how,
             depths=depths,
             layout=self._layout,
         )
@@ -164,8 +171,6 @@ class ReferenceBins:
             "token_mask": made.target_mask,
             "cu_seqlens": torch.tensor(made.cu_seqlens, dtype=torch.int32),
         }
-        if made.position_ids is not None:  # the model is given them with depths only
-            share["position_ids"] = made.position_ids
         rectangle = {name: getattr(batch, name) for name in ("input_ids", "token_mask", "sample_mask")}
         way: dict[str, Has] = {
             "batch": rectangle
@@ -177,7 +182,9 @@ class ReferenceBins:
             "share": share,
         }
         for depth, each in enumerate(made.depths, 1):
-            way[f"share, depth {depth}"] = {tensor: getattr(each, tensor) for tensor in TENSORS}
+            way[f"share, depth {depth}"] = {
+                tensor: found for tensor in TENSORS if (found := getattr(each, tensor)) is not None
+            }
         return row, way
 
     def _fed(self, dumped: Dumped, number: int, name: str) -> Side:

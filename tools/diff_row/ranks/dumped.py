@@ -140,12 +140,13 @@ class Dumped:
         """What this rank's model was given, by step: the share and its depths."""
         names = ("input_ids", "target_ids", "target_mask", "cu_seqlens")
         found = self.of(number, "share", names)
-        if self.said.depths or not self.is_online:  # else the model is given none
+        given = [name for name in TENSORS if name != "position_ids" or not self.is_online]  # R-ONLINE-7
+        if not self.is_online:
             found |= self.of(number, "share", ["position_ids"])
         found["token_mask"] = found.pop("target_mask")
         ways = {"share": found}
         for depth in range(1, self.said.depths + 1):
-            ways[f"share, depth {depth}"] = self.of(number, f"depth_{depth}", TENSORS)
+            ways[f"share, depth {depth}"] = self.of(number, f"depth_{depth}", given)
         return {step: {name: tensor.reshape(-1) for name, tensor in has.items()} for step, has in ways.items()}
 
 
