@@ -174,7 +174,7 @@ def _reference(case: MeetingCase) -> Side:
     tokenizer: TransformersTokenizer = adapt(tokenizers.load("word"))
     prompt = prompts.Prompt(format=case.prompt_format)
     tokenized = [
-        reference_chat.tokenize_messages(each, prompt, tokenizer, bos_token=None, eos_token=None)
+        reference_chat.joined(reference_chat.tokenize_messages(each, prompt, tokenizer, reference_chat.ChatSettings()))
         for each in conversations(case)
     ]
     lengths = [len(tokens) for tokens, _ in tokenized]
@@ -217,9 +217,8 @@ def _reference(case: MeetingCase) -> Side:
 
 @functools.cache
 def _chat_tokenizer(prompt_format: str) -> chat.ChatTokenizer:
-    return chat.ChatTokenizer(
-        tokenizer=tokenizers.load("word"), prompt_format=prompt_format, add_bos=False, add_eos=False
-    )
+    settings = chat.ChatSettings(prompt_format=prompt_format, add_bos=False, add_eos=False)
+    return chat.ChatTokenizer(tokenizer=tokenizers.load("word"), settings=settings)
 
 
 _NAMES = ("input_ids", "position_ids", "labels", "loss_mask", "target_ids", "target_mask")

@@ -135,6 +135,8 @@ class _Run:
         """What is passed over, and where the run goes on."""
         for path in self._checkpoints.incomplete():
             self._progress.say(f"passed over {path}: it was not written to its end")
+        for note in self._feed.notes:
+            self._progress.say(f"note: {note}")
         if found is None:
             return
         self._progress.say(f"going on from {found[0]} (step {self._step})")

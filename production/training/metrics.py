@@ -178,6 +178,7 @@ class StepMetrics:
             padding_share=counts.padding_tokens / max(counts.tokens, 1),
             rows_truncated=counts.truncated_rows,
             conversations_dropped=counts.dropped_conversations,
+            conversations_masked_out=counts.masked_out_conversations,
             slowest_rank=ranks.slowest,
             slowest_rank_place=self._group.place(ranks.slowest),
             slowest_rank_behind_seconds=ranks.behind_seconds,

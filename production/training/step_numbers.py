@@ -46,6 +46,8 @@ class StepNumbers:
     """Rows of the global batch that end within a conversation."""
     conversations_dropped: int
     """Conversations of the global batch of which no token is in a row."""
+    conversations_masked_out: int
+    """Online conversations of the global batch that were too long, and so trained nothing (R-ONLINE-8)."""
     slowest_rank: int
     """The rank, of the whole world, with the longest `Timing.own_seconds`. Ranks of one replica wait for each other within the
     passes (tp, cp, ep, pp), so that a slow one makes its replica slow: the replica is what is certain."""

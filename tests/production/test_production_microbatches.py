@@ -140,8 +140,8 @@ def test_r_online_5_each_data_parallel_rank_has_the_row_length_of_its_own_longes
     batch = ConversationBatch(conversations=tuple(made), sample_mask=torch.ones(2))
     lengths = []
     for rank in range(2):
-        bins, padding = pack_bins(batch, settings, data_rank=rank)
-        lengths.append([squeeze.squeeze(each, padding).input_ids.shape[1] for each in bins])
+        own = pack_bins(batch, settings, data_rank=rank)
+        lengths.append([squeeze.squeeze(each, own.padding).input_ids.shape[1] for each in own.rectangles])
     assert lengths == [[4], [2]]
 
 
@@ -417,9 +417,7 @@ def test_r_online_1_chat_tokens_and_the_mask_of_each_message():
     tokenizer = tokenizers.load("word")
 
     def tokenize(prompt_format, messages=MESSAGES, **options):
-        given = {"add_bos": False, "add_eos": False} | options
-        maker = chat.ChatTokenizer(tokenizer=tokenizer, prompt_format=prompt_format, **given)
-        (found,) = maker.tokenize([messages])
+        (found,) = maker_of(tokenizer, prompt_format=prompt_format, **options).tokenize([messages])
         return found.token_ids.tolist(), found.token_mask.tolist()
 
     assert tokenize("identity") == ([12, 13, 14, 15], [0, 0, 1, 1])
@@ -434,9 +432,7 @@ def test_r_online_1_chat_tokens_and_the_mask_of_each_message():
 
 
 def test_r_online_1_what_cannot_be_tokenized_is_refused():
-    maker = chat.ChatTokenizer(
-        tokenizer=tokenizers.load("word"), prompt_format="identity", add_bos=False, add_eos=False
-    )
+    maker = maker_of(tokenizers.load("word"), prompt_format="identity")
     with pytest.raises(RowRefused) as refused:
         maker.tokenize([MESSAGES, [{"role": "user", "content": "w1"}, {"role": "assistant", "content": "\ud800"}]])
     assert (refused.value.kind, refused.value.conversation, refused.value.turn) == ("bad_text", 1, 1)
@@ -444,11 +440,110 @@ def test_r_online_1_what_cannot_be_tokenized_is_refused():
         maker.tokenize([["no message"]])
     assert refused.value.kind == "bad_message"
     with pytest.raises(PackproofError, match="the nearest is 'identity'"):
-        chat.ChatTokenizer(tokenizer=None, prompt_format="identiy", add_bos=False, add_eos=False)
-    bare = tokenizers.load("word")
-    before, bare.bos_token = bare.bos_token, None
-    try:
-        with pytest.raises(PackproofError, match="add_bos"):
-            chat.ChatTokenizer(tokenizer=bare, prompt_format="identity", add_bos=True, add_eos=False)
-    finally:
-        bare.bos_token = before
+        chat.ChatSettings(prompt_format="identiy")
+    with pytest.raises(PackproofError, match="no generation prompt to add"):
+        chat.ChatSettings(prompt_format="identity", add_generation_prompt=True)
+    with pytest.raises(PackproofError, match="max_length"):
+        chat.ChatSettings(max_length=0)
+
+
+def maker_of(tokenizer, **settings):
+    return chat.ChatTokenizer(
+        tokenizer=tokenizer, settings=chat.ChatSettings(**{"add_bos": False, "add_eos": False} | settings)
+    )
+
+
+@pytest.fixture
+def templated():
+    """The word tokenizer with a template of the test's own, put back afterwards."""
+    tokenizer = tokenizers.load("word")
+    kept = tokenizer.chat_template, tokenizer.bos_token
+    yield tokenizer
+    tokenizer.chat_template, tokenizer.bos_token = kept
+
+
+def test_r_online_1_bos_and_eos_are_on_by_default_and_a_tokenizer_without_one_adds_nothing(templated):
+    assert (chat.ChatSettings().add_bos, chat.ChatSettings().add_eos) == (True, True)
+    asking = chat.ChatTokenizer(tokenizer=templated, settings=chat.ChatSettings(prompt_format="identity"))
+    assert asking.missing_tokens == []
+    templated.bos_token = None
+    asking = chat.ChatTokenizer(tokenizer=templated, settings=chat.ChatSettings(prompt_format="identity"))
+    assert asking.missing_tokens == ["add_bos"]
+    assert asking.tokenize([MESSAGES])[0].token_ids.tolist() == [12, 13, 14, 15, 2]
+
+
+def test_r_online_8_a_conversation_that_is_too_long_is_cut_as_nemo_rl_cuts_it():
+    word = tokenizers.load("word")
+    messages = [{"role": "user", "content": "w1 w2 w3 w4 w5 "}, {"role": "assistant", "content": "w6 w7 w8"}]
+    (whole,) = maker_of(word, prompt_format="identity", max_length=9).tokenize([messages])
+    assert (len(whole.token_ids), whole.weight) == (8, 1.0)
+    for longest, kept, trained in ((8, [0, 1, 2, 3, 5, 6, 7], 3), (5, [0, 1, 5, 6], 2)):
+        (stub,) = maker_of(word, prompt_format="identity", max_length=longest).tokenize([messages])
+        assert stub.token_ids.tolist() == whole.token_ids[kept].tolist()
+        assert (int(stub.token_mask.sum()), stub.weight) == (trained, 0.0)
+    with pytest.raises(RowRefused, match="8 tokens, where a conversation must have fewer than 8") as refused:
+        maker_of(word, prompt_format="identity", max_length=8, on_long_conversation="refuse").tokenize([messages])
+    assert refused.value.kind == "truncated"
+    batch = ConversationBatch(conversations=(whole, stub), sample_mask=torch.ones(2))
+    settings = {name: value for name, value in JOB.items() if name not in ("longest_bin", "sequence_parallel")}
+    settings |= {"capacity": 16, "algorithm": "concatenative", "seed": None, "data_parallel_size": 1}
+    own = pack_bins(batch, BinSettings(**settings), data_rank=0)
+    (row,) = [squeeze.squeeze(each, own.padding) for each in own.rectangles]
+    assert row.target_mask.sum(dim=1).tolist() == [3.0]  # the whole one's alone
+    assert (own.counts.masked_out_conversations, own.counts.trained_tokens) == (1, 3)
+
+
+COUNTING = "{% for m in messages %}{{ messages|length }} {{ m.content }} {% endfor %}"
+FORGETTING = (
+    "{% for m in messages %}{% if loop.last %}{{ m.content }}{% else %}{{ m.content.split('w9 ')[-1] }}{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(("template", "turn"), [(COUNTING, 1), (FORGETTING, 2)])
+def test_r_online_9_a_template_that_renders_earlier_messages_otherwise_is_refused(templated, template, turn):
+    templated.chat_template = template
+    messages = [
+        {"role": "user", "content": "w1 "},
+        {"role": "assistant", "content": "w2 w9 w3 "},
+        {"role": "user", "content": "w4 "},
+    ]
+    with pytest.raises(RowRefused, match="no longer renders what it rendered before") as refused:
+        maker_of(templated).tokenize([messages])
+    assert (refused.value.kind, refused.value.turn) == ("unjoined_pieces", turn)
+    assert maker_of(templated, on_unjoined_pieces="allow").tokenize([messages])[0].token_ids.numel() > 5
+
+
+def test_r_online_9_messages_that_merge_into_other_ids_are_refused_with_the_first_id_that_differs():
+    maker = maker_of(tokenizers.load("word"), prompt_format="identity")
+    maker.check_ids(chat.Chat(messages=MESSAGES))
+    merging = [{"role": "user", "content": "w1"}, {"role": "assistant", "content": "2"}]  # "w12" is one word
+    with pytest.raises(RowRefused, match="the first that differs is token 0") as refused:
+        maker.check_ids(chat.Chat(messages=merging))
+    assert (refused.value.kind, refused.value.turn) == ("unjoined_pieces", 0)
+    maker_of(tokenizers.load("word"), prompt_format="identity", on_unjoined_pieces="allow").check_ids(
+        chat.Chat(messages=merging)
+    )
+
+
+TOOLS = "{% for t in tools or [] %}{{ t.name }} {% endfor %}{% for m in messages %}{{ m.content }} {% for c in m.tool_calls %}{{ c.name }} {% endfor %}{% endfor %}"
+
+
+def test_r_online_10_tools_and_their_calls_reach_the_template_or_are_refused(templated):
+    templated.chat_template = TOOLS
+    messages = [
+        {"role": "user", "content": "w1"},
+        {"role": "assistant", "content": None, "tool_calls": [{"name": "w5"}]},
+    ]
+    line = chat.Chat(messages=messages, tools=[{"name": "w4"}])
+    (found,) = maker_of(templated).tokenize([line])
+    words = [templated.convert_ids_to_tokens(int(token)) for token in found.token_ids]
+    assert [word for word in words if word.startswith("w")] == ["w4", "w1", "w5"]
+    templated.chat_template = TOOLS.replace("m.tool_calls", "[]")
+    with pytest.raises(RowRefused, match="nothing of its tool calls"):
+        maker_of(templated).tokenize([line])
+    templated.chat_template = TOOLS.replace("tools or []", "[]")
+    with pytest.raises(RowRefused, match="nothing of its tools") as refused:
+        maker_of(templated).tokenize([line])
+    assert "tool_key null" in refused.value.mend
+    with pytest.raises(RowRefused, match="identity renders no tools, and the line has tool calls"):
+        maker_of(templated, prompt_format="identity").tokenize([messages])

@@ -16,6 +16,7 @@ from production.training.config.settings import (
     multi_token_depths,
     optimizer_options,
     order_settings,
+    chat_settings,
     row_settings,
     sizes,
     transformer_options,
@@ -33,5 +34,5 @@ __all__ = [
     "CHAT", "PACKED", "Checkpointing", "Cluster", "ConfigRefused", "Data", "DataFile", "Dataset", "DatasetDefaults", "Job",
     "Logger", "Loss", "MegatronCfg", "Model", "Plan", "Policy", "Scheduler", "SequencePacking", "SetupRefused", "Sft",
     "Source", "Tokenizer", "blocked_folders", "ddp_options", "device_here", "load", "missing_files", "model_settings", "multi_token_depths", "notes", "optimizer_options",
-    "order_settings", "packed_otherwise", "plan", "print_config", "refusals", "row_settings", "sizes", "transformer_options", "unready", "validate",
+    "chat_settings", "order_settings", "packed_otherwise", "plan", "print_config", "refusals", "row_settings", "sizes", "transformer_options", "unready", "validate",
 ]  # fmt: skip

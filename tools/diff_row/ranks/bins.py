@@ -43,20 +43,39 @@ class ReferenceBins:
     """All bins of one dumped step."""
 
     def __init__(
-        self, dumped: Dumped, messages: Sequence[Any], *, tokenizer: Any, tokenizer_name: str, layout: str
+        self,
+        dumped: Dumped,
+        lines: Sequence[Mapping[str, Any]],
+        *,
+        tokenizer: Any,
+        tokenizer_name: str,
+        layout: str,
     ) -> None:
-        """`messages` are those of `dumped.rows`. Raises BadInput where the reference refuses a conversation that was fed."""
-        settings = dumped.said.made_with.bins
+        """`lines` are the objects of `dumped.rows`. Raises BadInput where the reference refuses a conversation that was fed."""
+        settings, chat_settings = dumped.said.made_with.bins, dumped.said.made_with.chat
         assert settings is not None  # of the online path
+        assert chat_settings is not None
         self._settings, self._rows = settings, dumped.said.rows
         self._tokenizer, self._tokenizer_name, self._layout = tokenizer, tokenizer_name, layout
-        self._messages = messages
-        self._prompt = prompts.Prompt(format=dumped.said.made_with.rows.prompt_format)
-        made = [self._tokens(number) for number in range(len(messages))]
+        self._messages = [line[dumped.said.made_with.chat_key] for line in lines]
+        tool_key = chat_settings.tool_key
+        self._tools = [None if tool_key is None else line.get(tool_key) for line in lines]
+        self._prompt = prompts.Prompt(format=chat_settings.prompt_format)
+        self._chat = chat.ChatSettings(
+            bos_token=tokenizer.bos_token if chat_settings.add_bos else None,
+            eos_token=tokenizer.eos_token if chat_settings.add_eos else None,
+            add_generation_prompt=chat_settings.add_generation_prompt,
+            on_unjoined_pieces=chat_settings.on_unjoined_pieces,
+        )
+        self._lengths: list[list[int]] = []
+        made = [self._weighted(number, chat_settings.max_length) for number in range(len(lines))]
         multiple = settings.make_sequence_length_divisible_by
         try:
-            self._rectangle = reference.rectangle(made, multiple)
-            lengths = [reference.rounded(len(tokens), multiple) for tokens, _ in made]
+            self._rectangle = reference.rectangle(
+                [(tokens, mask) for tokens, mask, _ in made], multiple, settings.pad_token_id
+            )
+            self._rectangle.sample_mask.copy_(torch.tensor([weight for _, _, weight in made]))
+            lengths = [reference.rounded(len(tokens), multiple) for tokens, _, _ in made]
             self._bins = packing.raise_bin_count(self._pack(lengths), self._settings.data_parallel_size)
             self._paddings = [self._padding(lengths, rank) for rank in range(settings.data_parallel_size)]
         except (reference.PaddingError, packing.PackingError) as error:
@@ -119,11 +138,11 @@ class ReferenceBins:
             hybrid_expert_parallel=settings.hybrid_expert_parallel,
         )
 
-    def _tokens(self, number: int, count: int | None = None) -> tuple[list[int], list[int]]:
-        """Of the first `count` messages of a conversation, or of all. Raises BadInput."""
+    def _pieces(self, number: int) -> list[chat.MessageTokens]:
+        """The tokens of each message of a conversation. Raises BadInput."""
         try:
             return chat.tokenize_messages(
-                self._messages[number][:count], self._prompt, adapt(self._tokenizer), bos_token=None, eos_token=None
+                self._messages[number], self._prompt, adapt(self._tokenizer), self._chat, self._tools[number]
             )
         except RowRefused as refused:
             where = self._rows[number]
@@ -133,12 +152,21 @@ class ReferenceBins:
                 mend="give the tokenizer and the file that the job read",
             ) from refused
 
+    def _weighted(self, number: int, max_length: int) -> tuple[list[int], list[int], float]:
+        """Tokens, mask and weight of a conversation; where each message ends is kept for its turns. Raises BadInput."""
+        pieces = self._pieces(number)
+        tokens, mask, weight = chat.weighted(pieces, max_length)
+        kept = [len(piece.tokens) for piece in pieces]
+        if not weight:
+            kept = [min(length, chat.STUB_TOKENS, max_length // len(pieces)) for length in kept]
+        self._lengths.append(kept)
+        return tokens, mask, weight
+
     def _turns(self, number: int) -> tuple[tuple[str, ...], Ints]:
-        """Roles of a conversation, and the message of each of its tokens: what the messages before it add to it."""
-        messages = self._messages[number]
-        ends = [len(self._tokens(number, count)[0]) for count in range(1, len(messages) + 1)]
-        turns: Ints = np.searchsorted(np.array(ends), np.arange(ends[-1]), side="right").astype(np.int32)
-        return tuple(str(message["role"]) for message in messages), turns
+        """Roles of a conversation, and the message of each of its tokens."""
+        lengths = self._lengths[number]
+        turns: Ints = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
+        return tuple(str(message["role"]) for message in self._messages[number]), turns
 
     def _made(self, dumped: Dumped, members: Sequence[int]) -> tuple[Row, dict[str, Has]]:
         """The reference's row of these conversations, and what this rank is given of it."""

@@ -69,6 +69,20 @@ class BinsMadeWith(msgspec.Struct, frozen=True, kw_only=True):
     pipeline_parallel_size: Size
     precision: Literal["unquantized", "fp8_blockwise", "fp8_mxfp8", "fp8_other"]
     hybrid_expert_parallel: bool
+    pad_token_id: int
+
+
+class ChatMadeWith(msgspec.Struct, frozen=True, kw_only=True):
+    """How the online path makes tokens of a line (`production.chat.ChatSettings`)."""
+
+    prompt_format: str
+    add_bos: bool
+    add_eos: bool
+    add_generation_prompt: bool
+    on_unjoined_pieces: Literal["refuse", "allow"]
+    max_length: Size
+    on_long_conversation: Literal["mask_out", "refuse"]
+    tool_key: str | None
 
 
 class MadeWith(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,6 +95,8 @@ class MadeWith(msgspec.Struct, frozen=True, kw_only=True):
     rows: RowsMadeWith
     bins: BinsMadeWith | None
     """Of the online path; None on the direct one."""
+    chat: ChatMadeWith | None
+    """As `bins`."""
 
 
 class Said(msgspec.Struct, frozen=True, kw_only=True):
