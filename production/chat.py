@@ -189,9 +189,7 @@ class ChatTokenizer:
         texts, before = [], ""
         for end in range(1, len(row.messages) + 1):
             opens = self._settings.add_generation_prompt and row.roles[end - 1] in PROMPTING_ROLES
-            now = render_template(
-                row.messages[:end], self._tokenizer, number, tools=tools, add_generation_prompt=opens
-            )
+            now = render_template(row.messages[:end], self._tokenizer, number, tools=tools, add_generation_prompt=opens)
             shared = len(os.path.commonprefix([before, now]))  # noqa: RUF071 - of texts, character by character
             if shared < len(before) and self._settings.on_unjoined_pieces == "refuse":
                 what = (

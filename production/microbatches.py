@@ -175,9 +175,7 @@ def _online(batch: Rectangle, settings: MicrobatchSettings, device: torch.device
     total = row.input_ids.numel() // size
     if settings.depths and settings.mtp == "tables":
         flat = derive_labels(row)
-        tables = depth_tables(
-            flat, settings.depths, rank=rank, size=size, layout=settings.layout, has_positions=False
-        )
+        tables = depth_tables(flat, settings.depths, rank=rank, size=size, layout=settings.layout, has_positions=False)
         tables = _moved(dataclasses.replace(tables, own_mask=cut.pop("token_mask")[None]), device)
         params: PackedSeqParams = _thd_with_tables(flat, tables, settings, total, device)
         # What stands in the tables too is given from there: the feed knows it by its memory.

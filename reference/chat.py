@@ -62,9 +62,7 @@ def tokenize_messages(
             text = bos + text
         if number == len(conversation) - 1 and eos is not None and not text.rstrip("\n").endswith(eos):
             text = text + eos
-        pieces.append(
-            MessageTokens(tokens=prompts.encode(text, tokenizer), is_trained=message["role"] == TRAINED_ROLE)
-        )
+        pieces.append(MessageTokens(tokens=prompts.encode(text, tokenizer), is_trained=message["role"] == TRAINED_ROLE))
     return pieces
 
 

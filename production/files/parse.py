@@ -97,9 +97,9 @@ def _check_shape(
         return ("empty_row", "the row has no message", (chat_key,)), 0
     keys = len(row)
     for index, message in enumerate(messages):
-        if type(message) is not dict or type(message.get("role")) is not str or type(message.get("content")) is not str:
-            if not (takes_tool_calls and _only_calls(message)):
-                return _fault_of_message(message, chat_key, index), 0
+        is_text = type(message) is dict and type(message.get("role")) is str and type(message.get("content")) is str
+        if not is_text and not (takes_tool_calls and _only_calls(message)):
+            return _fault_of_message(message, chat_key, index), 0
         keys += len(message)
         if len(message) > 2 or "content" not in message:
             keys += sum(_count_keys(value, 4) for value in message.values())

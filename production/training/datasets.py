@@ -215,7 +215,11 @@ class ConversationData:
         if isinstance(conversation, Exception):
             return conversation
         if not len(conversation.token_ids):
-            what = "it renders to no token" if conversation.weight else "it is too long, and has more messages than it may have tokens"
+            what = (
+                "it renders to no token"
+                if conversation.weight
+                else "it is too long, and has more messages than it may have tokens"
+            )
             return refusal("empty_conversation", what, conversation=0)
         return conversation
 
@@ -224,9 +228,7 @@ def _messages(source: PackedSource, row: int) -> Any:
     return source[row]
 
 
-def _read(
-    sources: Sequence[PackedSource], sample: Sample, take: Callable[[PackedSource, int], Any] = _messages
-) -> Any:
+def _read(sources: Sequence[PackedSource], sample: Sample, take: Callable[[PackedSource, int], Any] = _messages) -> Any:
     """What `take` takes of a row, its messages, or its BadRow."""
     try:
         return take(sources[sample.source], sample.row)

@@ -134,9 +134,7 @@ def test_r_online_5_each_data_parallel_rank_has_the_row_length_of_its_own_longes
         "pipeline_parallel_size": 2,
     }
     settings = BinSettings(**given, capacity=4, algorithm="concatenative", seed=None, data_parallel_size=2)
-    made = [
-        rectangle.Conversation(token_ids=torch.arange(length), token_mask=torch.ones(length)) for length in (4, 2)
-    ]
+    made = [rectangle.Conversation(token_ids=torch.arange(length), token_mask=torch.ones(length)) for length in (4, 2)]
     batch = ConversationBatch(conversations=tuple(made), sample_mask=torch.ones(2))
     lengths = []
     for rank in range(2):
@@ -494,9 +492,7 @@ def test_r_online_8_a_conversation_that_is_too_long_is_cut_as_nemo_rl_cuts_it():
 
 
 COUNTING = "{% for m in messages %}{{ messages|length }} {{ m.content }} {% endfor %}"
-FORGETTING = (
-    "{% for m in messages %}{% if loop.last %}{{ m.content }}{% else %}{{ m.content.split('w9 ')[-1] }}{% endif %}{% endfor %}"
-)
+FORGETTING = "{% for m in messages %}{% if loop.last %}{{ m.content }}{% else %}{{ m.content.split('w9 ')[-1] }}{% endif %}{% endfor %}"
 
 
 @pytest.mark.parametrize(("template", "turn"), [(COUNTING, 1), (FORGETTING, 2)])

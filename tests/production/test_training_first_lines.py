@@ -107,7 +107,13 @@ def test_a_dry_run_refuses_what_a_run_would(tmp_path, capsys):
     forgetting = "{% for m in messages %}{{ m.content if loop.last else '' }}{% endfor %}"
     online = [*ONLINE[:3], f"data.train.data_path={path}", f"policy.tokenizer.name={TOKENIZER}"]
     online += ["data.train.megatron_sft_prompt_format=null"]
-    arguments = ["--config", str(BASE), "--dry-run", *online, f"policy.tokenizer.chat_template={json.dumps(forgetting)}"]
+    arguments = [
+        "--config",
+        str(BASE),
+        "--dry-run",
+        *online,
+        f"policy.tokenizer.chat_template={json.dumps(forgetting)}",
+    ]
     assert main(arguments) == 2
     assert "no longer renders what it rendered before" in capsys.readouterr().err
     assert main([*arguments, "data.on_unjoined_pieces=allow"]) == 0

@@ -626,7 +626,9 @@ def test_conversations_of_a_whole_global_batch_come_tokenized_in_order_on_every_
 )
 def test_a_conversation_that_cannot_be_taken_is_named(tmp_path, content, kind, text):
     lines = [line(0), {"messages": [{"role": "user", "content": content}, {"role": "assistant", "content": "w1 w2"}]}]
-    settings = ChatSettings(prompt_format="identity", add_bos=False, add_eos=False, max_length=40, on_long_conversation="refuse")
+    settings = ChatSettings(
+        prompt_format="identity", add_bos=False, add_eos=False, max_length=40, on_long_conversation="refuse"
+    )
     chat = ChatTokenizer(tokenizer=load("word"), settings=settings)
     given = {"tokenize": words, "tokenize_many": lambda rows: list(map(words, rows))}
     if kind == "truncated":

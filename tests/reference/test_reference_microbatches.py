@@ -203,7 +203,9 @@ def test_r_online_1_a_template_may_open_the_assistants_turn_behind_a_prompt():
     assert (refused.value.kind, refused.value.turn) == ("unjoined_pieces", 1)
     opened = [{"role": "tool", "content": "a"}]
     assert tokenized(opened, OWN, tokenizer=opening, add_generation_prompt=True) == ("<a>A:", [0] * 5)
-    assert tokenized([{"role": "system", "content": "a"}], OWN, tokenizer=opening, add_generation_prompt=True)[0] == "<a>"
+    assert (
+        tokenized([{"role": "system", "content": "a"}], OWN, tokenizer=opening, add_generation_prompt=True)[0] == "<a>"
+    )
 
 
 def test_r_online_9_pieces_that_do_not_join_are_refused():
@@ -217,7 +219,10 @@ def test_r_online_10_tools_are_rendered_or_refused():
     joining.closes = False
     calls = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "", "tool_calls": ["f"]}]
     assert tokenized(calls, OWN, "T", joining)[0] == "[T]<a><['f']>"
-    for conversation, prompt, tools in ((calls, Prompt(format="identity"), None), (calls[:1], Prompt(format="identity"), "T")):
+    for conversation, prompt, tools in (
+        (calls, Prompt(format="identity"), None),
+        (calls[:1], Prompt(format="identity"), "T"),
+    ):
         with pytest.raises(RowRefused) as refused:
             tokenized(conversation, prompt, tools)
         assert refused.value.kind == "tools_not_rendered"
@@ -227,7 +232,10 @@ def test_r_online_10_tools_are_rendered_or_refused():
 
 
 def test_r_online_8_a_conversation_of_the_longest_length_is_cut_to_a_stub():
-    pieces = [chat.MessageTokens(tokens=[1, 2, 3, 4, 5], is_trained=False), chat.MessageTokens(tokens=[6, 7, 8], is_trained=True)]
+    pieces = [
+        chat.MessageTokens(tokens=[1, 2, 3, 4, 5], is_trained=False),
+        chat.MessageTokens(tokens=[6, 7, 8], is_trained=True),
+    ]
     assert chat.weighted(pieces, 9) == ([1, 2, 3, 4, 5, 6, 7, 8], [0] * 5 + [1] * 3, 1.0)
     assert chat.weighted(pieces, 8) == ([1, 2, 3, 4, 6, 7, 8], [0] * 4 + [1] * 3, 0.0)  # min(4, 8 // 2)
     assert chat.weighted(pieces, 5) == ([1, 2, 6, 7], [0, 0, 1, 1], 0.0)
