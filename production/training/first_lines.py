@@ -139,7 +139,8 @@ def _said(job: Job) -> set[str]:
 
 
 def _is_packed(record: dict[str, Any], dataset: Dataset) -> bool:
-    return sum(message["role"] == "system" for message in record[dataset.chat_key]) > 1
+    roles = [message["role"] for message in record[dataset.chat_key]]
+    return roles.count("system") > 1
 
 
 def _has_manifest(path: Path) -> bool:
