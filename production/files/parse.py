@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from production.files.contents import likeness, message_likeness
 from production.files.faults import LineError
 from production.files.strict import MAX_DEPTH, StrictJson
 
@@ -34,7 +35,7 @@ def parse_record(
     """The whole object of a row, whose `chat_key` holds its messages (SPEC R-FILE-6).
 
     `line` is without its newline; `unterminated` says that it never had one, as only a file's last line may (R-FILE-2).
-    `takes_tool_calls` lets a message with `tool_calls` have a null content or none, as chat files have it (R-FILE-11).
+    `takes_tool_calls` lets a message with `tool_calls` have a null content or none, as chat files have it (R-FILE-14).
     LineError names the first fault: of the bytes, then of the JSON, then of the row's shape.
     """
     line, length = line.rstrip(b" \t\r"), len(line)
@@ -58,9 +59,22 @@ def _parse_strictly(line: bytes, chat_key: str, *, takes_tool_calls: bool) -> di
     fault_of_shape, _ = _check_shape(parsed.value, chat_key, takes_tool_calls=takes_tool_calls)
     if fault_of_shape is not None:
         kind, what, path = fault_of_shape
-        raise LineError(kind, parsed.offset_of(*path), what)
+        looks = _looks_like(parsed.value, kind, path, chat_key)
+        said, mend = (what, None) if looks is None else (f"{what}; {looks[0]}", looks[1])
+        raise LineError(kind, parsed.offset_of(*path), said, mend=mend)
     row: dict[str, Any] = parsed.value
     return row
+
+
+def _looks_like(row: Any, kind: str, path: tuple[str | int, ...], chat_key: str) -> tuple[str, str] | None:
+    """What a row of another shape looks like, and how to mend it."""
+    if kind == "missing_chat_key":
+        return likeness(row, chat_key)
+    if kind in ("missing_role", "missing_content"):
+        return message_likeness(row[chat_key][path[1]], chat_key)
+    if kind == "row_not_object" and type(row) is list and row and type(row[0]) is dict:
+        return "it looks like the bare messages", f'write {{"{chat_key}": [ … ]}} around them'
+    return None
 
 
 def _text(line: bytes) -> str:

@@ -34,6 +34,7 @@ from production.training.identity import fingerprint
 from production.training.loader import Loader, LoaderSettings, Prepared
 from production.training.order import Order, Sample, ValidationOrder
 from production.training.step import split_rows
+from production.training.token_checks import check_tokens, message_keys
 from production.training.tokenizer import load_tokenizer
 
 
@@ -69,6 +70,8 @@ class Feed:
         for refusal in found.refusals:
             raise refusal
         self.notes = found.notes
+        self.token_notes = check_tokens(job, self.tokenizer)
+        """What must be known of all rows: what their tokens are, whatever stands in them (SPEC section 22)."""
         train = _as_one(job)
         self.sources = _open(job, train, apart=any(file.weight is not None for file in train.data_path))
         self._rows = row_settings(job, train)
@@ -174,6 +177,7 @@ class Feed:
                 tokenize=lambda line: chat.tokenize([line])[0],
                 tokenize_many=chat.tokenize,
                 tool_key=dataset.tool_key,
+                keys=message_keys(dataset, settings, self.tokenizer),
             )
         from production.rows import RowBuilder  # noqa: PLC0415 - only here is its pad id asked for
 
@@ -185,7 +189,13 @@ class Feed:
             multi_token_prediction=multi_token_depths(job) > 0,
             pad_token_id=pad,
         )
-        return PackedData(sources=sources, tokenizer=self.tokenizer, settings=settings, guards=guards)
+        return PackedData(
+            sources=sources,
+            tokenizer=self.tokenizer,
+            settings=settings,
+            guards=guards,
+            keys=message_keys(dataset, settings, self.tokenizer),
+        )
 
     def _loader_settings(self, global_batch_size: int) -> LoaderSettings:
         """`data.prefetch` counts microbatches; the loader counts global batches, of which this rank has its share."""

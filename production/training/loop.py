@@ -137,10 +137,12 @@ class _Run:
 
     def _say_where(self, found: tuple[Path, Manifest] | None) -> None:
         """What is passed over, and where the run goes on."""
+        for note in self._feed.token_notes:
+            self._progress.say(f"note: {note.text}")
         for path in self._checkpoints.incomplete():
             self._progress.say(f"passed over {path}: it was not written to its end")
-        for note in self._feed.notes:
-            self._progress.say(f"note: {note}")
+        for told in self._feed.notes:
+            self._progress.say(f"note: {told}")
         if found is None:
             return
         self._progress.say(f"going on from {found[0]} (step {self._step})")
@@ -332,6 +334,7 @@ class _Run:
             "device": str(self._rank.device),
             "normalization": self._job.loss.normalization,
             **{f"{name}_parallel_size": size for name, size in dataclasses.asdict(sizes(self._job)).items()},
+            **{f"note_{note.kind}": note.text for note in self._feed.token_notes},
         }
         return open_loggers(settings, rank=self._place.rank, run=facts, finished_steps=self._step)
 

@@ -53,6 +53,10 @@ class StepNumbers:
     """Conversations of the global batch of which no token is in a row."""
     conversations_masked_out: int
     """Online conversations of the global batch that were too long, and so trained nothing (R-ONLINE-8)."""
+    control_tokens: int = 0
+    """Control tokens that stand in contents of the global batch as text (SPEC R-TOLD-2)."""
+    labels_masked_as_padding: int = 0
+    """Labels of contents that do not count because they are the pad token's id (SPEC R-TOLD-2)."""
     slowest_rank: int
     """The rank, of the whole world, with the longest `Timing.own_seconds`. Ranks of one replica wait for each other within the
     passes (tp, cp, ep, pp), so that a slow one makes its replica slow: the replica is what is certain."""
