@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from equivalence.errors import CaseError
 from equivalence.model_cases import ModelCase
 from equivalence.models import Part
 from equivalence.workers.worker import Worker
@@ -17,6 +18,8 @@ from production.batches import Batch
 from production.parallel import Place
 from reference.trainer import Schedule, Settings
 
+SCHEMA = 1
+"""Raised when a saved case can no longer be read as it was meant."""
 TRAIN = "equivalence.training:train"
 STEPS = 20
 
@@ -38,6 +41,46 @@ class TrainingCase:
     beta1: float = 0.9
     beta2: float = 0.95
     epsilon: float = 1e-8
+    note: str = ""
+    """Why it was saved."""
+    origin: str = ""
+    """The job that it comes from."""
+
+    @property
+    def stem(self) -> str:
+        """What its file's name begins with: precision and layout."""
+        return f"{self.precision} {self.model.layout}"
+
+    def to_json(self) -> str:
+        """The case as JSON, one field a line; fields at their default are left out."""
+        found: dict[str, Any] = {"schema": SCHEMA}
+        for each in dataclasses.fields(self):
+            value = getattr(self, each.name)
+            if isinstance(value, ModelCase):
+                value = json.loads(value.to_json())
+            elif isinstance(value, Schedule):
+                value = {key: now for key, now in dataclasses.asdict(value).items() if now is not None}
+            if value != each.default:
+                found[each.name] = value
+        lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(value)}" for name, value in found.items())
+        return f"{{\n{lines}\n}}\n"
+
+    @classmethod
+    def from_json(cls, text: str, *, where: str = "the case") -> TrainingCase:
+        """Read a case. CaseError names `where` and what is wrong."""
+        try:
+            read = json.loads(text)
+            schema = read.pop("schema")
+            read["model"] = ModelCase.from_json(json.dumps(read["model"]), where=where)
+            read["schedule"] = Schedule(**read["schedule"])
+            case = cls(**read)
+        except CaseError:
+            raise
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise CaseError(f"{where} is no run of steps: {error!r}; it needs a model and a schedule") from error
+        if schema != SCHEMA:
+            raise CaseError(f"{where} is no run of schema {SCHEMA}; save the case again")
+        return case
 
     @property
     def dtype(self) -> torch.dtype:

@@ -13,6 +13,7 @@ from contextlib import closing
 from multiprocessing import get_context
 from typing import Any
 
+from equivalence.blame import told
 from equivalence.checks.result import CheckResult
 from equivalence.errors import SuiteError
 from equivalence.mutants import layouts as faults
@@ -20,7 +21,6 @@ from equivalence.mutants.layout_mutant import LayoutMutant
 from equivalence.mutants.layouts import LAYOUT_MUTANTS
 from equivalence.mutants.matrix import Kills
 from equivalence.plan import LAYOUT_CHECKS, SIZES, layout_jobs
-from equivalence.search import last_line
 from equivalence.tally import MODEL_CHECKS
 
 CHECKS_OF_LAYOUTS = (*LAYOUT_CHECKS, *MODEL_CHECKS)
@@ -77,7 +77,7 @@ def _in_draws(mutant: LayoutMutant, check: str, seed: int) -> int:
             drawn = list(draw_layouts(check, number=job.seed, examples=job.examples, shrink=False))
         except Exception as error:  # production refuses to go on: a run ends with it
             if type(error).__name__ not in mutant.raises:
-                raise SuiteError(f"fault {mutant.name} could not run in {check}: {last_line(error)}") from error
+                raise SuiteError(f"fault {mutant.name} could not run in {check}: {told(error)}") from error
             return 1
     return 0 if drawn[-1][0].equal else len(drawn)
 
