@@ -68,6 +68,8 @@ class Run:
     """Presets of rows, comma-separated, each with its overrides: strict,row_ends=any; all unless given."""
     models: bool = True
     """Training steps of models in worlds of one to eight ranks; half of the time."""
+    job: str | None = None
+    """Only jobs whose title, as a report names it, holds this text."""
     out: Path = Path("build/equivalence")
     """Folder for report.json, report.html and shrunk counterexamples."""
 
@@ -158,6 +160,7 @@ def _run(asked: Run, command: str, console: Console) -> int:
         out=asked.out,
         rows=asked.rows,
         models=asked.models,
+        job=asked.job,
         restriction=restriction(asked.formats, asked.cp, asked.semantics),
     )
     with terminal.Reporter(console) as progress:

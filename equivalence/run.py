@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import itertools
+import shlex
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -70,6 +71,14 @@ class Options:
     restriction: Restriction = EVERYTHING
     """Formats, context parallel sizes and semantics that rows are built in."""
 
+    job: str | None = None
+    """Only jobs whose title holds this."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether nothing of the plan was left to others, so that everything aimed at must have been hit."""
+        return self.shard == (1, 1) and not self.restriction.is_any and self.job is None
+
     @property
     def holds_production(self) -> bool:
         """Whether the run is about production at all: checks of data, steps and runs hold it, whoever builds rows."""
@@ -105,7 +114,7 @@ class Outcome:
             for (name, prompt_format), count in sorted(self.tally.aimed.items())
             if not self.tally.hits[name, prompt_format]
         ]
-        if self.options.shard == (1, 1):
+        if self.options.is_whole:
             fired = {entry for (entry, _), count in self.tally.fired.items() if count}
             missed += [
                 f"divergence {label(each)} never fired" for each in divergences.REGISTRY if label(each) not in fired
@@ -168,6 +177,8 @@ def execute(options: Options, progress: Progress) -> Outcome:
     size = SIZES[options.size]
     _preload(options, size)
     planned = _in_shard(_planned(outcome, size), options.shard)
+    if options.job is not None:
+        planned = (job for job in planned if options.job in job.title)
     if options.rows is None and options.size == "long":
         endless: Iterator[Job] = planned
     else:
@@ -187,7 +198,7 @@ def execute(options: Options, progress: Progress) -> Outcome:
     if not outcome.tally.rows and not outcome.interrupted and not outcome.tally.errors:
         index, count = options.shard
         outcome.tally.errors.append(
-            f"nothing was compared: shard {index}/{count} holds no job, or no two sides take what it holds; take fewer shards, "
+            f"nothing was compared: shard {index}/{count} holds no such job, or no two sides take what it holds; take fewer shards, "
             "or restrict less"
         )
     return outcome
@@ -323,12 +334,19 @@ def _saved(differing: Differing, outcome: Outcome, alone: Replayer) -> Differing
     options = outcome.options
     case = store.parse(differing.case)
     if not any(_is_alike(each, differing) for each in outcome.tally.differences):
-        differing = replace(differing, alone=alone(differing.case))
+        differing = replace(differing, alone=alone(differing.case), together=_together(case, differing, options))
     if differing.path is not None:  # it was replayed from there
         return differing
     why = f"{differing.check}: {differing.left} and {differing.right} differ"
     path = store.save(case, why, folder=options.out / "corpus")
     return replace(differing, path=str(path), command=store.command(case, path, _sides(differing, case, options)))
+
+
+def _together(case: store.Case, differing: Differing, options: Options) -> str:
+    """The command that draws a case again with those before it."""
+    title = case.origin or differing.where
+    words = ["python", "-m", "equivalence", "run", "--size", options.size, "--seed", str(options.seed)]
+    return shlex.join([*words, "--job", title, "--subjects", ",".join(options.subjects)])
 
 
 def _sides(differing: Differing, case: store.Case, options: Options) -> list[str]:

@@ -38,6 +38,8 @@ class Differing:
     """Shows it."""
     path: str | None = None
     """Where the case was saved."""
+    together: str = ""
+    """Draws the case again with those before it."""
     alone: str = ""
     """Of the saved case, replayed alone in a process that ran nothing before: `different`, `equal`, why it did not end, or "" if not asked."""
 

@@ -36,6 +36,11 @@ class Case(Protocol):
         ...
 
     @property
+    def origin(self) -> str:
+        """The job that drew it."""
+        ...
+
+    @property
     def stem(self) -> str:
         """What its file's name begins with."""
         ...

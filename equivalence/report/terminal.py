@@ -264,7 +264,10 @@ def difference_lines(each: dict[str, Any], console: Console, head: str = "differ
 def alone_line(each: dict[str, Any]) -> str:
     """What a replay of the smallest case alone showed, where it was not the difference."""
     if each["alone"] == EQUAL:
-        return f"alone this case is equal: it needs others before it (something is kept between cases), as drawn in {each['where']}"
+        return (
+            "alone this case is equal: it needs others before it (something is kept between cases); drawn with them by "
+            + str(each["together"])
+        )
     return "" if each["alone"] in ("", DIFFERENT) else str(each["alone"])
 
 
