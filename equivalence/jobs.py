@@ -72,7 +72,13 @@ class Job:
     @property
     def title(self) -> str:
         """What a person calls it."""
-        parts = (self.kind, self.aim or "", self.prompt_format, self.semantics, self.layout.name if self.layout else "")
+        parts = (
+            "own" if self.is_own else self.kind,
+            self.aim or "",
+            self.prompt_format,
+            self.semantics,
+            self.layout.name if self.layout else "",
+        )
         return " ".join(part for part in parts if part) + (f" seed {self.seed}" if self.seed else "")
 
 
@@ -271,10 +277,13 @@ def _layouts(job: Job, sides: list[Subject], tally: Tally) -> None:
     assert job.aim is not None
     from equivalence.layouts import draw_layouts  # noqa: PLC0415 - megatron-core's model code takes seconds: see run._preload
 
-    with attributed(tally, job.title, check=job.aim):
-        for result, where in draw_layouts(job.aim, number=job.seed, examples=job.examples):
+    try:
+        for result, case in draw_layouts(job.aim, number=job.seed, examples=job.examples, shrink=job.shrink):
             tally.count(result, "any")
-            tally.differences += differing(result, prompt_format="any", where=f"{job.title}: {where}")
+            if not result.equal:
+                tell(Differs(result, case), replace(case, origin=job.title), job.title, tally)
+    except CouldNotRun as error:
+        tell(error, replace(error.case, origin=job.title), job.title, tally)
 
 
 def _models(job: Job, sides: list[Subject], tally: Tally) -> None:

@@ -13,7 +13,7 @@ from contextlib import closing
 from multiprocessing import get_context
 from typing import Any
 
-from equivalence.blame import told
+from equivalence.blame import RAISED
 from equivalence.checks.result import CheckResult
 from equivalence.errors import SuiteError
 from equivalence.mutants import layouts as faults
@@ -21,6 +21,7 @@ from equivalence.mutants.layout_mutant import LayoutMutant
 from equivalence.mutants.layouts import LAYOUT_MUTANTS
 from equivalence.mutants.matrix import Kills
 from equivalence.plan import LAYOUT_CHECKS, SIZES, layout_jobs
+from equivalence.search import CouldNotRun
 from equivalence.tally import MODEL_CHECKS
 
 CHECKS_OF_LAYOUTS = (*LAYOUT_CHECKS, *MODEL_CHECKS)
@@ -75,11 +76,12 @@ def _in_draws(mutant: LayoutMutant, check: str, seed: int) -> int:
     with mutant.entered():
         try:
             drawn = list(draw_layouts(check, number=job.seed, examples=job.examples, shrink=False))
-        except Exception as error:  # production refuses to go on: a run ends with it
-            if type(error).__name__ not in mutant.raises:
-                raise SuiteError(f"fault {mutant.name} could not run in {check}: {told(error)}") from error
-            return 1
-    return 0 if drawn[-1][0].equal else len(drawn)
+        except CouldNotRun as error:
+            raise SuiteError(f"fault {mutant.name} could not run in {check}: {error}") from error
+    if drawn[-1][0].equal:
+        return 0
+    _expect_no_other_failure(mutant, drawn[-1][0])
+    return len(drawn)
 
 
 def _in_steps(mutant: LayoutMutant, seed: int, *, first_only: bool) -> dict[str, int | None]:
@@ -112,5 +114,7 @@ def _expect_no_other_failure(mutant: LayoutMutant, result: CheckResult) -> None:
     """SuiteError where a rank failed by other means than production's own refusals: then the fault itself is at fault."""
     for each in (difference for finding in result.findings for difference in finding.differences):
         failed = str(each.left).removeprefix("a result, not ")
-        if each.klass == "failed" and failed != each.left and failed not in mutant.raises:
+        if each.klass == RAISED:
+            failed = str(each.right).partition(":")[0]
+        if each.klass in ("failed", RAISED) and failed != each.left and failed not in mutant.raises:
             raise SuiteError(f"fault {mutant.name} could not run: {each.right}")

@@ -17,7 +17,7 @@ from equivalence.subjects import PROMPT_FORMATS
 
 PLAIN_EVERY = 5.0
 """Seconds between plain lines."""
-FIRST = ("starting", "corpus", "sample", "smallest")
+FIRST = ("starting", "corpus", "own", "smallest")
 """Kinds of jobs whose results are the first table."""
 WORTH_A_TABLE = 1000.0
 """Planned work, in rows' worth, below which the table at the end comes soon enough."""

@@ -137,7 +137,7 @@ def run_on(sample, out, *options, subjects="reference,production,megatron_lm"):
 
 def test_every_row_of_a_file_comes_first_in_the_settings_of_its_manifest(tmp_path, capsys):
     sample = packed(tmp_path, 28, **OWN)
-    code, report = run_on(sample, tmp_path / "out", "--job", "sample")
+    code, report = run_on(sample, tmp_path / "out", "--job", "own")
     assert code == 0
     assert report["size"] == "tiny", "the size that is taken unless another is given"
     own = report["own_settings"]
