@@ -46,13 +46,13 @@ class Job:
     """One piece of a run."""
 
     kind: str
-    """corpus, model_corpus, files, sample, rows, batches, divergences, layouts, models, trainer or smallest."""
+    """corpus, model_corpus, files, sample, rows, batches, divergences, layouts, models, trainer, whole_run or smallest."""
     subjects: tuple[str, ...]
     prompt_format: str = ""
     seed: int = 0
     examples: int = 0
     aim: str | None = None
-    """The fault class of `rows`, the check of `layouts`, the kind of model of `trainer`."""
+    """The fault class of `rows`, the check of `layouts`, the kind of model of `trainer`, the path of `whole_run`."""
     paths: tuple[str, ...] = ()
     """Saved cases; or the packed file of `sample`, the folder of `files`."""
     tokenizer: str = ""
@@ -60,7 +60,8 @@ class Job:
     context_parallel_size: int = 1
     pack_length: int = 0
     first: int = 0
-    """Of `sample`: the first row, then every `step`th, `examples` in all. Of `trainer`: the number of ranks, 0 for a few layouts."""
+    """Of `sample`: the first row, then every `step`th, `examples` in all. Of `trainer` and
+    `whole_run`: the number of ranks, 0 for a few layouts."""
     step: int = 1
     layout: Layout | None = None
     """Of `models`."""
@@ -309,6 +310,14 @@ def _trainer(job: Job, sides: list[Subject], tally: Tally) -> None:
         training_runs.run_drawn(job, tally)
 
 
+def _whole_run(job: Job, sides: list[Subject], tally: Tally) -> None:
+    del sides
+    from equivalence import whole_run_jobs  # noqa: PLC0415
+
+    with _named_errors(tally, job.title):
+        whole_run_jobs.run_drawn(job, tally)
+
+
 def _smallest(_: Job, sides: list[Subject], tally: Tally) -> None:
     for entry in divergences.REGISTRY:
         name = f"{entry.field}: {entry.permissive}/{entry.strict}"
@@ -343,5 +352,6 @@ RUNNERS: dict[str, Callable[[Job, list[Subject], Tally], None]] = {
     "models": _models,
     "model_corpus": _model_corpus,
     "trainer": _trainer,
+    "whole_run": _whole_run,
     "smallest": _smallest,
 }

@@ -32,6 +32,7 @@ from equivalence.plan import (
     sample_jobs,
     spread,
     trainer_jobs,
+    whole_run_jobs,
 )
 from equivalence.pool import run_jobs
 from equivalence.tally import MODEL_CHECKS, Differing, Tally
@@ -198,6 +199,7 @@ def _planned(options: Options, size: Size) -> Iterator[Job]:
     if options.models:
         saved = [path for path, _ in model_cases.replay(options.out / "corpus" / "models")]
         yield from model_corpus_jobs(saved, options.subjects)
+        yield from whole_run_jobs(size, options.seed, options.subjects)
         yield from trainer_jobs(size, options.seed, options.subjects)
     yield Job(kind="smallest", subjects=options.subjects)
     if "megatron_lm" in options.subjects:  # its reader is one of the two
@@ -240,6 +242,7 @@ def _preload(options: Options, size: Size) -> None:
         if options.models:
             importlib.import_module("equivalence.model_jobs").preload_models()
             importlib.import_module("equivalence.training_runs").preload_training()
+            importlib.import_module("equivalence.whole_run_jobs").preload_whole_runs()
     classes()
 
 

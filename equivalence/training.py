@@ -113,7 +113,7 @@ def train(case: TrainingCase, worker: Worker) -> TrainingOutcome:
         _measure(metrics, engine.step(rows), step=number + 1, consumed_samples=(number + 1) * len(case.model.rows))
         outcome.weight_decays.append(tuple(sorted(decays)))
         if (number + 1) % REPORT_PERIOD == 0 or number + 1 == case.steps:
-            outcome.numbers += metrics.report()
+            outcome.numbers.extend(metrics.report())
     for shard in shards(engine.model):
         if shard.is_main:
             part = tuple((each.start, each.stop) for each in shard.part)

@@ -167,7 +167,8 @@ class Trainer:
     def validate(self, batches: Sequence[GlobalBatch]) -> float:
         """The loss of a validation over some global batches: all trained tokens' losses over their number (R-LOSS-7)."""
         rows = [row for batch in batches for row in rows_of(batch)]
-        losses = [self.model.losses(row.input_ids, row.target_ids, row.boundaries).tokens[0].detach() for row in rows]
+        with torch.no_grad():
+            losses = [self.model.losses(row.input_ids, row.target_ids, row.boundaries).tokens[0] for row in rows]
         return float(training_loss([losses], [[row.mask for row in rows]]))
 
 

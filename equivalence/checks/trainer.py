@@ -53,7 +53,7 @@ def check_trainer(case: TrainingCase, outcomes: Sequence[TrainingOutcome], expec
         sides = [f"a weight {name}" if name in side else None for side in (ours, theirs)]
         differences.append(difference(f"weight {name}", None, *sides))
     for name in sorted(ours.keys() & theirs.keys()):
-        differences += _weight(name, ours[name], theirs[name], expected.weight_bounds[name])
+        differences += near_in_norm(name, ours[name], theirs[name], expected.weight_bounds[name])
     return result("trainer", "reference", "production", differences)
 
 
@@ -85,7 +85,7 @@ def check_distributed(
                 differences += _near(name, float(one_loss), float(other_loss), bounds_of[depth])
         left, right = whole_weights(plain), whole_weights(distributed)
         for name in sorted(left):
-            differences += _weight(name, left[name], right[name], expected.weight_bounds[name])
+            differences += near_in_norm(name, left[name], right[name], expected.weight_bounds[name])
     for one, other in zip(plain, distributed, strict=True):
         for step, bound in enumerate(bounds):
             name = f"rank {one.place.rank} gradient norm of step {step}"
@@ -155,7 +155,7 @@ def _near(name: str, left: float, right: float, bound: float) -> list[Difference
     return near(name, torch.tensor(left, dtype=torch.float64), torch.tensor(right, dtype=torch.float64), bound)
 
 
-def _weight(name: str, left: torch.Tensor, right: torch.Tensor, bound: float) -> list[Difference]:
+def near_in_norm(name: str, left: torch.Tensor, right: torch.Tensor, bound: float) -> list[Difference]:
     """Both within `bound` of each other in norm."""
     if left.shape != right.shape or left.dtype != right.dtype:
         sides = [f"{side.dtype} {tuple(side.shape)}" for side in (left, right)]
