@@ -16,8 +16,8 @@ from equivalence.errors import CaseError
 
 SCHEMA = 1
 """Raised when a saved case can no longer be read as it was meant."""
-_HOME = "equivalence."
-"""The package whose classes a case may hold."""
+_HOMES = ("equivalence.", "production.parallel")
+"""Where the classes are that a case may hold."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -113,7 +113,7 @@ def decode(read: Any) -> Any:
 
 def _class_of(name: str) -> Any:
     module, _, attribute = name.partition(":")
-    found = getattr(importlib.import_module(module), attribute) if module.startswith(_HOME) else None
+    found = getattr(importlib.import_module(module), attribute) if module.startswith(_HOMES) else None
     if not (isinstance(found, type) and dataclasses.is_dataclass(found)):
         raise CaseError(f"{name} is no dataclass of the suite, so a case cannot hold one; save the case again")
     return cast("Any", found)

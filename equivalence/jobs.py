@@ -48,7 +48,7 @@ class Job:
     seed: int = 0
     examples: int = 0
     aim: str | None = None
-    """The fault class of `rows`, the check of `layouts`, the kind of model of `trainer`."""
+    """The fault class of `rows`, the check of `layouts`, the kind of model of `trainer`, the path of `whole_run`."""
     paths: tuple[str, ...] = ()
     """Saved cases of any kind; or the packed file of `sample`, the folder of `files`."""
     tokenizer: str = ""
@@ -56,7 +56,8 @@ class Job:
     context_parallel_size: int = 1
     pack_length: int = 0
     first: int = 0
-    """Of `sample`: the first row, then every `step`th, `examples` in all. Of `trainer`: the number of ranks, 0 for a few layouts."""
+    """Of `sample`: the first row, then every `step`th, `examples` in all. Of `trainer` and
+    `whole_run`: the number of ranks, 0 for a few layouts."""
     step: int = 1
     layout: Layout | None = None
     """Of `models`."""
@@ -303,6 +304,14 @@ def _trainer(job: Job, sides: list[Subject], tally: Tally) -> None:
         training_runs.run_drawn(job, tally)
 
 
+def _whole_run(job: Job, sides: list[Subject], tally: Tally) -> None:
+    del sides
+    from equivalence import whole_run_jobs  # noqa: PLC0415
+
+    with attributed(tally, job.title, check="whole_run"):
+        whole_run_jobs.run_drawn(job, tally)
+
+
 def _smallest(_: Job, sides: list[Subject], tally: Tally) -> None:
     for entry in divergences.REGISTRY:
         case = smallest_case(entry)
@@ -343,5 +352,6 @@ RUNNERS: dict[str, Callable[[Job, list[Subject], Tally], None]] = {
     "layouts": _layouts,
     "models": _models,
     "trainer": _trainer,
+    "whole_run": _whole_run,
     "smallest": _smallest,
 }

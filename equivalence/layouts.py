@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from equivalence.generators.layouts import CutRow, cut_rows, sequences
 from equivalence.generators.online import cross_entropies, direct_cases, loss_cases, meeting_cases, online_cases
 from equivalence.generators.orders import order_cases, shares_cases
 from equivalence.plan import LAYOUT_CHECKS
+from equivalence.registry import CHECKS
 from equivalence.search import CouldNotRun
 from equivalence.subjects.protocol import Subject
 
@@ -97,6 +99,10 @@ def check_data(case: DataCase) -> CheckResult:
 def check_saved(case: DataCase, sides: Sequence[Subject]) -> list[CheckResult]:
     """Replay a saved case, whoever builds rows."""
     del sides
+    check = CHECKS.get(case.check)
+    if check is not None and check.replay:
+        module, _, function = check.replay.partition(":")
+        return [getattr(importlib.import_module(module), function)(case.value)]
     return [check_data(case)]
 
 

@@ -57,6 +57,8 @@ class Size:
     """Training steps of models, by the number of ranks."""
     trainer: Mapping[str, tuple[int, ...]]
     """Runs of twenty steps: for each of training_runs.KINDS the numbers of ranks whose layouts are all trained in; 0: a few of two ranks."""
+    whole_runs: tuple[int, ...]
+    """Whole runs of the training job on both paths: the numbers of ranks in whose layouts; 0: in dp 2 alone."""
     sample_witnessed: int
     """Rows of the packed sample for each format, cp and preset that Megatron-LM is a witness of, beside every row in its own settings."""
     sample_rows: int
@@ -75,6 +77,7 @@ SIZES = {
         layouts=150,
         models={1: Steps(models=6, others=3), 2: Steps(models=3), 4: Steps(models=2), 8: Steps(layouts=10)},
         trainer={"dense": (0,), "experts": (0,), "float32": (0,)},
+        whole_runs=(0,),
         sample_witnessed=2,
         sample_rows=1,
         whole_tokenizer=False,
@@ -93,6 +96,7 @@ SIZES = {
             8: Steps(),
         },
         trainer={"dense": (1, 2), "experts": (2,), "hybrid": (2,), "float32": (2,)},
+        whole_runs=(2,),
         sample_witnessed=30,
         sample_rows=8,
         whole_tokenizer=True,
@@ -111,6 +115,7 @@ SIZES = {
             8: Steps(models=10, others=3),
         },
         trainer={"dense": (1, 2, 4, 8), "experts": (1, 2, 4, 8), "hybrid": (1, 2, 4), "float32": (1, 2, 4)},
+        whole_runs=(1, 2),
         sample_witnessed=240,
         sample_rows=32,
         whole_tokenizer=True,
@@ -319,6 +324,19 @@ def trainer_jobs(size: Size, seed: int, subjects: tuple[str, ...]) -> Iterator[J
                 examples=1,
                 seed=_seed(str(seed), "trainer", kind, str(count)),
             )
+
+
+def whole_run_jobs(size: Size, seed: int, subjects: tuple[str, ...]) -> Iterator[Job]:
+    """Whole runs of the training job, a job for each path and number of ranks."""
+    for count, path in itertools.product(size.whole_runs, ("direct", "online")):
+        yield Job(
+            kind="whole_run",
+            subjects=subjects,
+            aim=path,
+            first=count,
+            examples=1,
+            seed=_seed(str(seed), "whole_run", path, str(count)),
+        )
 
 
 def spread(few: Sequence[Job], many: Sequence[Job]) -> Iterator[Job]:

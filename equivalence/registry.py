@@ -25,6 +25,9 @@ class Check:
     cost: float = 0.0
     """Of one example in generated rows' worth; 0 where the number of ranks decides, or a job is one piece."""
 
+    replay: str = ""
+    """`module:function` from a saved value to its result, of a check that draws no data and saves a value all the same."""
+
 
 CHECKS: dict[str, Check] = {
     check.name: check
@@ -53,6 +56,14 @@ CHECKS: dict[str, Check] = {
         Check(name="leaks", title="leaks across boundaries", kind="step", klass="leak"),
         Check(name="paths", title="direct and online steps", kind="step", klass="step"),
         Check(name="trainer", title="runs of twenty steps", kind="run", klass="run", cost=1000.0),
+        Check(
+            name="whole_run",
+            title="whole runs of the job",
+            kind="run",
+            klass="run",
+            cost=1000.0,
+            replay="equivalence.whole_run_jobs:check_case",
+        ),
         Check(name="distributed_optimizer", title="distributed optimizer", kind="run", klass="run"),
     )
 }

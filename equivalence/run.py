@@ -35,6 +35,7 @@ from equivalence.plan import (
     sample_jobs,
     spread,
     trainer_jobs,
+    whole_run_jobs,
 )
 from equivalence.pool import run_jobs
 from equivalence.restriction import EVERYTHING, Restriction
@@ -267,6 +268,7 @@ def _of_production(outcome: Outcome, size: Size, steps: list[Job], *, layouts: b
     if options.models:
         yield from corpus_jobs(_saved_cases(outcome, ["models", "runs"]), options.subjects)
         yield from trainer_jobs(size, options.seed, options.subjects)
+        yield from whole_run_jobs(size, options.seed, options.subjects)
         yield from steps
 
 
@@ -324,6 +326,7 @@ def _preload(options: Options, size: Size) -> None:
         if options.models:
             importlib.import_module("equivalence.model_jobs").preload_models()
             importlib.import_module("equivalence.training_runs").preload_training()
+            importlib.import_module("equivalence.whole_run_jobs").preload_whole_runs()
     classes()
 
 

@@ -16,12 +16,15 @@ from equivalence.models import Part
 from equivalence.workers.worker import Worker
 from production.batches import Batch
 from production.parallel import Place
+from production.training.step_numbers import StepNumbers
 from reference.trainer import Schedule, Settings
 
 SCHEMA = 1
 """Raised when a saved case can no longer be read as it was meant."""
 TRAIN = "equivalence.training:train"
 STEPS = 20
+REPORT_PERIOD = 3
+"""Steps between reports: metrics of several steps wait together, and the last report has fewer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,11 +124,8 @@ class TrainingOutcome:
     """What one rank ends up with."""
 
     place: Place
-    reports: list[torch.Tensor] = field(default_factory=list)
-    """For each step [sum, trained tokens] of this rank; zeros but on the last stage."""
-    gradient_norms: list[float] = field(default_factory=list)
-    learning_rates: list[float] = field(default_factory=list)
-    """Of the first group of parameters."""
+    numbers: list[StepNumbers] = field(default_factory=list)
+    """What the training job reports of each step, the same on every rank."""
     weight_decays: list[tuple[float, ...]] = field(default_factory=list)
     """For each step those of all groups that hold a parameter here, without repetition, rising."""
     weights: list[Part] = field(default_factory=list)
@@ -136,6 +136,7 @@ def train(case: TrainingCase, worker: Worker) -> TrainingOutcome:
     """Production's engine on this rank of a world that entered `equivalence.models.layout` with the case's sizes."""
     from equivalence.models import forget_other_models  # noqa: PLC0415 - megatron-core
     from production.training.engine import Engine  # noqa: PLC0415
+    from production.training.metrics import Group, StepMetrics  # noqa: PLC0415
     from production.weights import fill, shards  # noqa: PLC0415
 
     forget_other_models()
@@ -148,19 +149,36 @@ def train(case: TrainingCase, worker: Worker) -> TrainingOutcome:
         prepare=lambda built: fill(built, weights),
     )
     outcome = TrainingOutcome(place=place)
+    metrics = StepMetrics(group=Group.of_parallel_state(), depths=engine.settings.depths)
     for number in range(case.steps):
         rows: Sequence[Batch] = case.at(number).rows_of_rank(place.data_rank)
         decays = {group["weight_decay"] for group in engine.optimizer.param_groups if group["params"]}
-        done = engine.step(rows)
-        outcome.reports.append(sum(done.report.losses, torch.zeros(2)))
-        outcome.gradient_norms.append(float(done.gradient_norm or 0.0))
-        outcome.learning_rates.append(done.learning_rate)
+        _measure(metrics, engine.step(rows), step=number + 1, consumed_samples=(number + 1) * len(case.model.rows))
         outcome.weight_decays.append(tuple(sorted(decays)))
+        if (number + 1) % REPORT_PERIOD == 0 or number + 1 == case.steps:
+            outcome.numbers.extend(metrics.report())
     for shard in shards(engine.model):
         if shard.is_main:
             part = tuple((each.start, each.stop) for each in shard.part)
             outcome.weights.append(Part(name=shard.name, shape=shard.shape, part=part, values=shard.values.clone()))
     return outcome
+
+
+def _measure(metrics: Any, stepped: Any, *, step: int, consumed_samples: int) -> None:
+    """Give a step to the metrics as the training job does."""
+    from production.training.metrics import Timing  # noqa: PLC0415 - megatron-core
+
+    for pair in stepped.report.losses:
+        metrics.add_loss(pair[0], pair[1])
+    if (sums := stepped.mtp_loss_sums) is not None:
+        metrics.add_multi_token(sums, torch.full_like(sums, stepped.microbatches))
+    metrics.end_step(
+        step=step,
+        learning_rate=stepped.learning_rate,
+        gradient_norm=stepped.gradient_norm,
+        consumed_samples=consumed_samples,
+        timing=Timing(step_seconds=1.0, own_seconds=1.0, data_wait_seconds=0.0),
+    )
 
 
 def _settings(case: TrainingCase) -> dict[str, Any]:

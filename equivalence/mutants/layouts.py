@@ -31,6 +31,14 @@ def entered(name: str) -> Callable[[Sizes], tuple[str, Any]]:
 
 
 @contextmanager
+def enter_alone(name: str, worker: Any) -> Iterator[None]:
+    """What each rank of a whole run enters: the fault; the job lays its ranks out itself."""
+    del worker
+    with find(name).entered():
+        yield
+
+
+@contextmanager
 def enter(entry: tuple[str, Sizes], worker: Any) -> Iterator[Any]:
     """What each rank enters: the fault, then `equivalence.models.layout`."""
     from equivalence.models import layout  # noqa: PLC0415 - the ranks' part
