@@ -48,7 +48,7 @@ class Job:
     seed: int = 0
     examples: int = 0
     aim: str | None = None
-    """The fault class of `rows`, the check of `layouts`, the kind of model of `trainer`, the path of `whole_run`."""
+    """The fault class of `rows`, the check of `layouts`, the kind of model of `trainer`, the path of `whole_run`, the outcomes of `recorded`."""
     paths: tuple[str, ...] = ()
     """Saved cases of any kind; or the packed file of `sample`, the folder of `files`."""
     tokenizer: str = ""
@@ -56,7 +56,7 @@ class Job:
     context_parallel_size: int = 1
     pack_length: int = 0
     first: int = 0
-    """Of `sample`: the first row, then every `step`th, `examples` in all. Of `trainer` and
+    """Of `sample`: the first row, then every `step`th, `examples` in all. Of `recorded`: the first outcome. Of `trainer` and
     `whole_run`: the number of ranks, 0 for a few layouts."""
     step: int = 1
     layout: Layout | None = None
@@ -273,6 +273,14 @@ def tell(found: Differs | CouldNotRun, case: Case, where: str, tally: Tally, *, 
         tally.errors.append(f"{where}: {found}\non the case\n{case.to_json()}")
 
 
+def _recorded(job: Job, sides: list[Subject], tally: Tally) -> None:
+    assert job.aim is not None
+    from equivalence import recorded_jobs  # noqa: PLC0415 - megatron-core's training code takes seconds
+
+    with attributed(tally, job.title, check="recorded"):
+        recorded_jobs.run(job.aim, range(job.first, job.first + job.examples), sides, tally)
+
+
 def _layouts(job: Job, sides: list[Subject], tally: Tally) -> None:
     del sides
     assert job.aim is not None
@@ -345,6 +353,7 @@ def attributed(
 RUNNERS: dict[str, Callable[[Job, list[Subject], Tally], None]] = {
     "corpus": _corpus,
     "files": _files,
+    "recorded": _recorded,
     "sample": _sample,
     "rows": _rows,
     "batches": _batches,

@@ -276,6 +276,26 @@ def _round(size: Size, seed: str, subjects: tuple[str, ...], restriction: Restri
                 )
 
 
+RECORDED = {
+    "packings": 2768,
+    "partitions": 938,
+    "nemo-rl-direct": 1697,
+    "megatron-lm-0.19": 435,
+    "megatron-lm-main": 435,
+}
+"""Recorded outcomes by what they are held to (`recorded_jobs.run`), and how many there are."""
+RECORDED_AT_ONCE = 700
+"""Recorded outcomes of one job."""
+
+
+def recorded_jobs(subjects: tuple[str, ...]) -> Iterator[Job]:
+    """Every recorded outcome, in every size: some to a job."""
+    for name, count in RECORDED.items():
+        for first in range(0, count, RECORDED_AT_ONCE):
+            examples = min(RECORDED_AT_ONCE, count - first)
+            yield Job(kind="recorded", subjects=subjects, aim=name, first=first, examples=examples)
+
+
 def layout_jobs(size: Size, seed: int, subjects: tuple[str, ...]) -> Iterator[Job]:
     """Cuts, depths and bins; their sides are reference, production and megatron-core's own arithmetic, whoever builds rows."""
     for check, number in itertools.product(LAYOUT_CHECKS, range(size.rounds)):

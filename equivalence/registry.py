@@ -33,6 +33,7 @@ CHECKS: dict[str, Check] = {
     check.name: check
     for check in (
         Check(name="corpus", title="saved cases", kind="row", klass="row"),
+        Check(name="recorded", title="recorded outcomes", kind="row", klass="row", cost=0.7),
         Check(name="own", title="packed sample, own settings", kind="row", klass="row", cost=5.5),
         Check(name="files", title="file readers", kind="files", klass="reader"),
         Check(name="sample", title="packed sample, others", kind="row", klass="row", cost=5.5),

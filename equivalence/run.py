@@ -32,6 +32,7 @@ from equivalence.plan import (
     layout_jobs,
     model_jobs,
     own_jobs,
+    recorded_jobs,
     sample_jobs,
     spread,
     trainer_jobs,
@@ -177,9 +178,8 @@ def execute(options: Options, progress: Progress) -> Outcome:
     outcome = Outcome(options=options, witnesses=witnesses(options.subjects), own=own)
     size = SIZES[options.size]
     _preload(options, size)
-    planned = _in_shard(_planned(outcome, size), options.shard)
-    if options.job is not None:
-        planned = (job for job in planned if options.job in job.title)
+    asked = (job for job in _planned(outcome, size) if options.job is None or options.job in job.title)
+    planned = _in_shard(asked, options.shard)
     if options.rows is None and options.size == "long":
         endless: Iterator[Job] = planned
     else:
@@ -238,7 +238,9 @@ def _planned(outcome: Outcome, size: Size) -> Iterator[Job]:
     if own is not None:
         yield from own_jobs(own, options.tokenizer, subjects)
     if taken.is_any:
-        outcome.left_out.append("smallest rows of registered divergences: each has settings of its own")
+        outcome.left_out.append(
+            "smallest rows of registered divergences, and recorded outcomes: each has settings of its own"
+        )
     else:
         yield Job(kind="smallest", subjects=subjects)
     if taken.semantics:
@@ -246,6 +248,7 @@ def _planned(outcome: Outcome, size: Size) -> Iterator[Job]:
     steps = list(model_jobs(size, options.seed, subjects)) if runs_steps else []
     generated = generated_jobs(size, options.seed, subjects, rows=options.rows, restriction=taken)
     if options.size == "long" and options.rows is None:
+        yield from recorded_jobs(subjects)
         yield from _of_production(outcome, size, steps)
         yield from _other_rows(outcome, size)
         yield from generated  # without end
@@ -253,6 +256,8 @@ def _planned(outcome: Outcome, size: Size) -> Iterator[Job]:
     aimed, others = _parted(generated)
     one_rank, largest, between = _by_ranks(steps)
     yield from one_rank
+    if not taken.is_any:
+        yield from recorded_jobs(subjects)
     yield from spread(list(layout_jobs(size, options.seed, subjects)) if options.holds_production else [], aimed)
     yield from spread(largest, [*others, *_other_rows(outcome, size)])
     yield from _of_production(outcome, size, between, layouts=False)
@@ -323,6 +328,7 @@ def _preload(options: Options, size: Size) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of megatron-core, that CUDA and optional kernels are absent
         importlib.import_module("equivalence.layouts")
+        importlib.import_module("equivalence.recorded_jobs")
         if options.models:
             importlib.import_module("equivalence.model_jobs").preload_models()
             importlib.import_module("equivalence.training_runs").preload_training()

@@ -171,10 +171,11 @@ class RowBuilder:
             raise refusal("no_pad_token", "the vocabulary lacks the pad token")
         if not len(messages):
             raise refusal("empty_row", "the row has no message")
-        row = split_conversations(messages)
         if semantics.row_ends == "system_to_assistant":
-            check_row_ends(row)
-        return row
+            check_row_ends(messages)
+        if self._pad is None and semantics.unknown_pad_token == "unk_early":
+            raise refusal("no_pad_token", "the tokenizer has neither the pad token nor an unknown token")
+        return split_conversations(messages)
 
     def _close(self, row: RowMessages, first: Tokenized) -> Row:
         return self._finish(self._lay_out(row, first), row)

@@ -49,7 +49,7 @@ def test_the_same_seed_draws_the_same_rows_on_any_number_of_workers(tmp_path):
 
 def test_a_wrong_side_exits_1_and_its_counterexample_is_small_and_replayed_first(tmp_path, capsys):
     options = {"subjects": "reference,wrong_subjects:TrainsBoundaryPadding"}
-    code, report = run(tmp_path, shard="6/30", **options)
+    code, report = run(tmp_path, "--job", "rows", shard="6/30", **options)
     assert code == 1
     found = [each for each in report["differences"] if each["check"] == "rows"]
     assert found
@@ -136,20 +136,20 @@ def run_on(sample, out, *options, subjects="reference,production,megatron_lm"):
 
 
 def test_every_row_of_a_file_comes_first_in_the_settings_of_its_manifest(tmp_path, capsys):
-    sample = packed(tmp_path, 28, **OWN)
+    sample = packed(tmp_path, 9, **OWN)
     code, report = run_on(sample, tmp_path / "out", "--job", "own")
     assert code == 0
     assert report["size"] == "tiny", "the size that is taken unless another is given"
     own = report["own_settings"]
-    assert (own["rows"], own["compared"], own["differing"]) == (28, 28, 0)
+    assert (own["rows"], own["compared"], own["differing"]) == (9, 9, 0)
     assert own["settings"].items() >= (OWN | {"pack_length": 2048}).items()
     assert set(own["origins"].values()) == {"manifest"}
     (check,) = [each for each in report["checks"] if each["check"] == "own"]
-    assert (check["format"], check["rows"]) == ("nemotron-h-aligned", 28)
-    assert report["witnessed"]["megatron_lm"]["nemotron-h-aligned"] >= 28
+    assert (check["format"], check["rows"]) == ("nemotron-h-aligned", 9)
+    assert report["witnessed"]["megatron_lm"]["nemotron-h-aligned"] >= 9
     screen = " ".join(capsys.readouterr().out.split())
     assert (
-        "28 of 28 rows in their own settings (nemotron-h-aligned, cp 2, megatron-lm-main, 2,048 tokens as its manifest says)"
+        "9 of 9 rows in their own settings (nemotron-h-aligned, cp 2, megatron-lm-main, 2,048 tokens as its manifest says)"
         in screen
     )
 
@@ -216,7 +216,7 @@ def test_a_saved_case_that_cannot_be_read_exits_2(tmp_path, capsys):
 
 
 def test_a_subject_that_raises_is_a_difference_with_its_line_and_the_smallest_row_that_makes_it(tmp_path):
-    code, report = run(tmp_path, subjects="reference,wrong_subjects:Raises", shard="6/30")
+    code, report = run(tmp_path, "--job", "rows", subjects="reference,wrong_subjects:Raises", shard="6/30")
     assert code == 1
     assert report["errors"] == []
     found = next(each for each in report["differences"] if each["check"] == "rows")

@@ -87,7 +87,8 @@ class Data:
     seed: int | None = None
     """Seed of the shuffle, 0 or more; None: derived, `sft.seed`."""
     order: Literal["sequential", "shuffle", "megatron-cyclic", "megatron-cyclic-sharded"] | None = None
-    """Order of SPEC section 19; None: derived from `shuffle`."""
+    """Order of SPEC section 19; None: derived from `shuffle`. `megatron-cyclic`: what Megatron-LM's driver draws with `--dataloader-type cyclic`, one permutation of
+    the samples of all `sft.max_num_steps`; `megatron-cyclic-sharded`: with `--data-sharding` too. Both need `last_batch: wrap` and `sft.max_num_epochs: null`."""
     last_batch: Literal["drop", "wrap", "stop"] = "drop"
     """Where an epoch ends inside a global batch: its last rows are left out and the next epoch begins (`drop`), the next epoch fills it up (`wrap`, Megatron-LM's
     sampler), or the job ends before it (`stop`; SPEC R-ORDER-3). A validation takes every row and fills its last batch up (R-ORDER-7)."""
