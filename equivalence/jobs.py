@@ -47,6 +47,8 @@ class Job:
     prompt_format: str = ""
     seed: int = 0
     examples: int = 0
+    plain: int = 0
+    """Of `layouts`: draws of plain random numbers beside the `examples` of Hypothesis."""
     aim: str | None = None
     """The fault class of `rows`, the check of `layouts`, the kind of model of `trainer`, the path of `whole_run`, the outcomes of `recorded`."""
     paths: tuple[str, ...] = ()
@@ -287,9 +289,10 @@ def _layouts(job: Job, sides: list[Subject], tally: Tally) -> None:
     from equivalence.layouts import draw_layouts  # noqa: PLC0415 - megatron-core's model code takes seconds: see run._preload
 
     try:
-        for result, case in draw_layouts(job.aim, number=job.seed, examples=job.examples, shrink=job.shrink):
+        drawn = draw_layouts(job.aim, number=job.seed, examples=job.examples, plain=job.plain, shrink=job.shrink)
+        for result, case in drawn:
             tally.count(result, "any")
-            if not result.equal:
+            if case is not None:
                 tell(Differs(result, case), replace(case, origin=job.title), job.title, tally)
     except CouldNotRun as error:
         tell(error, replace(error.case, origin=job.title), job.title, tally)

@@ -4,28 +4,33 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
-from hypothesis import strategies as st
-
 from equivalence.blame import is_of_production, raised, told
 from equivalence.checks.context_parallel import check_context_parallel
-from equivalence.checks.loss import check_cross_entropy, check_loss, check_online_loss
+from equivalence.checks.guards import check_guards
+from equivalence.checks.loader import check_loader
+from equivalence.checks.loss import check_cross_entropy, check_loss, check_online_loss, world_of_one
 from equivalence.checks.meeting import check_meeting
 from equivalence.checks.microbatches import check_direct_microbatches, check_online_microbatches
 from equivalence.checks.multi_token import check_multi_token
 from equivalence.checks.order import check_order
+from equivalence.checks.packed_files import check_packed_files
 from equivalence.checks.packing import check_packing
 from equivalence.checks.result import CheckResult
 from equivalence.checks.shares import check_shares
 from equivalence.data_cases import DataCase
 from equivalence.errors import CaseError
+from equivalence.generators.choices import Choices, RandomChoices, drawn
 from equivalence.generators.draws import each_drawn
-from equivalence.generators.layouts import CutRow, cut_rows, sequences
-from equivalence.generators.online import cross_entropies, direct_cases, loss_cases, meeting_cases, online_cases
-from equivalence.generators.orders import order_cases, shares_cases
+from equivalence.generators.files import draw_files
+from equivalence.generators.guards import draw_guards
+from equivalence.generators.layouts import BinsCase, CutCase, DepthCase, draw_bins, draw_cut, draw_depths
+from equivalence.generators.loader import draw_loader
+from equivalence.generators.online import draw_cross_entropy, draw_direct, draw_loss, draw_meeting, draw_online
+from equivalence.generators.orders import draw_order, draw_shares
 from equivalence.plan import LAYOUT_CHECKS
 from equivalence.registry import CHECKS
 from equivalence.search import CouldNotRun
@@ -36,45 +41,39 @@ from equivalence.subjects.protocol import Subject
 class LayoutCheck[Case]:
     """One check of layouts."""
 
-    cases: st.SearchStrategy[Case]
+    draw: Callable[[Choices], Case]
     """Draws a case."""
     check: Callable[[Case], CheckResult]
     """Takes it on all sides."""
 
 
-def _cut(case: tuple[CutRow, str]) -> CheckResult:
-    row, layout = case
-    return check_context_parallel(row.tensors, row.cu_seqlens, row.size, layout=layout)
+def _cut(case: CutCase) -> CheckResult:
+    return check_context_parallel(case.row.tensors, case.row.cu_seqlens, case.row.size, layout=case.layout)
 
 
-def _shifted(case: tuple[CutRow, int]) -> CheckResult:
-    row, depths = case
-    return check_multi_token(row.tensors, row.cu_seqlens, row.size, depths)
+def _shifted(case: DepthCase) -> CheckResult:
+    return check_multi_token(case.row.tensors, case.row.cu_seqlens, case.row.size, case.depths)
 
 
-@st.composite
-def _bins(draw: st.DrawFn) -> tuple[list[int], int, list[int], int]:
-    (lengths, capacity), size = draw(sequences()), draw(st.integers(1, 5))
-    return lengths, capacity, draw(st.permutations(range(len(lengths)))), size
-
-
-def _packed(case: tuple[list[int], int, list[int], int]) -> CheckResult:
-    lengths, capacity, order, size = case
-    return check_packing(lengths, capacity, order=order, data_parallel_size=size)
+def _packed(case: BinsCase) -> CheckResult:
+    return check_packing(case.lengths, case.capacity, order=case.order, data_parallel_size=case.data_parallel_size)
 
 
 LAYOUTS: Mapping[str, LayoutCheck[Any]] = {
-    "context_parallel": LayoutCheck(cases=st.tuples(cut_rows(), st.sampled_from(["zigzag", "contiguous"])), check=_cut),
-    "multi_token": LayoutCheck(cases=st.tuples(cut_rows(), st.integers(0, 3)), check=_shifted),
-    "packing": LayoutCheck(cases=_bins(), check=_packed),
-    "direct_microbatches": LayoutCheck(cases=direct_cases(), check=check_direct_microbatches),
-    "online_microbatches": LayoutCheck(cases=online_cases(), check=check_online_microbatches),
-    "meeting": LayoutCheck(cases=meeting_cases(), check=check_meeting),
-    "loss": LayoutCheck(cases=loss_cases(), check=check_loss),
-    "online_loss": LayoutCheck(cases=loss_cases(), check=check_online_loss),
-    "cross_entropy": LayoutCheck(cases=cross_entropies(), check=lambda case: check_cross_entropy(*case)),
-    "order": LayoutCheck(cases=order_cases(), check=check_order),
-    "shares": LayoutCheck(cases=shares_cases(), check=check_shares),
+    "context_parallel": LayoutCheck(draw=draw_cut, check=_cut),
+    "multi_token": LayoutCheck(draw=draw_depths, check=_shifted),
+    "packing": LayoutCheck(draw=draw_bins, check=_packed),
+    "direct_microbatches": LayoutCheck(draw=draw_direct, check=check_direct_microbatches),
+    "online_microbatches": LayoutCheck(draw=draw_online, check=check_online_microbatches),
+    "meeting": LayoutCheck(draw=draw_meeting, check=check_meeting),
+    "loss": LayoutCheck(draw=draw_loss, check=check_loss),
+    "online_loss": LayoutCheck(draw=draw_loss, check=check_online_loss),
+    "cross_entropy": LayoutCheck(draw=draw_cross_entropy, check=lambda case: check_cross_entropy(*case)),
+    "order": LayoutCheck(draw=draw_order, check=check_order),
+    "shares": LayoutCheck(draw=draw_shares, check=check_shares),
+    "guards": LayoutCheck(draw=draw_guards, check=check_guards),
+    "loader": LayoutCheck(draw=draw_loader, check=check_loader),
+    "packed_files": LayoutCheck(draw=draw_files, check=check_packed_files),
 }
 """By the names of the registry's checks on data."""
 assert LAYOUTS.keys() == set(LAYOUT_CHECKS)
@@ -107,13 +106,14 @@ def check_saved(case: DataCase, sides: Sequence[Subject]) -> list[CheckResult]:
 
 
 def draw_layouts(
-    check: str, *, number: int, examples: int, shrink: bool = True
-) -> Iterator[tuple[CheckResult, DataCase]]:
-    """Yield the results of `examples` draws from the seed `number`, each with its case; the last one differs if any does.
+    check: str, *, number: int, examples: int, plain: int = 0, shrink: bool = True
+) -> Iterator[tuple[CheckResult, DataCase | None]]:
+    """Yield the results of `plain` draws of random numbers and of `examples` of Hypothesis, all from the seed `number`.
 
-    `shrink` makes one that differs small. Raises CouldNotRun with the smallest case on which a witness or the suite itself raised.
+    Only the last one differs if any does, and comes with its case: `shrink` makes a draw of Hypothesis small, and of plain draws the
+    shortest one that differs is taken. Raises CouldNotRun with the smallest case on which a witness or the suite itself raised.
     """
-    results: list[tuple[CheckResult, DataCase]] = []
+    results: list[CheckResult] = []
     smallest: list[tuple[CheckResult, DataCase]] = []
     failed: list[CouldNotRun] = []
 
@@ -128,11 +128,36 @@ def draw_layouts(
             smallest[:] = [(result, case)]
             raise _Differs
         if not smallest:
-            results.append((result, case))
+            results.append(result)
 
-    with suppress(_Differs, CouldNotRun):
-        each_drawn(LAYOUTS[check].cases, example, number=number, examples=examples, shrink=shrink)
-    yield from results
+    # One world for all draws: a draw of its own takes five times as long to make one as to be checked.
+    with world_of_one() if check == "cross_entropy" else nullcontext(), suppress(_Differs, CouldNotRun):
+        _plain(check, example, smallest, number=number, examples=plain, shrink=shrink)
+        if examples and not smallest:
+            each_drawn(drawn(LAYOUTS[check].draw), example, number=number, examples=examples, shrink=shrink)
+    for result in results:
+        yield result, None
     if failed:
         raise failed[-1]
     yield from smallest
+
+
+def _plain(
+    check: str,
+    example: Callable[[Any], None],
+    smallest: list[tuple[CheckResult, DataCase]],
+    *,
+    number: int,
+    examples: int,
+    shrink: bool,
+) -> None:
+    """Draw plain random values; leave the shortest that differs in `smallest`, or with `shrink` off the first."""
+    differing: list[tuple[CheckResult, DataCase]] = []
+    for place in range(examples):
+        smallest.clear()
+        with suppress(_Differs):
+            example(LAYOUTS[check].draw(RandomChoices(f"{number}/{place}")))
+        differing += smallest
+        if differing and not shrink:
+            break
+    smallest[:] = [min(differing, key=lambda found: len(str(found[1])))] if differing else []
