@@ -7,6 +7,7 @@ from typing import Any
 
 from equivalence.checks.recorded import (
     CHECK,
+    check_recorded_batch,
     check_recorded_packing,
     check_recorded_partition,
     check_recorded_row,
@@ -22,13 +23,14 @@ MOST_DIFFERING = 3
 _DATA: dict[str, tuple[Callable[[], Sequence[Any]], Callable[[Any], CheckResult]]] = {
     "packings": (outcomes.packings, check_recorded_packing),
     "partitions": (outcomes.partitions, check_recorded_partition),
+    "batches": (outcomes.batches, check_recorded_batch),
 }
 
 
 def run(name: str, places: range, sides: Sequence[Subject], tally: Tally) -> None:
-    """Hold the outcomes at these places to what `name` says: packings, partitions, or rows of the preset of that name.
+    """Hold the outcomes at these places to what `name` says: packings, partitions, batches, or rows of the preset of that name.
 
-    Packings and partitions are held to both sides whoever builds rows. The installed Megatron-LM is no side of recorded rows:
+    All but rows are held to both sides whoever builds rows. The installed Megatron-LM is no side of recorded rows:
     every other check of rows runs it, at ten times the cost of the others.
     """
     differed = 0

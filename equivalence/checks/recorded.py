@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,13 +17,16 @@ from equivalence.checks.pairs import Side, compare_sides
 from equivalence.checks.result import CheckResult, Finding
 from equivalence.checks.rows import build, covers
 from equivalence.compare import compare_rows
-from equivalence.recorded.outcomes import Packing, Partition, RecordedRow
+from equivalence.recorded.outcomes import Packing, Partition, RecordedBatch, RecordedRow
 from equivalence.subjects.protocol import Refusal, Row, Subject
+from production import batches as production_batches
 from production import context_parallel as production_cut
 from production import packing as production_packing
 from production.batches import FlatBatch
 from production.errors import PackproofError
 from production.multi_token import depth_tables
+from production.rows import Row as ProductionRow
+from reference import batches as reference_batches
 from reference import context_parallel as reference_cut
 from reference import packing as reference_packing
 
@@ -75,6 +78,16 @@ def check_recorded_partition(partition: Partition) -> CheckResult:
         "megatron_lm": rotary_index(cu, rank, size),
     }
     return compare_sides(CHECK, {name: {"index": index} for name, index in indices.items()})
+
+
+def check_recorded_batch(recorded: RecordedBatch) -> CheckResult:
+    """Both sides collate the rows to the batch that NeMo-RL made, and pad it for a last validation batch alike (R-BATCH-1, R-BATCH-4)."""
+    sides: dict[str, Side] = {
+        RECORDED: _before_and_after(recorded.batch, recorded.padded),
+        "reference": _collated_by_reference(recorded),
+        "production": _collated_by_production(recorded),
+    }
+    return compare_sides(CHECK, sides)
 
 
 def check_recorded_row(recorded: RecordedRow, subjects: Sequence[Subject]) -> CheckResult:
@@ -129,6 +142,32 @@ def _packed_by_production(packing: Packing) -> _Bins:
         return production_packing.pack(lengths, capacity, algorithm=packing.algorithm, multiple_of=multiple_of)
     bins = production_packing.first_fit(lengths, capacity, order=packing.order)
     return production_packing.raise_bin_count(bins, multiple_of)
+
+
+def _collated_by_reference(recorded: RecordedBatch) -> Side:
+    rows: Sequence[Any] = recorded.rows  # the five fields are those of its own row
+    places, sample_mask = reference_batches.pad_validation(range(len(rows)), recorded.data_parallel_size)
+    padded = reference_batches.collate([rows[place] for place in places])
+    padded = dataclasses.replace(padded, sample_mask=torch.tensor(sample_mask, dtype=torch.float32))
+    return _before_and_after(vars(reference_batches.collate(rows)), vars(padded))
+
+
+def _collated_by_production(recorded: RecordedBatch) -> Side:
+    rows = []
+    for row in recorded.rows:
+        fields: dict[str, Any] = {field.name: getattr(row, field.name) for field in dataclasses.fields(Row)}
+        own = {name: value for name, value in fields.items() if name not in ("report", "refusal")}
+        rows.append(ProductionRow(**own, context_parallel_size=recorded.context_parallel_size, report={}))
+    batch = production_batches.collate(rows)
+    padded = production_batches.pad_validation(batch, size=recorded.data_parallel_size)
+    return _before_and_after(vars(batch), vars(padded))
+
+
+def _before_and_after(batch: Mapping[str, Any], padded: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """The tensors of both, by name."""
+    both = [(name, value) for name, value in batch.items()]
+    both += [(f"{name}, padded", value) for name, value in padded.items()]
+    return {name: value for name, value in both if isinstance(value, torch.Tensor)}
 
 
 def _or_refused(pack: Callable[[], _Bins]) -> Side:

@@ -26,6 +26,7 @@ SHA256 = {
     "nemorl_packers.jsonl.gz": "1886f1ab69888bd631142a36389b8cf7b6196ab7e2dee09b977d1bf6f2b9ebdc",
     "nemorl_rows.jsonl.gz": "aa15b2d196952209036621eb9cab77a3aedf3bd4616b3380929e0e201b208060",
     "nemorl_overrides.jsonl.gz": "0b30948764ee76e64ba917fc77eefb764aee4d4d7e1f7c178fb49a549905b1e3",
+    "nemorl_batches.jsonl.gz": "0c9458cb67024689e0501ae907b2448b91fbf6b73f19b3e46a9c73275d97719a",
     "megatron_lm_rows.jsonl.gz": "663005b2d6de491cf06f1850c6681886930be7fc943308a851155c563b4999f9",
     "te_partition.jsonl.gz": "67549893b601b3289418c8f65afd412f486b5f4d5aa65a7cc6c917e61bea40cd",
 }
@@ -62,6 +63,21 @@ class Partition:
     index: tuple[int, ...]
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RecordedBatch:
+    """Rows that NeMo-RL collated, and padded as its last validation batch."""
+
+    rows: tuple[Row, ...]
+    context_parallel_size: int
+    """What the rows were built for."""
+    data_parallel_size: int
+    """What the batch was padded for."""
+    batch: Mapping[str, torch.Tensor]
+    """The collated batch, by the names of SPEC section 8."""
+    padded: Mapping[str, torch.Tensor]
+    """The same after the padding."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class RecordedRow:
     """One row, and what the recorded code made of it."""
@@ -96,6 +112,22 @@ def partitions() -> tuple[Partition, ...]:
     return tuple(
         Partition(cu_seqlens=tuple(read["cu_seqlens"]), size=read["cp"], rank=read["rank"], index=tuple(read["index"]))
         for read in _read("te_partition.jsonl.gz")
+    )
+
+
+@functools.cache
+def batches() -> tuple[RecordedBatch, ...]:
+    """NeMo-RL's batches, of rows that it built itself."""
+    built = _read("nemorl_rows.jsonl.gz")
+    return tuple(
+        RecordedBatch(
+            rows=tuple(_direct_outcome(built[line]) for line in read["lines"]),
+            context_parallel_size=read["cp"],
+            data_parallel_size=read["dp"],
+            batch=_tensors(read["batch"]),
+            padded=_tensors(read["padded"]),
+        )
+        for read in _read("nemorl_batches.jsonl.gz")
     )
 
 
@@ -153,6 +185,11 @@ def _megatron_outcome(read: Mapping[str, Any], pack_length: int) -> Row | None:
     boundaries = tensors[-1]
     tensors[-1] = boundaries[: boundaries.index(pack_length) + 1]  # right-filled with P (R-CU-1)
     return _row(tensors, read["max_seqlen"])
+
+
+def _tensors(read: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Tensors by name from their values and the names of their dtypes."""
+    return {name: torch.tensor(values, dtype=getattr(torch, dtype)) for name, (values, dtype) in read.items()}
 
 
 def _row(values: list[list[int]], max_seqlen: int) -> Row:

@@ -10,13 +10,19 @@ import torch
 
 from equivalence.cases import RowCase
 from equivalence.checks import recorded
-from equivalence.checks.recorded import check_recorded_packing, check_recorded_partition, check_recorded_row
+from equivalence.checks.recorded import (
+    check_recorded_batch,
+    check_recorded_packing,
+    check_recorded_partition,
+    check_recorded_row,
+)
 from equivalence.errors import InputError
 from equivalence.jobs import run as run_job
 from equivalence.plan import recorded_jobs
 from equivalence.recorded import outcomes
 from equivalence.recorded_jobs import MOST_DIFFERING
 from equivalence.subjects import load
+from production.multi_token import depth_tables
 
 SIDES = [load("reference"), load("production")]
 ORDER_OF_REFUSALS = ("no_pad_token", "row_start", "row_end", "bad_message")
@@ -47,8 +53,34 @@ def test_r_cp_1_every_implementation_of_the_zigzag_is_the_kernels():
     assert unequal(map(check_recorded_partition, partitions[::3])) == []
 
 
+def test_r_cp_1_diff_row_and_the_simulator_cut_as_the_kernel():
+    """The two tools that cut rows themselves: diff_row's chunks, by which it names a wrong cut, and the simulator's walk."""
+    from tools.diff_row.ranks.causes import _chunks
+    from tools.diff_row.ranks.ways import Cut
+    from tools.simulate.walk import _make_row
+
+    for each in outcomes.partitions()[::9]:
+        cu, rank, size = each.cu_seqlens, each.rank, each.size
+        cut = Cut(rank=rank, size=size, layout="zigzag", depths=0)
+        assert _chunks(cu, (rank, 2 * size - 1 - rank), cut).tolist() == list(each.index)
+        row = _make_row(0, torch.tensor(cu, dtype=torch.int32), cu[-1])
+        assert depth_tables(row, 0, rank=rank, size=size).input_ids[0, 0].tolist() == list(each.index)
+
+
+def test_r_batch_1_and_4_both_sides_collate_and_pad_as_nemo_rl():
+    batches = outcomes.batches()
+    assert len(batches) == 60
+    assert sum(len(each.padded["sample_mask"]) > len(each.rows) for each in batches) > 20
+    assert unequal(map(check_recorded_batch, batches)) == []
+    # Every field that SPEC names was compared, none left out for its name.
+    names = {f"{name}{when}" for name in batches[0].batch for when in ("", ", padded")}
+    for side in (recorded._collated_by_reference(batches[0]), recorded._collated_by_production(batches[0])):
+        assert names == side.keys()
+
+
 def test_rows_of_nemo_rl_direct_are_nemo_rls_own():
-    """R-SPLIT to R-CU under nemo-rl-direct, and the order of SPEC section 9: every fourth row, and all that are refused early.
+    """R-SPLIT-1 and 2, R-ENDS-1, R-RENDER-1 to 3, R-ENCODE-1, R-PAD-1, R-PREFIX-1, R-TARGET-1, R-TURN-1 to 3, R-EMPTY-1, R-LAYOUT-1 to 7,
+    R-SHIFT-1, R-BOUNDARY-1, R-MASK-1, R-CU-1 and the order of section 9: every fourth row, and all that are refused early.
 
     The main job also takes those of the tokenizer that takes seconds to load.
     """
@@ -62,7 +94,9 @@ def test_rows_of_nemo_rl_direct_are_nemo_rls_own():
 
 @pytest.mark.parametrize("preset", outcomes.MEGATRON_VERSIONS)
 def test_rows_of_the_megatron_presets_are_those_of_the_recorded_versions(preset):
-    """R-SPLIT to R-CU under both Megatron presets, the one that the installed package does not ship included."""
+    """R-SPLIT-1 and 2, R-RENDER-1 to 4, R-ENCODE-1, R-PAD-1, R-TARGET-1, R-TURN-1, R-LAYOUT-1 to 7, R-SHIFT-1, R-MASK-1, R-CU-1,
+    under both Megatron presets, the one that the installed package does not ship included.
+    """
     rows = outcomes.rows(preset)
     assert len(rows) == 435
     assert sum(row.outcome is None for row in rows) > 100
@@ -145,7 +179,7 @@ def test_the_main_job_takes_every_recorded_outcome_once():
     found = {}
     for job in recorded_jobs(("reference", "production")):
         found.setdefault(job.aim, []).extend(range(job.first, job.first + job.examples))
-    read = {"packings": outcomes.packings, "partitions": outcomes.partitions}
+    read = {"packings": outcomes.packings, "partitions": outcomes.partitions, "batches": outcomes.batches}
     rows = {name: functools.partial(outcomes.rows, name) for name in ("nemo-rl-direct", *outcomes.MEGATRON_VERSIONS)}
     assert found == {name: list(range(len(each()))) for name, each in (read | rows).items()}
 
