@@ -156,7 +156,7 @@ def _plain(
     for place in range(examples):
         smallest.clear()
         with suppress(_Differs):
-            example(LAYOUTS[check].draw(RandomChoices(f"{number}/{place}")))
+            example(LAYOUTS[check].draw(RandomChoices(number, place)))
         differing += smallest
         if differing and not shrink:
             break

@@ -35,12 +35,17 @@ class Choices(Protocol):
         """Draw an order of all values."""
         ...
 
+    def rarely(self, one_in: int) -> bool:
+        """Say yes to one draw in so many: for what takes as long as a hundred others."""
+        ...
+
 
 class RandomChoices:
-    """Choices of one seed, each as likely as the others."""
+    """Choices of the draw number `place` from a seed, each as likely as the others."""
 
-    def __init__(self, seed: str) -> None:
-        self._random = random.Random(seed)  # noqa: S311 - not for secrets
+    def __init__(self, seed: int, place: int) -> None:
+        self._place = place
+        self._random = random.Random(f"{seed}/{place}")  # noqa: S311 - not for secrets
         self.integer = self._random.randint
         self.decimal = self._random.uniform
 
@@ -56,6 +61,10 @@ class RandomChoices:
     def order[Value](self, values: Sequence[Value]) -> list[Value]:
         """See `Choices`."""
         return self._random.sample(values, len(values))
+
+    def rarely(self, one_in: int) -> bool:
+        """See `Choices`; by the place, so that so many draws have it whatever the seed."""
+        return self._place % one_in == one_in - 1
 
 
 class HypothesisChoices:
@@ -84,12 +93,21 @@ class HypothesisChoices:
         """See `Choices`."""
         return list(self._draw(st.permutations(values)))
 
+    def rarely(self, one_in: int) -> bool:
+        """See `Choices`; never, since Hypothesis' draws are the short ones."""
+        del one_in
+        return False
+
+
+_NOTHING = st.just(None)
+
 
 def drawn[Case](make: Callable[[Choices], Case]) -> st.SearchStrategy[Case]:
     """Return the Hypothesis strategy of what `make` draws."""
 
     @st.composite
     def strategy(draw: st.DrawFn) -> Case:
+        draw(_NOTHING)  # Hypothesis warns of a composite that never draws itself
         return make(HypothesisChoices(draw))
 
     return strategy()

@@ -114,7 +114,7 @@ def pack(content: bytes, packing: Packing, cuts: tuple[int, ...], zeros: int) ->
 
 def draw_files(choices: Choices) -> FilesCase:
     """Draw one to three files; one case in ten has one of megabytes or of thousands of lines."""
-    is_large = choices.integer(0, 9) == 9
+    is_large = choices.rarely(10)
     count = choices.integer(1, 2 if is_large else 3)
     large = choices.integer(0, count - 1) if is_large else -1
     acts = [choices.one_of(ACTS) for _ in range(choices.integer(1, 3))]

@@ -33,6 +33,9 @@ def draw_guards(choices: Choices) -> GuardCase:
     pieces, count = choices.integer(1, 8), choices.integer(1, 5)
     rows = [_row(choices, unit, pieces, size) for _ in range(count)]
     data = choices.integer(1, 3)
+    if choices.integer(0, 9) == 9:
+        for row in rows:
+            _one_token_more(row)
     for _ in range(choices.integer(0, 3)):
         _put_in(choices, rows)
     return GuardCase(
@@ -62,10 +65,19 @@ def _row(choices: Choices, unit: int, pieces: int, size: int) -> Row:
     }
 
 
+def _one_token_more(row: Row) -> None:
+    """The last segment alone is no multiple of 2·cp any more."""
+    for name in _TENSORS[:4]:
+        row[name] = torch.cat([row[name], row[name][-1:]])
+    boundaries = row["cu_seqlens"].clone()
+    boundaries[-1] += 1
+    row |= {"cu_seqlens": boundaries, "max_seqlen": int(boundaries.diff().max())}
+
+
 def _put_in(choices: Choices, rows: list[Row]) -> None:
     """Put a fault into a row, most often the last."""
     row = rows[choices.one_of((-1, choices.integer(0, len(rows) - 1)))]
-    name = choices.one_of(tuple(FAULTS))
+    name = choices.one_of((*FAULTS, "target_mask", "target_mask"))
     if name in ("missing_field", "unpacked") or all(isinstance(row.get(field), torch.Tensor) for field in _TENSORS):
         FAULTS[name](row, choices)
 

@@ -74,7 +74,7 @@ def draw_cut_row(choices: Choices) -> CutRow:
     """Draw a row of one to eight segments, now and then one of more than 1,024, at cp 1 to 8; some are not to be cut."""
     size = choices.one_of((1, 2, 3, 4, 8))
     granularity = 1 if size == 1 else 2 * size
-    is_long = choices.integer(0, 199) == 199
+    is_long = choices.rarely(100)
     pieces = choices.integers(
         0, 1 if is_long else 4, fewest=2 * MANY + 200 if is_long else 1, longest=2 * MANY + 200 if is_long else 8
     )
@@ -107,8 +107,8 @@ def draw_sequences(choices: Choices) -> tuple[list[int], int]:
     parts = [capacity // part + more for part in (2, 3, 6) for more in (0, 1)]
     borders = [each for each in (1, capacity, *parts) if 1 <= each <= capacity]
     # A number beyond the capacity stands for a border.
-    longest = 60 if choices.integer(0, 399) < 399 else MANY + 100
-    found = choices.integers(1, capacity + len(borders), fewest=0 if longest == 60 else MANY + 1, longest=longest)
+    fewest, longest = (2 * MANY, 2 * MANY + 200) if choices.rarely(400) else (0, 60)  # of many some thousand bins
+    found = choices.integers(1, capacity + len(borders), fewest=fewest, longest=longest)
     lengths = [each if each <= capacity else borders[each - capacity - 1] for each in found]
     if lengths and choices.integer(0, 5) == 5:
         lengths[choices.integer(0, len(lengths) - 1)] = choices.one_of((0, capacity + 1))

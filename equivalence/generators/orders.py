@@ -49,7 +49,7 @@ def draw_shares(choices: Choices) -> SharesCase:
         data_parallel_size=choices.integer(1, 4),
         microbatches=choices.integer(1, 3),
         seed=choices.integer(0, 1000),
-        long=2**22 + 1 if choices.integer(0, 149) == 149 else 0,
+        long=2**22 + 1 if choices.rarely(100) else 0,
     )
 
 

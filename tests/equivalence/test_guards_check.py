@@ -17,7 +17,7 @@ KINDS = (
 
 
 def drawn(count=400):
-    return [draw_guards(RandomChoices(f"0/{place}")) for place in range(count)]
+    return [draw_guards(RandomChoices(0, place)) for place in range(count)]
 
 
 def test_r_guard_1_both_sides_refuse_the_same_batches_and_every_kind_is_drawn():

@@ -230,9 +230,9 @@ def test_a_wrong_squeeze_is_found(monkeypatch):
             assert name in differences("online")
     monkeypatch.setattr(production, "squeeze", without_shift)
     differences("meeting")
-    found, where = list(draw_layouts("online_microbatches", number=3, examples=30))[-1]
+    found, case = list(draw_layouts("online_microbatches", number=3, examples=30))[-1]
     assert not found.equal
-    assert "OnlineCase(" in where
+    assert "OnlineCase(" in str(case)
 
 
 def test_a_wrong_loss_is_found(monkeypatch):
