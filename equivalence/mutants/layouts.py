@@ -11,9 +11,10 @@ from equivalence.mutants.deal_faults import DEAL_MUTANTS
 from equivalence.mutants.layout_mutant import LayoutMutant
 from equivalence.mutants.loss_faults import LOSS_MUTANTS
 from equivalence.mutants.rank_faults import RANK_MUTANTS
+from equivalence.mutants.run_faults import RUN_MUTANTS
 from production.parallel import Sizes
 
-LAYOUT_MUTANTS: tuple[LayoutMutant, ...] = (*CUT_MUTANTS, *DEAL_MUTANTS, *LOSS_MUTANTS, *RANK_MUTANTS)
+LAYOUT_MUTANTS: tuple[LayoutMutant, ...] = (*CUT_MUTANTS, *DEAL_MUTANTS, *LOSS_MUTANTS, *RANK_MUTANTS, *RUN_MUTANTS)
 """Each fault that has happened, or that a reader of SPEC could make."""
 
 
