@@ -101,15 +101,12 @@ def _with_first_tokens(sound: Any) -> Any:
     return count_bins
 
 
-def _kept(sound: Any) -> Any:
-    def evaluate(self: Any, batches: Any) -> Any:
-        self._take_multi_token = lambda: None
-        try:
-            return sound(self, batches)
-        finally:
-            del self._take_multi_token
+def _all_weigh(sound: Any) -> Any:
+    def batch_at(self: Any, consumed_samples: int) -> Any:
+        found = sound(self, consumed_samples)
+        return None if found is None else dataclasses.replace(found, weights=(1.0,) * len(found.weights))
 
-    return evaluate
+    return batch_at
 
 
 def _turned_round(sound: Any) -> Any:
@@ -223,12 +220,12 @@ RUN_MUTANTS = (
         path="online",
     ),
     LayoutMutant(
-        name="validation_told_with_the_next_step",
-        story="depths of a validation are added to those of the step behind it",
-        target="production.training.engine:Engine.evaluate",
-        wrong=_kept,
+        name="validation_weighs_its_filler",
+        story="the row that fills a validation's last batch up counts in its loss",
+        target="production.training.order:ValidationOrder.batch_at",
+        wrong=_all_weigh,
         first=WHOLE_RUN,
-        layout=ONE,
+        layout=DP2,
     ),
     LayoutMutant(
         name="depths_told_in_another_order",
