@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +30,7 @@ from production.training.config import (
     optimizer_options,
     sizes,
 )
+from production.training.router_losses import clear_router_losses, take_router_losses
 from production.training.step import StepReport, StepSettings, forward_backward, wrap
 
 
@@ -45,6 +46,10 @@ class Stepped:
     """That the step was taken with."""
     mtp_loss_sums: torch.Tensor | None
     """[D] float32: megatron-core's losses of this rank's microbatches, added up; None but on the last stage."""
+    mtp_accepted: torch.Tensor | None
+    """[2, D] float32: of each depth, positions whose best guess is the label, and positions that count; None but on the last stage."""
+    router_losses: Mapping[str, torch.Tensor]
+    """By megatron-core's name, scalars, right on the last stage (`router_losses`)."""
     microbatches: int
     """Of this data-parallel rank."""
     first_wait: Mark
@@ -93,6 +98,7 @@ class Engine:
         self._first_wait: Mark = None
         self._rows_per_step = job.policy.train_global_batch_size
         MTPLossLoggingHelper.tracker.clear()  # of a job before in this process
+        clear_router_losses()
 
     def step(self, batches: Sequence[Batch | Rectangle]) -> Stepped:
         """One optimizer step over this data-parallel rank's microbatches. Collective over the world."""
@@ -103,11 +109,19 @@ class Engine:
         learning_rate = float(self.optimizer.param_groups[0]["lr"])
         _, gradient_norm, _ = self.optimizer.step()
         self.scheduler.step(increment=self._rows_per_step)
+        depths, accepted = self._take_multi_token() if self.place.is_last_stage else (None, None)
         return Stepped(
             report=report,
             gradient_norm=gradient_norm,
             learning_rate=learning_rate,
-            mtp_loss_sums=self._take_multi_token() if self.place.is_last_stage else None,
+            mtp_loss_sums=depths,
+            mtp_accepted=accepted,
+            router_losses=take_router_losses(
+                self.config,
+                microbatches=len(batches),
+                hybrid_layer_pattern=self.model_settings.hybrid_layer_pattern,
+                device=next(self.model.parameters()).device,
+            ),
             microbatches=len(batches),
             first_wait=self._first_wait,
         )
@@ -121,6 +135,7 @@ class Engine:
         finally:
             self.model.train()
             self._take_multi_token()  # megatron-core counts losses of depths without a gradient too
+            clear_router_losses()
 
     @contextlib.contextmanager
     def settled(self) -> Iterator[None]:
@@ -139,12 +154,15 @@ class Engine:
     def _settings_now(self) -> StepSettings:
         return dataclasses.replace(self.settings, padding=self.padding)
 
-    def _take_multi_token(self) -> torch.Tensor | None:
-        if not self.settings.depths or "loss_values" not in MTPLossLoggingHelper.tracker:
-            return None
-        sums = MTPLossLoggingHelper.tracker["loss_values"].clone()
+    def _take_multi_token(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """What megatron-core has counted of the depths: sums of losses [D], and guesses that were right and all of them [2, D]."""
+        tracker = MTPLossLoggingHelper.tracker
+        if not self.settings.depths or "loss_values" not in tracker:
+            return None, None
+        sums = tracker["loss_values"].clone()
+        accepted = torch.stack([tracker["correct_values"], tracker["total_values"]])
         MTPLossLoggingHelper.clean_metrics_in_tracker()
-        return sums  # type: ignore[no-any-return] # megatron-core has no types
+        return sums, accepted
 
     def _finalize(self, *args: Any, **options: Any) -> None:
         self._first_wait = self.clock.mark()

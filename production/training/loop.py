@@ -37,6 +37,7 @@ from production.training.loggers import (
 )
 from production.training.metrics import FlopsOf, Group, StepMetrics, Timing
 from production.training.progress import RunProgress
+from production.training.router_losses import router_loss_names
 from production.training.start import build, check_same, checkpoints_of, found_checkpoint, identity
 from production.training.step_numbers import StepNumbers
 from production.training.summary import close_run
@@ -121,7 +122,10 @@ class _Run:
                     job, self._place, vocab_size=vocabulary, found=found, run_steps=self._total_steps()
                 )
                 self._metrics = StepMetrics(
-                    group=Group.of_parallel_state(), depths=self._engine.settings.depths, device=self._rank.device
+                    group=Group.of_parallel_state(),
+                    depths=self._engine.settings.depths,
+                    router_losses=router_loss_names(self._engine.config),
+                    device=self._rank.device,
                 )
                 with self._bar() as self._progress:
                     self._say_where(found)
@@ -219,6 +223,8 @@ class _Run:
             self._metrics.add_multi_token(
                 stepped.mtp_loss_sums, torch.full_like(stepped.mtp_loss_sums, stepped.microbatches)
             )
+        if stepped.mtp_accepted is not None:
+            self._metrics.add_accepted(stepped.mtp_accepted)
         self._metrics.add_rows(fed.counts)
         self._metrics.end_step(
             step=self._step,
@@ -226,6 +232,7 @@ class _Run:
             gradient_norm=stepped.gradient_norm,
             consumed_samples=self._consumed,
             timing=timing,
+            router_losses=stepped.router_losses,
         )
 
     def _report(self) -> Reason | None:

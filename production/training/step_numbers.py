@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 DIMENSIONS = ("tp", "cp", "dp", "pp")
@@ -22,6 +23,10 @@ class StepNumbers:
     """Whether nothing in the global batch was trained on."""
     mtp_losses: tuple[float, ...]
     """[D]: the same of each depth of multi-token prediction."""
+    mtp_acceptance_rates: tuple[float, ...] = ()
+    """[D], in percent: positions at which a depth's best guess is its label, of those that count; NaN where none counts."""
+    router_losses: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """Auxiliary losses of experts by Megatron-LM's name, without their coefficients: means over microbatches and layers with experts."""
     gradient_norm: float | None
     """Before clipping; None where the optimizer computes none."""
     learning_rate: float
@@ -71,6 +76,11 @@ class StepNumbers:
             value = getattr(self, field.name)
             if field.name == "mtp_losses":
                 found |= {f"mtp_{depth}_loss": loss for depth, loss in enumerate(value, 1)}
+            elif field.name == "mtp_acceptance_rates":
+                rates = ((f"mtp_{depth}_acceptance_rate", rate) for depth, rate in enumerate(value, 1))
+                found |= {name: rate for name, rate in rates if not math.isnan(rate)}
+            elif field.name == "router_losses":
+                found |= value
             elif field.name == "slowest_rank_place":
                 found |= {f"slowest_rank_{name}": place for name, place in zip(DIMENSIONS, value, strict=True)}
             elif field.name != "step" and value is not None:
