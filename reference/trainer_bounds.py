@@ -28,6 +28,8 @@ class Trained:
     """For each step, of the reported loss."""
     depth_bounds: list[tuple[float, ...]]
     """For each step, of what is reported of each depth."""
+    balancing_bounds: list[float]
+    """For each step, of the routers' balancing loss."""
     norm_bounds: list[float]
     """For each step, of the gradient's norm."""
     weight_bounds: dict[str, float]
@@ -114,6 +116,10 @@ def _bounded(
                 of_loss(loss, [other.steps[place].mtp_losses[depth] for other in runs], trained)
                 for depth, loss in enumerate(each.mtp_losses)
             )
+            for place, each in enumerate(exact.steps)
+        ],
+        balancing_bounds=[
+            of_loss(each.balancing_loss, [other.steps[place].balancing_loss for other in runs], trained)
             for place, each in enumerate(exact.steps)
         ],
         norm_bounds=[

@@ -110,6 +110,7 @@ def _reported(case: RunCase, outcomes: Sequence[Parts], expected: ExpectedRun) -
             f"mtp_{depth}_loss": (loss, trained.depth_bounds[place][depth - 1])
             for depth, loss in enumerate(wanted.mtp_losses, 1)
         }
+        losses["load_balancing_loss"] = (wanted.balancing_loss, trained.balancing_bounds[place])
         for name, (value, bound) in (losses | {"gradient_norm": (wanted.gradient_norm, trained.norm_bounds[place])}).items():
             differences += _close(f"{name} of step {step}", value, found.get(name), bound)
         exact = {

@@ -136,6 +136,13 @@ def _unscaled_balance(sound: Any) -> Any:
     return wrap
 
 
+def _with_coefficient(sound: Any) -> Any:
+    def take_router_losses(config: Any, **how: Any) -> Any:
+        return {name: loss * config.moe_aux_loss_coeff for name, loss in sound(config, **how).items()}
+
+    return take_router_losses
+
+
 RUN_MUTANTS = (
     LayoutMutant(
         name="schedule_lost_at_a_resume",
@@ -232,6 +239,14 @@ RUN_MUTANTS = (
         story="each depth is reported under another one's name",
         target="production.training.metrics:StepMetrics.add_multi_token",
         wrong=_turned_round,
+        first=WHOLE_RUN,
+        layout=ONE,
+    ),
+    LayoutMutant(
+        name="balancing_loss_told_with_its_coefficient",
+        story="the routers' balancing loss is reported as it is added, not as Megatron-LM logs it",
+        target="production.training.router_losses:take_router_losses",
+        wrong=_with_coefficient,
         first=WHOLE_RUN,
         layout=ONE,
     ),
