@@ -97,9 +97,7 @@ def expect_run(case: RunCase, folder: Path, weights: Mapping[str, torch.Tensor])
         numbers, mask = batches.pad_validation(range(len(some)), case.data_size)
         validation.append(_made(case, [some[number] for number in numbers], mask))
     wanted = {step: [each.rows for each in validation] for step in range(0, case.steps + 1, VALIDATION_PERIOD)}
-    trained = train(
-        shape(), weights, case.reference_settings(), [each.rows for each in steps], validations=wanted
-    )
+    trained = train(shape(), weights, case.reference_settings(), [each.rows for each in steps], validations=wanted)
     return ExpectedRun(steps=steps, validation=validation, trained=trained)
 
 
@@ -145,9 +143,7 @@ def _direct(case: RunCase, messages: Sequence[list[dict[str, str]]], weights: Se
         tokens=[row.input_ids.tolist() for row in built],
         counts=Counts(
             tokens=PACK_LENGTH * len(counted),
-            trained_tokens=sum(
-                int(row.token_mask.sum()) for row, weight in zip(built, weights, strict=True) if weight
-            ),
+            trained_tokens=sum(int(row.token_mask.sum()) for row, weight in zip(built, weights, strict=True) if weight),
             padding_tokens=sum(report["padding_tokens"] or 0 for report in counted),
             rows_truncated=sum((report["truncated"] or 0) > 0 for report in counted),
             conversations_dropped=sum(report["dropped"] or 0 for report in counted),
@@ -180,7 +176,11 @@ def _online(case: RunCase, messages: Sequence[list[dict[str, str]]], weights: Se
     return GlobalBatch(
         rows=[_as_row(row) for row in squeezed],
         tokens=[
-            [token for ids, length in zip(each.input_ids, each.input_lengths, strict=True) for token in ids[:length].tolist()]
+            [
+                token
+                for ids, length in zip(each.input_ids, each.input_lengths, strict=True)
+                for token in ids[:length].tolist()
+            ]
             for each in taken
         ],
         counts=Counts(
@@ -207,4 +207,3 @@ def _as_row(row: microbatches.Squeezed) -> Batch:
         input_lengths=torch.tensor([len(row.input_ids)]),
         sample_mask=torch.ones(1),
     )
-

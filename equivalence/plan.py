@@ -125,7 +125,15 @@ SIZES = {
 """On two idle cores: some three minutes, some twenty, and as many rounds as the asked-for rows need; training steps are two thirds of it."""
 
 
-COST = {"rows": 1.0, "batches": 1.5, "divergences": 4.0, "sample": 5.5, "layouts": 1.4, "trainer": 1000.0, "whole_run": 1000.0}
+COST = {
+    "rows": 1.0,
+    "batches": 1.5,
+    "divergences": 4.0,
+    "sample": 5.5,
+    "layouts": 1.4,
+    "trainer": 1000.0,
+    "whole_run": 1000.0,
+}
 MODEL_COST = {1: 30.0, 2: 70.0, 4: 140.0, 8: 250.0}
 """What a training step costs, by the number of ranks."""
 """What an example costs, in generated rows; to tell the time left."""

@@ -55,7 +55,9 @@ def cases_of(job: Job) -> list[RunCase]:
     assert job.aim is not None
     found = [each for each in layouts(job.first) if each.sizes.expert_tensor == 1] if job.first else [DP2]
     return [
-        RunCase(path=job.aim, sizes=each.sizes, data_size=each.data_size, seed=job.seed % 2**31, workers=(2, job.first % 2))
+        RunCase(
+            path=job.aim, sizes=each.sizes, data_size=each.data_size, seed=job.seed % 2**31, workers=(2, job.first % 2)
+        )
         for each in found
     ]
 
@@ -89,23 +91,32 @@ def check_case(case: RunCase, *, fault: str | None = None, expected: ExpectedRun
 
 def check_fault(fault: str, *, path: str, layout: Layout, seed: int) -> CheckResult:
     """Run four steps with a fault on every rank, stopped after the second, against the reference's run of them."""
-    case = RunCase(
+    case = short_case(path, layout, seed=seed)
+    return check_case(case, fault=fault, expected=sound_run(case)[1])
+
+
+def short_case(path: str, layout: Layout, *, seed: int) -> RunCase:
+    """The shortest run that is stopped between two steps on either side."""
+    return RunCase(
         path=path, sizes=layout.sizes, data_size=layout.data_size, seed=seed, steps=4, stop_after=2, workers=(1, 0)
     )
-    return check_case(case, fault=fault, expected=_expected(case))
 
 
 @functools.lru_cache(maxsize=4)
-def _expected(case: RunCase) -> ExpectedRun:
-    """The reference's run, from the weights that sound ranks begin with. SuiteError where these differ from it themselves."""
+def sound_run(case: RunCase) -> tuple[Performed, ExpectedRun]:
+    """What ranks without a fault make of a case, and the reference's run from the weights that they begin with.
+
+    SuiteError where the two differ, or cannot be compared.
+    """
     with tempfile.TemporaryDirectory(prefix="packproof-run-") as name:
         folder = Path(name)
         case.write_files(folder)
         performed = perform(case, folder)
         expected = expect_from(case, folder, performed.outcomes)
-        if not (result := check_whole_run(case, performed.outcomes, expected, performed.log)).equal or result.refused:
+        result = check_whole_run(case, performed.outcomes, expected, performed.log)
+        if not result.equal or result.refused:
             raise SuiteError(f"a run without a fault differs, or cannot be compared: {result}; take another seed")
-        return expected
+        return performed, expected
 
 
 def perform(case: RunCase, folder: Path, *, fault: str | None = None) -> Performed:

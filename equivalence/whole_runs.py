@@ -17,8 +17,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import torch
-
 from equivalence.generators import tokenizers
 from equivalence.model_cases import layout_name
 from equivalence.models import Part
@@ -190,7 +188,9 @@ def _part(case: RunCase, folder: Path, part: int, worker: Worker) -> RunOutcome:
 
     forget_other_models()
     job = load([], [f"{key}={json.dumps(value)}" for key, value in case.settings(folder, part=part).items()])
-    seen = _Seen(first_step=1 + part * case.stop_after, stop_in=0 if part else case.stop_after, is_told=worker.rank == 0)
+    seen = _Seen(
+        first_step=1 + part * case.stop_after, stop_in=0 if part else case.stop_after, is_told=worker.rank == 0
+    )
     with seen.watching():
         outcome = run(job)
     return RunOutcome(

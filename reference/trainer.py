@@ -239,7 +239,7 @@ def global_objective(model: Model, batch: GlobalBatch, settings: Settings) -> Ob
                 value = value + (of_tokens[owned].double() * weight[depth]).sum()
         for balance in found.auxiliary:  # R-MODEL-7: times the row's tokens, and divided as a token's loss is
             value = value + balance.double() * len(given.input_ids) / torch.clamp(valid, min=1)
-            balancing += float(balance) / model.shape.moe_aux_loss_coeff / len(found.auxiliary) / len(rows)
+            balancing += float(balance.detach()) / model.shape.moe_aux_loss_coeff / len(found.auxiliary) / len(rows)
     reported = training_loss([[each[0] for each in losses]], [[of_depths[0] for of_depths in masks]])
     return Objective(
         value=value,

@@ -85,7 +85,9 @@ def train(
         noise = torch.Generator().manual_seed(seed)
         moved = start if dtype == torch.float64 else {name: _moved(each, noise) for name, each in start.items()}
         runs.append(run(Rounding(float32=True, noise=noise), moved))
-    return _bounded(start, exact, runs, trained=max(_trained(batch) for batch in batches), validations=validations or {})
+    return _bounded(
+        start, exact, runs, trained=max(_trained(batch) for batch in batches), validations=validations or {}
+    )
 
 
 def _bounded(

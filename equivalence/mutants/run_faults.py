@@ -65,8 +65,7 @@ def _a_step_on(sound: Any) -> Any:
 
 def _blend_from_nothing(sound: Any) -> Any:
     def take(self: Any, start: int, count: int) -> Any:
-        if self._next < start:
-            self._next = start  # without what was taken of each source before
+        self._next = max(self._next, start)  # without what was taken of each source before
         return sound(self, start, count)
 
     return take

@@ -41,6 +41,7 @@ WHAT = {
     "paths": "direct and online steps",
     "trainer": "runs of twenty steps",
     "distributed_optimizer": "distributed optimizer",
+    "whole_run": "whole runs of the job",
 }
 CHECKS = tuple(WHAT)
 

@@ -140,7 +140,10 @@ def test_what_is_wrong_with_an_outcome_shows_by_name(exact):
         ({"weights": lost}, f"weight {name}"),
         (numbers_with(first, 0, gradient_norm=torch.nan), "rank 0 gradient norm of step 0"),
         (numbers_with(first, 7, loss=first.numbers[7].loss * 1.001), "rank 0 loss of step 7"),
-        (numbers_with(first, 8, mtp_losses=(first.numbers[8].mtp_losses[0] * 1.001,)), "rank 0 loss of depth 1 of step 8"),
+        (
+            numbers_with(first, 8, mtp_losses=(first.numbers[8].mtp_losses[0] * 1.001,)),
+            "rank 0 loss of depth 1 of step 8",
+        ),
         (numbers_with(first, 8, mtp_losses=()), "rank 0 depths"),
         ({"numbers": first.numbers[:-1]}, "rank 0 reported steps"),
         ({"weight_decays": [(0.0, 0.2)] * 20}, "rank 0 weight decay of step 3"),

@@ -163,7 +163,7 @@ def folder(tmp_path_factory):
     return found
 
 
-def now(folder, feed, job, changes):
+def now(feed, job, changes):
     place = Place(**PLACE | changes.get("place", {}))
     vocabulary, steps = changes.get("vocab_size", 4096), changes.get("run_steps", 8)
     return identity(job, feed, place, vocab_size=vocabulary, run_steps=steps)
@@ -174,7 +174,9 @@ def job_of(folder, changes, *, online=False):
     given[TRAINED] = [
         {**each, "path": str(folder / f"{each['path']}{'.chat' if online else ''}.jsonl")} for each in given[TRAINED]
     ]
-    base = jobs.write_job(folder / ("online" if online else "direct"), folder / "a.jsonl", **COMMON | (ONLINE if online else {}))
+    base = jobs.write_job(
+        folder / ("online" if online else "direct"), folder / "a.jsonl", **COMMON | (ONLINE if online else {})
+    )
     overrides = {"data.train": [json.loads(base.read_text())["data"]["train"]]} | given
     return load(base, [f"{key}={json.dumps(value)}" for key, value in overrides.items() if key not in OTHERWISE])
 
@@ -185,7 +187,7 @@ OTHERWISE = ("place", "vocab_size", "run_steps")
 def identity_of(folder, changes, *, online=False):
     job = job_of(folder, changes, online=online)
     with Feed(job, Place(**PLACE | changes.get("place", {}))) as feed:
-        return now(folder, feed, job, changes)
+        return now(feed, job, changes)
 
 
 def expect_refusal(saved, other, key):
@@ -226,7 +228,7 @@ def test_a_resume_with_another_model_optimizer_schedule_or_loss_is_refused_by_it
             if key in ONE_WORD:
                 other = begun[online] | {key: "another"}
             else:
-                other = now(folder, feeds[online], job_of(folder, changes, online=online), changes)
+                other = now(feeds[online], job_of(folder, changes, online=online), changes)
             expect_refusal(begun[online], other, key)
     finally:
         for feed in feeds.values():
