@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from equivalence.checks.result import CheckResult, Finding
 from equivalence.checks.whole_run import NAME, check_whole_run, whole
 from equivalence.compare import Difference
 from equivalence.data_cases import DataCase
+from equivalence.errors import SuiteError
 from equivalence.expected_runs import ExpectedRun, expect_run
 from equivalence.generators.models import Layout, layouts
 from equivalence.jobs import Job
@@ -88,6 +90,36 @@ def check_case(case: RunCase, *, fault: str | None = None, expected: ExpectedRun
         return check_whole_run(
             case, performed.outcomes, expected or expect_from(case, folder, performed.outcomes), performed.log
         )
+
+
+def check_fault(fault: str, *, path: str, layout: Layout, seed: int) -> CheckResult:
+    """Run four steps with a fault on every rank, stopped after the second, against the reference's run of them."""
+    case = short_case(path, layout, seed=seed)
+    return check_case(case, fault=fault, expected=sound_run(case)[1])
+
+
+def short_case(path: str, layout: Layout, *, seed: int) -> RunCase:
+    """The shortest run that is stopped between two steps on either side."""
+    return RunCase(
+        path=path, sizes=layout.sizes, data_size=layout.data_size, seed=seed, steps=4, stop_after=2, workers=(1, 0)
+    )
+
+
+@functools.lru_cache(maxsize=4)
+def sound_run(case: RunCase) -> tuple[Performed, ExpectedRun]:
+    """What ranks without a fault make of a case, and the reference's run from the weights that they begin with.
+
+    SuiteError where the two differ, or cannot be compared.
+    """
+    with tempfile.TemporaryDirectory(prefix="packproof-run-") as name:
+        folder = Path(name)
+        case.write_files(folder)
+        performed = perform(case, folder)
+        expected = expect_from(case, folder, performed.outcomes)
+        result = check_whole_run(case, performed.outcomes, expected, performed.log)
+        if not result.equal or result.refused:
+            raise SuiteError(f"a run without a fault differs, or cannot be compared: {result}; take another seed")
+        return performed, expected
 
 
 def perform(case: RunCase, folder: Path, *, fault: str | None = None) -> Performed:

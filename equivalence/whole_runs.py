@@ -17,8 +17,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import torch
-
 from equivalence.generators import tokenizers
 from equivalence.model_cases import layout_name
 from equivalence.models import Part
@@ -282,9 +280,10 @@ def _weights(engine: Any) -> list[Part]:
 
 
 def _row(draw: random.Random, *, is_packed: bool) -> list[dict[str, str]]:
-    """One to three conversations, which a row may not hold whole; online one that a bin holds."""
+    """One to three conversations, which a row may not hold whole; online one that a bin holds, and that may begin with an answer."""
     if not is_packed:
-        return [{"role": "user", "content": _words(draw, 1, 6)}, {"role": "assistant", "content": _words(draw, 1, 9)}]
+        question, answer = ({"role": role, "content": _words(draw, 1, 8)} for role in ("user", "assistant"))
+        return [answer, question, answer] if draw.random() < 0.25 else [question, answer]
     messages: list[dict[str, str]] = []
     for _ in range(draw.randint(1, 3)):
         messages.append({"role": "system", "content": ""})

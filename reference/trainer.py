@@ -68,6 +68,8 @@ class Objective:
     """The step's loss: all trained tokens' losses over their number (R-LOSS-7)."""
     depths: tuple[float, ...]
     """What is reported of each depth of multi-token prediction (R-LOSS-10)."""
+    balancing_loss: float
+    """Of the routers, without its coefficient, a mean over rows and layers with experts; 0 without such a loss."""
     router_gap: float
     """The least over all rows (R-MODEL-6)."""
 
@@ -80,6 +82,8 @@ class Stepped:
     """Before the update."""
     mtp_losses: tuple[float, ...]
     """Of each depth, likewise."""
+    balancing_loss: float
+    """Of the routers, likewise, without its coefficient."""
     gradient_norm: float
     """Before clipping."""
     learning_rate: float
@@ -154,6 +158,7 @@ class Trainer:
         return Stepped(
             loss=objective.reported,
             mtp_losses=objective.depths,
+            balancing_loss=objective.balancing_loss,
             gradient_norm=norm,
             learning_rate=learning_rate,
             weight_decay=weight_decay,
@@ -224,6 +229,7 @@ def global_objective(model: Model, batch: GlobalBatch, settings: Settings) -> Ob
     valid = torch.tensor(sum(float(row.mask.sum()) for row in rows))
     weights = shares.weights(valid)
     value, losses, gap = torch.zeros((), dtype=torch.float64), [], float("inf")
+    balancing = 0.0
     for row, given in enumerate(rows):
         found = model.losses(given.input_ids, given.target_ids, given.boundaries)
         gap = min(gap, found.router_gap)
@@ -233,8 +239,15 @@ def global_objective(model: Model, batch: GlobalBatch, settings: Settings) -> Ob
                 value = value + (of_tokens[owned].double() * weight[depth]).sum()
         for balance in found.auxiliary:  # R-MODEL-7: times the row's tokens, and divided as a token's loss is
             value = value + balance.double() * len(given.input_ids) / torch.clamp(valid, min=1)
+            balancing += float(balance.detach()) / model.shape.moe_aux_loss_coeff / len(found.auxiliary) / len(rows)
     reported = training_loss([[each[0] for each in losses]], [[of_depths[0] for of_depths in masks]])
-    return Objective(value=value, reported=float(reported), depths=shares.reported(losses), router_gap=gap)
+    return Objective(
+        value=value,
+        reported=float(reported),
+        depths=shares.reported(losses),
+        balancing_loss=balancing,
+        router_gap=gap,
+    )
 
 
 @dataclass(eq=False)

@@ -28,6 +28,8 @@ class Trained:
     """For each step, of the reported loss."""
     depth_bounds: list[tuple[float, ...]]
     """For each step, of what is reported of each depth."""
+    balancing_bounds: list[float]
+    """For each step, of the routers' balancing loss."""
     norm_bounds: list[float]
     """For each step, of the gradient's norm."""
     weight_bounds: dict[str, float]
@@ -83,7 +85,9 @@ def train(
         noise = torch.Generator().manual_seed(seed)
         moved = start if dtype == torch.float64 else {name: _moved(each, noise) for name, each in start.items()}
         runs.append(run(Rounding(float32=True, noise=noise), moved))
-    return _bounded(start, exact, runs, trained=max(_trained(batch) for batch in batches), validations=validations or {})
+    return _bounded(
+        start, exact, runs, trained=max(_trained(batch) for batch in batches), validations=validations or {}
+    )
 
 
 def _bounded(
@@ -114,6 +118,10 @@ def _bounded(
                 of_loss(loss, [other.steps[place].mtp_losses[depth] for other in runs], trained)
                 for depth, loss in enumerate(each.mtp_losses)
             )
+            for place, each in enumerate(exact.steps)
+        ],
+        balancing_bounds=[
+            of_loss(each.balancing_loss, [other.steps[place].balancing_loss for other in runs], trained)
             for place, each in enumerate(exact.steps)
         ],
         norm_bounds=[

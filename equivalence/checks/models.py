@@ -119,8 +119,8 @@ def _reports(expected: Expected, outcomes: Sequence[RankOutcome]) -> list[Differ
     differences: list[Difference] = []
     for each in outcomes:
         if each.reported is not None:
-            name, sides = f"rank {each.place.rank} reported loss", (expected.reported, each.reported)
-            differences += near(name, *(torch.tensor(side, dtype=torch.float64) for side in sides), bound)
+            left, right = (torch.tensor(side, dtype=torch.float64) for side in (expected.reported, each.reported))
+            differences += near(f"rank {each.place.rank} reported loss", left, right, bound)
         if each.valid_tokens != expected.valid_tokens:
             name = f"rank {each.place.rank} valid tokens"
             differences += [difference(name, None, expected.valid_tokens, each.valid_tokens)]

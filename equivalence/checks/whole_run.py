@@ -41,7 +41,7 @@ def check_whole_run(
         differences += _fed(case, parts, expected)
         differences += _scheduled(parts, expected)
     differences += _reported(case, outcomes, expected)
-    differences += _logged(case, outcomes[0], expected, log)
+    differences += _logged(outcomes[0], expected, log)
     differences += _weights(outcomes, expected)
     return result(NAME, "reference", "production", differences)
 
@@ -112,6 +112,7 @@ def _reported(case: RunCase, outcomes: Sequence[Parts], expected: ExpectedRun) -
             f"mtp_{depth}_loss": (loss, trained.depth_bounds[place][depth - 1])
             for depth, loss in enumerate(wanted.mtp_losses, 1)
         }
+        losses["load_balancing_loss"] = (wanted.balancing_loss, trained.balancing_bounds[place])
         for name, (value, bound) in (
             losses | {"gradient_norm": (wanted.gradient_norm, trained.norm_bounds[place])}
         ).items():
@@ -141,7 +142,7 @@ def _counts(counts: Counts) -> dict[str, float | int]:
     }
 
 
-def _logged(case: RunCase, parts: Parts, expected: ExpectedRun, log: Sequence[Record]) -> list[Difference]:
+def _logged(parts: Parts, expected: ExpectedRun, log: Sequence[Record]) -> list[Difference]:
     """The log's lines: each step once and as it was reported, each validation once and as the reference has it."""
     steps = [(each.step, each.values) for each in log if each.kind == "step"]
     reported = [(step, values) for part in parts for step, values in part.numbers.items()]
@@ -202,5 +203,5 @@ def _told(value: object) -> object:
 
 
 def _close(name: str, left: float, right: float | None, bound: float) -> list[Difference]:
-    sides = (torch.tensor(side, dtype=torch.float64) for side in (left, math.nan if right is None else right))
-    return near(name, *sides, bound)
+    found = math.nan if right is None else right
+    return near(name, torch.tensor(left, dtype=torch.float64), torch.tensor(found, dtype=torch.float64), bound)
