@@ -18,6 +18,7 @@ from equivalence.checks.divergences import label
 from equivalence.corpus import store
 from equivalence.errors import InputError, WorkerDiedError
 from equivalence.generators import tokenizers
+from equivalence.generators.drafts import PRESET_NAMES
 from equivalence.generators.fault_classes import classes
 from equivalence.generators.models import FEATURES, VARIES
 from equivalence.jobs import Job
@@ -248,7 +249,7 @@ def _planned(outcome: Outcome, size: Size) -> Iterator[Job]:
     steps = list(model_jobs(size, options.seed, subjects)) if runs_steps else []
     generated = generated_jobs(size, options.seed, subjects, rows=options.rows, restriction=taken)
     if options.size == "long" and options.rows is None:
-        yield from recorded_jobs(subjects)
+        yield from _recorded(options)
         yield from _of_production(outcome, size, steps)
         yield from _other_rows(outcome, size)
         yield from generated  # without end
@@ -257,7 +258,7 @@ def _planned(outcome: Outcome, size: Size) -> Iterator[Job]:
     one_rank, largest, between = _by_ranks(steps)
     yield from one_rank
     if not taken.is_any:
-        yield from recorded_jobs(subjects)
+        yield from _recorded(options)
     yield from spread(list(layout_jobs(size, options.seed, subjects)) if options.holds_production else [], aimed)
     yield from spread(largest, [*others, *_other_rows(outcome, size)])
     yield from _of_production(outcome, size, between, layouts=False)
@@ -275,6 +276,11 @@ def _of_production(outcome: Outcome, size: Size, steps: list[Job], *, layouts: b
         yield from trainer_jobs(size, options.seed, options.subjects)
         yield from whole_run_jobs(size, options.seed, options.subjects)
         yield from steps
+
+
+def _recorded(options: Options) -> Iterator[Job]:
+    """Recorded outcomes: all that hold production, or those of rows alone, which any subject builds."""
+    return (job for job in recorded_jobs(options.subjects) if options.holds_production or job.aim in PRESET_NAMES)
 
 
 def _saved_cases(outcome: Outcome, kinds: list[str]) -> list[Path]:

@@ -22,6 +22,7 @@ from equivalence.registry import CHECKS, names
 from equivalence.row_cases import entry_of, smallest_case
 from equivalence.subjects import load
 from equivalence.training_runs import case_of
+from equivalence.whole_runs import RunCase
 from production import context_parallel, packing
 from production.parallel import Sizes
 
@@ -146,6 +147,13 @@ def test_a_run_of_twenty_steps_is_a_case_that_survives_its_json(tmp_path):
     again = store.read(path)
     assert dataclasses.replace(again, note="") == case
     assert store.command(case, path, ROWS) == f"python -m equivalence replay {path}"
+
+
+def test_a_whole_run_is_a_case_that_survives_its_json():
+    case = RunCase(path="direct", sizes=Sizes(context=2), data_size=1, workers=(2, 1))
+    again = store.parse(DataCase(check="whole_run", value=case).to_json())
+    assert again.value == case
+    assert CHECKS["whole_run"].replay == "equivalence.whole_run_jobs:check_case"
 
 
 def test_a_fault_with_memory_is_said_to_need_others_before_its_smallest_case():

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 import torch
 
+from equivalence.corpus import store
 from equivalence.generators.models import Layout
 from equivalence.jobs import Job
 from equivalence.tally import Tally
@@ -204,3 +205,9 @@ def test_a_job_of_the_main_run_trains_in_all_its_layouts_and_counts_them(monkeyp
     monkeypatch.setattr(training_runs, "TRAIN", "trainer_targets:without_decay_groups")
     training_runs.run_drawn(job, tally)
     assert [each.check for each in tally.differences] == ["trainer"]
+    case = store.parse(tally.differences[0].case)
+    assert (type(case).__name__, case.steps) == ("TrainingCase", 2)
+    # The same fault shows in a replay, and production as it is shows none.
+    assert not store.check(case, ())[0].equal
+    monkeypatch.undo()
+    assert store.check(case, ())[0].equal
