@@ -34,9 +34,9 @@ CHECKS: dict[str, Check] = {
     for check in (
         Check(name="corpus", title="saved cases", kind="row", klass="row"),
         Check(name="recorded", title="recorded outcomes", kind="row", klass="row", cost=0.7),
-        Check(name="own", title="packed sample, own settings", kind="row", klass="row", cost=5.5),
+        Check(name="own", title="own settings", kind="row", klass="row", cost=5.5),
         Check(name="files", title="file readers", kind="files", klass="reader"),
-        Check(name="sample", title="packed sample, others", kind="row", klass="row", cost=5.5),
+        Check(name="sample", title="other settings", kind="row", klass="row", cost=5.5),
         Check(name="rows", title="generated rows", kind="row", klass="row", cost=1.0),
         Check(name="batches", title="batches", kind="row", klass="batch", cost=1.5),
         Check(name="divergences", title="divergences", kind="row", klass="row", cost=4.0),

@@ -137,7 +137,7 @@ def run_on(sample, out, *options, subjects="reference,production,megatron_lm"):
 
 def test_every_row_of_a_file_comes_first_in_the_settings_of_its_manifest(tmp_path, capsys):
     sample = packed(tmp_path, 9, **OWN)
-    code, report = run_on(sample, tmp_path / "out", "--job", "own")
+    code, report = run_on(sample, tmp_path / "out", "--job", "own nemotron")
     assert code == 0
     assert report["size"] == "tiny", "the size that is taken unless another is given"
     own = report["own_settings"]
@@ -159,7 +159,7 @@ def test_what_contradicts_a_file_s_manifest_is_refused_and_another_cp_is_taken(t
     for options in (["--pack-length", "1024"], ["--formats", "identity"]):
         assert main(["run", "--sample", str(sample), "--out", str(tmp_path / "out"), *options]) == 2
         assert "was packed for" in capsys.readouterr().err
-    given = ["--cp", "4", "--semantics", "strict", "--job", "own"]
+    given = ["--cp", "4", "--semantics", "strict", "--job", "own nemotron"]
     code, report = run_on(sample, tmp_path / "out", *given, subjects="reference,production")
     assert code == 0
     assert report["own_settings"]["settings"].items() >= {"context_parallel_size": 4, "semantics": "strict"}.items()
