@@ -29,7 +29,7 @@ from equivalence.plan import shard_of
 from equivalence.pool import default_workers
 from equivalence.report import html, kills, summary, terminal
 from equivalence.restriction import restriction
-from equivalence.run import Options, execute
+from equivalence.run import Options, execute, sample_notes
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 
@@ -163,6 +163,8 @@ def _run(asked: Run, command: str, console: Console) -> int:
         job=asked.job,
         restriction=restriction(asked.formats, asked.cp, asked.semantics),
     )
+    for note in sample_notes(options.sample, options.tokenizer):
+        console.print(f"note: {note}", highlight=False, markup=False, soft_wrap=True)
     with terminal.Reporter(console) as progress:
         outcome = execute(options, progress)
     document = summary.summarise(outcome, command)

@@ -11,6 +11,7 @@ from equivalence.errors import InputError
 from equivalence.restriction import Restriction
 from equivalence.subjects.protocol import RowSettings
 from production.errors import PackproofError
+from production.files.head import first_rows
 from production.files.manifest import read_manifest
 
 DEFAULT_PACK_LENGTH = 2048
@@ -80,12 +81,15 @@ def own_settings(file: Path, *, pack_length: int | None, restriction: Restrictio
 
 def count_rows(path: Path) -> int:
     """Count the lines of a packed file. InputError if it is not there, or empty."""
+    if path.is_dir():
+        raise InputError(f"{path} is a folder; give a packed JSONL file with --sample, or --sample none")
     if not path.is_file():
         raise InputError(f"{path}: no such file; give a packed JSONL file with --sample, or --sample none")
     with path.open("rb") as file:
         count = sum(1 for _ in file)
     if not count:
         raise InputError(f"{path} is empty; give a packed JSONL file with --sample, or --sample none")
+    next(first_rows(str(path), 1, "messages", skip=True), None)  # BadInput for what is no JSON lines
     return count
 
 

@@ -44,6 +44,8 @@ from equivalence.restriction import EVERYTHING, Restriction
 from equivalence.tally import Differing, Tally
 from equivalence.witnesses import Witness, witnesses
 from equivalence.workers import MOST_WORKERS
+from production.format_fit import format_misfits, misfit_text
+from production.prompts import FORMATS
 
 STOP_AFTER = 20
 """Differences after which a run stops: more of the same would only take time."""
@@ -340,6 +342,15 @@ def _preload(options: Options, size: Size) -> None:
             importlib.import_module("equivalence.training_runs").preload_training()
             importlib.import_module("equivalence.whole_run_jobs").preload_whole_runs()
     classes()
+
+
+def sample_notes(sample: Path | None, tokenizer: str) -> list[str]:
+    """Prompt formats that do not fit the sample's tokenizer: rows of them are compared all the same, and nothing else says so."""
+    if sample is None:
+        return []
+    loaded = tokenizers.load(tokenizer)
+    found = {name: format_misfits(loaded, name) for name in FORMATS}
+    return [misfit_text(name, misfits) for name, misfits in found.items() if misfits]
 
 
 def _saved(differing: Differing, outcome: Outcome, alone: Replayer) -> Differing:

@@ -29,6 +29,10 @@ class PromptFormat:
     """Appends the text of each message; None where only the tokenizer's template knows."""
     turn_starts: tuple[str, ...] = ()
     """Special tokens that a rendered message may begin with."""
+    markers: tuple[str, ...] = ()
+    """Texts that the format writes around contents, each of which must be one token of the tokenizer (R-FIT-1)."""
+    assistant_header: str = ""
+    """What an assistant turn begins with; its tokens are the prefix that is not trained (R-FIT-2)."""
     rendered_roles: tuple[str, ...] | None = None
     """Roles that render; None if all do."""
     pad_token: str | None = None
@@ -211,6 +215,8 @@ FORMATS: dict[str, PromptFormat] = {
             name="nemotron-nano-v2",
             render=_nemotron_nano_v2,
             turn_starts=("<SPECIAL_10>", "<SPECIAL_11>"),
+            markers=("<SPECIAL_10>", "<SPECIAL_11>", "<SPECIAL_12>"),
+            assistant_header="<SPECIAL_11>Assistant\n",
             rendered_roles=_RENDERED_ROLES,
             pad_token="<unk>",
             assistant_prefix_len=3,
@@ -219,6 +225,7 @@ FORMATS: dict[str, PromptFormat] = {
             name="nemotron-h-aligned",
             render=_nemotron_h_aligned,
             turn_starts=("<SPECIAL_10>", "<SPECIAL_11>"),
+            markers=("<SPECIAL_10>", "<SPECIAL_11>"),
             rendered_roles=_RENDERED_ROLES,
             pad_token="<SPECIAL_233>",
         ),

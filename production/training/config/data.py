@@ -41,6 +41,11 @@ class DatasetDefaults:
     """Tokens of an assistant turn that are not trained; None: the format's."""
     megatron_sft_context_parallel_size: int | None = None
     """Context parallel size that rows are laid out for; None: derived, `policy.megatron_cfg.context_parallel_size`. Must equal it."""
+    ignore_keys: tuple[str, ...] = ()
+    """Keys of messages that say what to train (`weight`, `loss`, …) or hold text that is not rendered (`reasoning_content`, …) and are passed over
+    all the same; rows with others are refused (SPEC R-KEYS-1)."""
+    allow_format_misfit: bool = False
+    """Whether to train although the tokenizer lacks the prompt format's markers, which are then text (SPEC R-FIT-1)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +70,11 @@ class Dataset:
     """Tokens of an assistant turn that are not trained; None: the format's."""
     megatron_sft_context_parallel_size: int = 1
     """Context parallel size that rows are laid out for; derived from `policy.megatron_cfg` where nothing else is said."""
+    ignore_keys: tuple[str, ...] = ()
+    """Keys of messages that say what to train (`weight`, `loss`, …) or hold text that is not rendered (`reasoning_content`, …) and are passed over
+    all the same; rows with others are refused (SPEC R-KEYS-1)."""
+    allow_format_misfit: bool = False
+    """Whether to train although the tokenizer lacks the prompt format's markers, which are then text (SPEC R-FIT-1)."""
 
     @property
     def is_packed(self) -> bool:
