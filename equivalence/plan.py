@@ -127,6 +127,7 @@ SIZES = {
 
 COST = {
     "rows": 1.0,
+    "recorded": 0.7,
     "batches": 1.5,
     "divergences": 4.0,
     "sample": 5.5,
@@ -236,6 +237,27 @@ def _round(size: Size, seed: str, subjects: tuple[str, ...]) -> Iterator[Job]:
                     seed=_seed(seed, kind, prompt_format, str(number)),
                     examples=len(some),
                 )
+
+
+RECORDED = {
+    "packings": 2768,
+    "partitions": 938,
+    "batches": 60,
+    "nemo-rl-direct": 1697,
+    "megatron-lm-0.19": 435,
+    "megatron-lm-main": 435,
+}
+"""Recorded outcomes by what they are held to (`recorded_jobs.run`), and how many there are."""
+RECORDED_AT_ONCE = 700
+"""Recorded outcomes of one job."""
+
+
+def recorded_jobs(subjects: tuple[str, ...]) -> Iterator[Job]:
+    """Every recorded outcome, in every size: some to a job."""
+    for name, count in RECORDED.items():
+        for first in range(0, count, RECORDED_AT_ONCE):
+            examples = min(RECORDED_AT_ONCE, count - first)
+            yield Job(kind="recorded", subjects=subjects, aim=name, first=first, examples=examples)
 
 
 def layout_jobs(size: Size, seed: int, subjects: tuple[str, ...]) -> Iterator[Job]:

@@ -137,6 +137,8 @@ class _Run:
 
     def _say_where(self, found: tuple[Path, Manifest] | None) -> None:
         """What is passed over, and where the run goes on."""
+        for note in self._feed.token_notes:
+            self._progress.say(f"note: {note.text}")
         for path in self._checkpoints.incomplete():
             self._progress.say(f"passed over {path}: it was not written to its end")
         if found is None:
@@ -330,6 +332,7 @@ class _Run:
             "device": str(self._rank.device),
             "normalization": self._job.loss.normalization,
             **{f"{name}_parallel_size": size for name, size in dataclasses.asdict(sizes(self._job)).items()},
+            **{f"note_{note.kind}": note.text for note in self._feed.token_notes},
         }
         return open_loggers(settings, rank=self._place.rank, run=facts, finished_steps=self._step)
 

@@ -143,6 +143,7 @@ REFUSED = [
     (["data.train.data_path=[{path: x, weight: 1}]", "sft.max_num_epochs=null"], 1, "order", "data.last_batch"),
     (["data.train.data_path=[{path: x, weight: 1}]", "data.last_batch=wrap"], 1, "order", "sft.max_num_epochs"),
     (["data.order=megatron-cyclic"], 1, "order", "data.last_batch"),
+    (["data.order=megatron-cyclic", "data.last_batch=wrap"], 1, "order", "sft.max_num_epochs"),
     (["data.shuffle=true", "data.order=sequential"], 1, "order", "data.order"),
     (["data.num_workers=-1"], 1, "order", "data.num_workers"),
     (["data.prefetch=0"], 1, "order", "data.prefetch"),

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from production.errors import PackproofError
+from production.files.identity import is_there
 from production.files.manifest import other_files, read_manifest
 from production.training.config.checks_batches import check_batches, check_data, check_length
 from production.training.config.checks_layers import check_pattern
@@ -139,7 +140,7 @@ def missing_files(job: Job) -> list[SetupRefused]:
     return [
         setup.refuse("no_file", key, f"{path} is not on this machine", mend)
         for path, key in wanted.items()
-        if not Path(path).exists()
+        if not is_there(path)
     ]
 
 
