@@ -141,6 +141,8 @@ class _Run:
             self._progress.say(f"note: {note.text}")
         for path in self._checkpoints.incomplete():
             self._progress.say(f"passed over {path}: it was not written to its end")
+        for told in self._feed.notes:
+            self._progress.say(f"note: {told}")
         if found is None:
             return
         self._progress.say(f"going on from {found[0]} (step {self._step})")

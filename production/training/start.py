@@ -68,7 +68,7 @@ def identity(job: Job, feed: Feed, place: Place, *, vocab_size: int, run_steps: 
         "optimizer": megatron.optimizer,
         "scheduler": _schedule(job, run_steps),
         "distributed_data_parallel_config": megatron.distributed_data_parallel_config,
-        **({} if job.is_packed else {"sequence_packing": _packing(job)}),
+        **({} if job.is_packed else {"sequence_packing": _packing(job), "chat": _chat(job)}),
         "loss": dataclasses.asdict(job.loss),
         "fp8": dataclasses.asdict(megatron.fp8_cfg),
     }
@@ -97,6 +97,13 @@ def _packing(job: Job) -> dict[str, Any]:
         "make_sequence_length_divisible_by": job.policy.make_sequence_length_divisible_by,
         "max_input_seq_length": job.data.max_input_seq_length,
     }
+
+
+def _chat(job: Job) -> dict[str, Any]:
+    """What decides a conversation's tokens on the online path; what is switched off is left out, as runs had it before these keys."""
+    data = job.data
+    found = {name: getattr(data, name) for name in ("add_bos", "add_eos", "add_generation_prompt")}
+    return {name: True for name, is_on in found.items() if is_on} | {"tool_key": data.train[0].tool_key}
 
 
 def check_same(identity: Mapping[str, Any], place: Place) -> None:
