@@ -152,12 +152,13 @@ def _direct(case: RunCase, messages: Sequence[list[dict[str, str]]], weights: Se
 
 
 def _online(case: RunCase, messages: Sequence[list[dict[str, str]]], weights: Sequence[float]) -> GlobalBatch:
-    tokenizer, prompt = adapt(tokenizers.load(TOKENIZER)), Prompt(format=PROMPT_FORMAT)
-    whole = microbatches.rectangle(
-        [chat.tokenize_messages(each, prompt, tokenizer, bos_token=None, eos_token=None) for each in messages],
-        MULTIPLE,
-    )
-    whole = dataclasses.replace(whole, sample_mask=torch.tensor(list(weights)))
+    made = tokenizers.load(TOKENIZER)
+    tokenizer, prompt = adapt(made), Prompt(format=PROMPT_FORMAT)
+    settings = chat.ChatSettings(bos_token=made.bos_token, eos_token=made.eos_token)
+    found = [chat.weighted(chat.tokenize_messages(each, prompt, tokenizer, settings), PACK_LENGTH) for each in messages]
+    whole = microbatches.rectangle([(tokens, mask) for tokens, mask, _ in found], MULTIPLE, made.pad_token_id)
+    counted = [weight * own for weight, (_, _, own) in zip(weights, found, strict=True)]
+    whole = dataclasses.replace(whole, sample_mask=torch.tensor(counted))
     bins = microbatches.bins(whole.input_lengths, MULTIPLE, PACK_LENGTH, PACKER, case.data_size)
     lengths = [microbatches.rounded(length, MULTIPLE) for length in whole.input_lengths]
     how = microbatches.padding(

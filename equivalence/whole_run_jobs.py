@@ -21,6 +21,7 @@ from equivalence.layout_runs import MODULES, seats
 from equivalence.tally import Tally, differing
 from equivalence.whole_runs import TRAIN, Record, RunCase, RunOutcome, logged
 from equivalence.workers import CaseFailed, Failure, WorldNotOpened, open_world, preload
+from production.errors import PackproofError
 from production.parallel import Sizes
 
 RUN_SECONDS = 600.0
@@ -85,11 +86,12 @@ def check_case(case: RunCase, *, fault: str | None = None, expected: ExpectedRun
         case.write_files(folder)
         try:
             performed = perform(case, folder, fault=fault)
+            wanted = expected or expect_from(case, folder, performed.outcomes)
+            return check_whole_run(case, performed.outcomes, wanted, performed.log)
         except (CaseFailed, WorldNotOpened) as failed:
             return _failed(case, failed.failure)
-        return check_whole_run(
-            case, performed.outcomes, expected or expect_from(case, folder, performed.outcomes), performed.log
-        )
+        except PackproofError as error:
+            return _finding("what all ranks give", "one model's weights", str(error))
 
 
 def check_fault(fault: str, *, path: str, layout: Layout, seed: int) -> CheckResult:
@@ -137,11 +139,9 @@ def expect_from(case: RunCase, folder: Path, outcomes: Sequence[Sequence[RunOutc
 
 def _failed(case: RunCase, failure: Failure) -> CheckResult:
     kind = failure.first.exception or failure.first.state
-    wrong = Difference(
-        tensor=f"rank {failure.first.rank} of {case.layout}",
-        position=None,
-        left=f"a result, not {kind}",
-        right=str(failure),
-        klass="failed",
-    )
+    return _finding(f"rank {failure.first.rank} of {case.layout}", f"a result, not {kind}", str(failure))
+
+
+def _finding(name: str, left: str, right: str) -> CheckResult:
+    wrong = Difference(tensor=name, position=None, left=left, right=right, klass="failed")
     return CheckResult(check=NAME, findings=[Finding(left="expected", right="production", differences=[wrong])])

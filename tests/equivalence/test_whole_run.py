@@ -53,11 +53,10 @@ def test_the_reference_trains_otherwise_in_each_step_so_that_one_taken_for_anoth
     assert len({each.learning_rate for each in steps}) == len({each.weight_decay for each in steps}) == len(steps)
     assert len({str(batch.tokens) for batch in expected.steps}) == len(steps)
     assert len(set(expected.trained.validations.values())) == len(expected.trained.validations)
-    assert all(each.balancing_loss > 1 for each in steps)
+    assert all(each.balancing_loss > 0.5 for each in steps)
     assert all(0 < bound < 1e-4 for bound in expected.trained.loss_bounds)
     counts = [batch.counts for batch in expected.steps]
-    assert all(each.padding_tokens and each.rows_truncated for each in counts)
-    assert sum(each.conversations_dropped for each in counts)
+    assert min(sum(getattr(each, name) for each in counts) for name in ("padding_tokens", "rows_truncated", "conversations_dropped"))  # fmt: skip
 
 
 def test_what_is_wrong_with_a_rank_or_with_the_log_shows_by_name(run):
@@ -76,7 +75,7 @@ def test_what_is_wrong_with_a_rank_or_with_the_log_shows_by_name(run):
         "mtp_2_loss of step 3": (first, numbers(second, 3, mtp_2_loss=9.0)),
         "gradient_norm of step 2": (numbers(first, 2, gradient_norm=torch.nan), second),
         "tokens_per_second of step 2, times its seconds": (numbers(first, 2, tokens_per_second=1.0), second),
-        "rank 0 ended [0] [1]": (dataclasses.replace(first, reason="finished"), second),
+        "rank 0 ended [0]": (dataclasses.replace(first, reason="finished"), second),
         "rank 0 reported steps [1]: how many": (first, dataclasses.replace(second, numbers={4: second.numbers[4]})),
         "rank 0 learning rates of step 3 [0]": (first, dataclasses.replace(second, rates=second.rates | {3: {0.1}})),
         "rank 0 weight decays of step 3: how many": (first, dataclasses.replace(second, decays={})),
@@ -86,7 +85,7 @@ def test_what_is_wrong_with_a_rank_or_with_the_log_shows_by_name(run):
     }
     for name, parts in wrong.items():
         assert name in tensors(check_whole_run(case, [parts], expected, performed.log)), name
-    other = [numbers(first, 1, loss=1.0), second]
+    other = [dataclasses.replace(part, begun=[], weights=[]) for part in (numbers(first, 1, loss=1.0), second)]
     assert tensors(check_whole_run(case, [performed.outcomes[0], other], expected, performed.log)) == [
         "what rank 0 reports: 1: loss"
     ]

@@ -51,6 +51,7 @@ def files(*names, weights=(None, None)):
 
 
 BLEND = {"data.shuffle": True, "data.seed": 5, "data.last_batch": "wrap", "sft.max_num_epochs": None}
+CYCLIC = {"data.order": "megatron-cyclic", "data.last_batch": "wrap", "sft.max_num_epochs": None}
 OF_ROWS = {
     "files": {
         "files end to end in another order": files("b", "a"),
@@ -63,12 +64,12 @@ OF_ROWS = {
     "semantics": {"another preset": {"data.train[0].semantics": "strict"}},
     "prompt_format": {"another": {"data.train[0].megatron_sft_prompt_format": "identity"}},
     "pad_token": {"one of its own": {"data.train[0].megatron_sft_pad_token": "<pad>"}},
-    "assistant_prefix_len": {"one of its own": {"data.train[0].megatron_sft_assistant_prefix_len": 1}},
+    "assistant_prefix_len": {"one of its own": {"data.train[0].megatron_sft_assistant_prefix_len": 1, "data.train[0].allow_format_misfit": True}},
     "pack_length": {"longer": {"policy.max_total_sequence_length": 128}},
     "context_parallel_size": {"2": {f"{MEGATRON}.context_parallel_size": 2, "data.train[0].megatron_sft_context_parallel_size": 2}},
     "data_parallel_size": {"1": {"place": {"data_size": 1}}},
     "global_batch_size": {"2": {"policy.train_global_batch_size": 2}},
-    "order": {"shuffled": {"data.shuffle": True, "data.seed": 5}, "as Megatron-LM's": {"data.order": "megatron-cyclic", "data.last_batch": "wrap"}},
+    "order": {"shuffled": {"data.shuffle": True, "data.seed": 5}, "as Megatron-LM's": CYCLIC},
     "last_batch": {"wrap": {"data.last_batch": "wrap"}, "stop": {"data.last_batch": "stop"}},
     "seed": {"another": {"data.shuffle": True, "data.seed": 6}},
     "weights": {
@@ -76,6 +77,7 @@ OF_ROWS = {
         "weights the other way round": BLEND | files("a", "b", weights=(0.3, 0.7)),
         "weights in the last place": BLEND | files("a", "b", weights=(0.7, 0.30000000000000004)),
     },
+    "run_steps": {"a longer run, which is permuted as one": CYCLIC | {"sft.max_num_steps": 9}},
     "tensor_parallel_size": {"2": {f"{MEGATRON}.tensor_model_parallel_size": 2}},
     "pipeline_parallel_size": {"2": {f"{MEGATRON}.pipeline_model_parallel_size": 2}},
     "expert_parallel_size": {"2": {f"{MEGATRON}.expert_model_parallel_size": 2}},
@@ -84,6 +86,7 @@ OF_ROWS = {
 }  # fmt: skip
 """What decides the rows: changes of the configuration by key."""
 BEFORE = {
+    "run_steps": CYCLIC,
     "seed": {"data.shuffle": True, "data.seed": 5},
     **dict.fromkeys(
         ("weights the other way round", "weights in the last place", "a blend's files in another order"),
@@ -203,8 +206,8 @@ def begun(folder):
     return {online: identity_of(folder, {}, online=online) for online in (False, True)}
 
 
-def test_every_key_of_what_a_run_is_has_its_case(begun):
-    keys = {*begun[False], *begun[True]}
+def test_every_key_of_what_a_run_is_has_its_case(folder, begun):
+    keys = {*begun[False], *begun[True], *identity_of(folder, CYCLIC)}
     assert keys == {*OF_ROWS, *OF_THE_REST}
     assert len(keys) > 70
 

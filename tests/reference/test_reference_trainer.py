@@ -10,7 +10,8 @@ import torch
 from reference.batches import Batch
 from reference.loss import NORMALIZATIONS
 from reference.model import Model, Shape
-from reference.trainer import AdamW, Schedule, Settings, Trainer, clip, decays, global_norm, global_objective
+from reference.multi_token import shift
+from reference.trainer import AdamW, Schedule, Settings, Trainer, clip, decays, global_norm, global_objective, rows_of
 from reference.trainer_bounds import train
 from reference.trainer_schedule import LAST_STYLES, STYLES, WEIGHT_DECAY_STYLES
 
@@ -243,6 +244,39 @@ def test_r_train_8_what_a_steps_gradient_is_depends_on_the_layout_only_where_it_
             assert gradient(normalization="mean_of_means", **sizes) != pytest.approx(plain, rel=1e-3)
             assert gradient(**sizes) != pytest.approx(plain, rel=1e-5)  # depths are weighed by the rank's own tokens
     assert len({round(gradient(normalization=each), 9) for each in NORMALIZATIONS}) >= 2
+
+
+def test_r_loss_10_each_depth_is_reported_as_a_mean_over_ranks_of_its_own_means():
+    model, given = Model.from_tensors(SHAPE, named()), batch()
+    rows = rows_of(given)
+    tokens = [model.losses(row.input_ids, row.target_ids, row.boundaries).tokens for row in rows]
+    for depth in range(1, SHAPE.mtp_num_layers + 1):
+        masks = [shift(row.mask, row.boundaries, depth) for row in rows]
+        pairs = zip(tokens, masks, strict=True)
+        means = [float((of_row[depth].detach() * mask).sum() / mask.sum().clamp(min=1)) for of_row, mask in pairs]
+        for sizes in ({}, {"data_parallel_size": 2}, {"context_parallel_size": 2, "mtp_weights": "rows"}):
+            found = global_objective(model, given, Settings(schedule=COSINE, **sizes)).depths
+            assert len(found) == SHAPE.mtp_num_layers
+            assert found[depth - 1] == pytest.approx(sum(means) / len(means), rel=1e-6)
+    by_rank = global_objective(model, given, Settings(schedule=COSINE, context_parallel_size=2)).depths
+    assert by_rank != pytest.approx(found, rel=1e-4)
+
+
+def test_a_validation_weighs_tokens_and_moves_nothing():
+    trainer = Trainer(Model.from_tensors(SHAPE, named()), Settings(schedule=COSINE))
+    before = trainer.weights()
+    expected = global_objective(trainer.model, batch(), trainer.settings).reported
+    assert trainer.validate([batch()]) == pytest.approx(expected, rel=1e-6)
+    assert trainer.validate([batch(), batch()]) == pytest.approx(expected, rel=1e-6)
+    assert all(torch.equal(before[name], each) for name, each in trainer.weights().items())
+
+
+def test_the_online_path_differs_by_its_epsilon_and_knows_no_other_normalization():
+    direct = gradient(normalization="global_valid_tokens", data_parallel_size=2)
+    online = gradient(normalization="global_valid_tokens", data_parallel_size=2, is_online=True)
+    assert online == pytest.approx(direct, rel=1e-7)
+    with pytest.raises(ValueError, match="online path with per_token"):
+        Settings(schedule=COSINE, is_online=True)
 
 
 def test_r_train_7_training_follows_a_loop_written_with_torchs_own_optimizer():
