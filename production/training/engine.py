@@ -18,6 +18,7 @@ from megatron.core.utils import get_model_config
 from production.batches import Batch
 from production.errors import PackproofError
 from production.model import build_model, reason_of
+from production.multi_token_feed import TOKEN_SUMS
 from production.parallel import Place
 from production.rectangle import Rectangle
 from production.squeeze import Padding
@@ -45,6 +46,8 @@ class Stepped:
     """That the step was taken with."""
     mtp_loss_sums: torch.Tensor | None
     """[D] float32: megatron-core's losses of this rank's microbatches, added up; None but on the last stage."""
+    mtp_token_sums: torch.Tensor | None
+    """[3, D] float32: sums of token losses, targets, and shares that have none (`DepthFeed.token_sums`); None where they are not known."""
     microbatches: int
     """Of this data-parallel rank."""
     first_wait: Mark
@@ -103,11 +106,13 @@ class Engine:
         learning_rate = float(self.optimizer.param_groups[0]["lr"])
         _, gradient_norm, _ = self.optimizer.step()
         self.scheduler.step(increment=self._rows_per_step)
+        mtp_loss_sums, mtp_token_sums = self._take_multi_token()
         return Stepped(
             report=report,
             gradient_norm=gradient_norm,
             learning_rate=learning_rate,
-            mtp_loss_sums=self._take_multi_token() if self.place.is_last_stage else None,
+            mtp_loss_sums=mtp_loss_sums,
+            mtp_token_sums=mtp_token_sums,
             microbatches=len(batches),
             first_wait=self._first_wait,
         )
@@ -139,12 +144,15 @@ class Engine:
     def _settings_now(self) -> StepSettings:
         return dataclasses.replace(self.settings, padding=self.padding)
 
-    def _take_multi_token(self) -> torch.Tensor | None:
-        if not self.settings.depths or "loss_values" not in MTPLossLoggingHelper.tracker:
-            return None
-        sums = MTPLossLoggingHelper.tracker["loss_values"].clone()
+    def _take_multi_token(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Take what the tracker holds of the depths, and clean it; nothing but on the last stage."""
+        tracker = MTPLossLoggingHelper.tracker
+        by_token = tracker.pop(TOKEN_SUMS, None)
+        if not self.settings.depths or "loss_values" not in tracker:
+            return None, None
+        sums = tracker["loss_values"].clone()
         MTPLossLoggingHelper.clean_metrics_in_tracker()
-        return sums  # type: ignore[no-any-return] # megatron-core has no types
+        return (sums, by_token) if self.place.is_last_stage else (None, None)
 
     def _finalize(self, *args: Any, **options: Any) -> None:
         self._first_wait = self.clock.mark()

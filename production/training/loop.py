@@ -18,6 +18,7 @@ from production.multi_token_feed import rolls_from_tables
 from production.training.checkpoint import Manifest
 from production.training.clock import Mark
 from production.training.config import Job, device_here, multi_token_depths, sizes, unready, validate
+from production.training.config.checks_run import METRICS
 from production.training.config.sections import Mlflow
 from production.training.dumps import dump
 from production.training.ending import Ending, Reason, asked_to_end, length_reached, nothing_left, reason_of
@@ -42,12 +43,15 @@ from production.training.step_numbers import StepNumbers
 from production.training.summary import close_run
 from production.training.tokenizer import vocabulary_size
 
-VALIDATION = "val:val_loss"
-"""What the best checkpoints may be chosen by."""
+TRAINING, VALIDATION = METRICS
 
 
 class NotFinite(PackproofError):  # noqa: N818 - reads as the verdict it is
     """A loss or a gradient norm is no number; what was fed in that step was dumped."""
+
+
+class NothingTrained(PackproofError):  # noqa: N818 - reads as the verdict it is
+    """A run whose every target is masked: its losses would be no measurement, and its weights those of weight decay alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +98,7 @@ class _Run:
         self._checkpoints = checkpoints_of(job)
         self._step = 0
         self._consumed = 0
+        self._trained_tokens = 0
         self._measured: dict[str, float] = {}
         self._numbers: list[StepNumbers] = []
         self._pending: dict[int, int] = {}  # steps that are not reported yet, with what was consumed before
@@ -164,6 +169,8 @@ class _Run:
             is_reported = validates or saves or is_last or _is_due(self._step + 1, self._job.logger.report_period)
             self._take(fed, began)
             why = self._report() if is_reported else None
+            if is_last and not self._trained_tokens:
+                self._refuse_untrained()
             if validates and why is None:
                 self._validate()
             if saves or (why and saving.enabled):
@@ -217,7 +224,9 @@ class _Run:
             self._metrics.add_loss(pair[0], pair[1])
         if stepped.mtp_loss_sums is not None:
             self._metrics.add_multi_token(
-                stepped.mtp_loss_sums, torch.full_like(stepped.mtp_loss_sums, stepped.microbatches)
+                stepped.mtp_loss_sums,
+                torch.full_like(stepped.mtp_loss_sums, stepped.microbatches),
+                stepped.mtp_token_sums,
             )
         self._metrics.add_rows(fed.counts)
         self._metrics.end_step(
@@ -233,7 +242,8 @@ class _Run:
         peak = self._job.logger.peak_teraflops or peak_tflops(self._rank.device)
         reported = self._metrics.report(flops_of=self._flops(), peak_tflops=peak, wish=self._ending.wish())
         for numbers in reported:
-            self._measured["train:loss"] = numbers.loss
+            self._measure(TRAINING, numbers.loss)
+            self._trained_tokens += numbers.trained_tokens
             self._numbers.append(numbers)
             self._log.log(Record(kind="step", step=numbers.step, values=numbers.values()))
             self._progress.step(numbers)
@@ -248,9 +258,10 @@ class _Run:
             fed = f"of which what each rank fed lies in {folder}"
         except PackproofError as error:
             fed = f"of which nothing could be dumped: {error.where}: {error.what}"
-        self._end("not finite", f"loss {numbers.loss}, gradient norm {numbers.gradient_norm} at step {numbers.step}")
+        loss = "no loss" if numbers.loss is None else f"loss {numbers.loss}"
+        self._end("not finite", f"{loss}, gradient norm {numbers.gradient_norm} at step {numbers.step}")
         raise NotFinite(
-            what=f"loss {numbers.loss}, gradient norm {numbers.gradient_norm}",
+            what=f"{loss}, gradient norm {numbers.gradient_norm}",
             where=f"step {numbers.step}, {fed}",
             mend="look at those rows beside the reference's (packproof-diff-row --fed with that folder), lower the learning rate, or "
             "leave the rows out; the newest checkpoint is of before",
@@ -265,11 +276,31 @@ class _Run:
                 metrics.add_loss(pair[0], pair[1])
             batches += 1
         losses = metrics.report_losses()
-        self._measured[VALIDATION] = losses.loss
-        values = {"validation_loss": losses.loss, "validation_batches": batches}
+        self._measure(VALIDATION, losses.loss)
+        values: dict[str, Value] = {"validation_batches": batches, "all_masked": losses.all_masked}
+        if losses.loss is not None:
+            values["validation_loss"] = losses.loss
         self._log.log(Record(kind="validation", step=self._step, values=values))
-        self._progress.say(f"validation after step {self._step}: loss {losses.loss:.4f}")
+        told = "nothing in it is trained, so it has no loss" if losses.loss is None else f"loss {losses.loss:.4f}"
+        self._progress.say(f"validation after step {self._step}: {told}")
         self._ended = self._engine.clock.mark()
+
+    def _measure(self, name: str, loss: float | None) -> None:
+        """Keep what the best checkpoints are chosen by; a loss of nothing is none, and the one before is of other weights."""
+        self._measured.pop(name, None)
+        if loss is not None:
+            self._measured[name] = loss
+
+    def _refuse_untrained(self) -> None:
+        """End a run in which no step trained a token, before its weights are saved as the last."""
+        why = f"no token was trained in any of {self._step} steps"
+        self._end("nothing trained", why)
+        raise NothingTrained(
+            what=f"{why}: every target of their {self._consumed} {'rows' if self._job.is_packed else 'conversations'} is masked",
+            where=self._job.where(f"{self._job.dataset_key('train', 0)}.data_path"),
+            mend="look at a row (packproof-diff-row) and at its trained tokens: give the prompt format, chat key and assistant prefix "
+            "that the file was written for, or another file",
+        )
 
     def _save(self) -> None:
         began = time.perf_counter()

@@ -89,8 +89,8 @@ class RunProgress:
         return None if self._mean is None else self._mean * max(0, self._total - self._done)
 
     def _said(self, report: StepNumbers) -> str:
-        parts = [f"loss {report.loss:.4f}" + (" (nothing trained)" if report.all_masked else "")]
-        parts += [f"mtp {depth} {loss:.4f}" for depth, loss in enumerate(report.mtp_losses, 1)]
+        parts = ["nothing trained" if report.loss is None else f"loss {report.loss:.4f}"]
+        parts += [f"mtp {depth} {loss:.4f}" for depth, loss in enumerate(report.mtp_losses, 1) if loss is not None]
         if report.gradient_norm is not None:
             parts.append(f"gradient norm {report.gradient_norm:.3g}")
         parts.append(f"{duration(report.step_seconds)} a step")

@@ -88,7 +88,7 @@ class Ours:
             self._metrics.add_loss(pair[0], pair[1])
         if stepped.mtp_loss_sums is not None:
             counts = torch.full_like(stepped.mtp_loss_sums, stepped.microbatches)
-            self._metrics.add_multi_token(stepped.mtp_loss_sums, counts)
+            self._metrics.add_multi_token(stepped.mtp_loss_sums, counts, stepped.mtp_token_sums)
         self._metrics.add_rows(fed.counts)
         self._metrics.end_step(
             step=step,
@@ -100,7 +100,7 @@ class Ours:
         (found,) = self._metrics.report()
         wanted = ("loss", "gradient_norm", "learning_rate", "consumed_samples", "trained_tokens")
         values = {name: float(value) for name, value in found.values().items() if name in wanted}
-        return values | {f"mtp_{depth}_loss": loss for depth, loss in enumerate(found.mtp_losses, 1)}
+        return values | {f"mtp_{depth}_loss": loss for depth, loss in enumerate(found.mtp_losses, 1) if loss is not None}
 
 
 class Baseline:
