@@ -16,7 +16,6 @@ from production.errors import PackproofError
 from production.training.config import (
     Job,
     blocked_folders,
-    device_here,
     load,
     missing_files,
     notes,
@@ -24,8 +23,9 @@ from production.training.config import (
     plan,
     print_config,
     refusals,
-    unready,
 )
+from production.training.door import reasons_against
+from production.training.environment import started_ranks
 from production.training.lost import TOLD
 from production.training.quiet import quiet
 from production.training.tokenizer import unloadable
@@ -74,12 +74,9 @@ def _dry_run(job: Job, world_size: int | None) -> int:
 def _run(job: Job) -> int:
     """Refuse what must not run, on every rank alike, before anything is started; then run it."""
     try:
-        world_size = _started_ranks() or 1
-        found: list[PackproofError] = [*refusals(job, world_size, device=device_here(job)), *missing_files(job)]
-        found += unloadable(job)
+        found = reasons_against(job, started_ranks() or 1)
     except PackproofError as error:
         return _refuse([error])
-    found = found or [*unready(job)]  # which makes folders: not for a job that is refused
     if found:
         return _refuse(found, " against this job")
     if os.environ.get("RANK", "0") == "0":
@@ -127,21 +124,12 @@ def _refuse(found: Sequence[PackproofError], against: str = "") -> int:
 
 def _world_size(job: Job) -> int:
     """What torchrun started, else what the cluster section says, else one replica of the model."""
-    if (started := _started_ranks()) is not None:
+    if (started := started_ranks()) is not None:
         return started
     if job.cluster.ranks is not None:
         return job.cluster.ranks
     megatron = job.megatron
     return megatron.tensor_model_parallel_size * megatron.context_parallel_size * megatron.pipeline_model_parallel_size
-
-
-def _started_ranks() -> int | None:
-    """What torchrun says; None where it did not start this process. Raises PackproofError for what is no number."""
-    said = os.environ.get("WORLD_SIZE")
-    if said is not None and not said.isdecimal():
-        mend = "start with torchrun, or take it out of the environment"
-        raise PackproofError(what=f"{said!r} is no number of ranks", where="WORLD_SIZE (environment)", mend=mend)
-    return None if said is None else int(said)
 
 
 def _parser() -> argparse.ArgumentParser:

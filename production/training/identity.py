@@ -57,7 +57,8 @@ _SECTIONS = {
     "sequence_packing": "policy.sequence_packing",
 }
 """Those of `start.identity` that a configuration calls otherwise."""
-_MISSING = "(not there)"
+MISSING = "(not there)"
+"""What is said of a key that one side lacks."""
 
 
 class ResumeRefused(PackproofError):  # noqa: N818 - reads as the verdict it is
@@ -98,9 +99,9 @@ def check_resume(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     # Through JSON, as the saved one went: a tuple and a list are the same.
     before, after = (msgspec.json.decode(msgspec.json.encode(dict(one))) for one in (saved, now))
     differing = {
-        key: (before.get(key, _MISSING), after.get(key, _MISSING))
+        key: (before.get(key, MISSING), after.get(key, MISSING))
         for key in dict.fromkeys([*before, *after])
-        if before.get(key, _MISSING) != after.get(key, _MISSING)
+        if before.get(key, MISSING) != after.get(key, MISSING)
     }
     if not differing:
         return
@@ -152,7 +153,7 @@ def _mend(key: str, saved: object) -> str:
     name = option(key)
     if key.startswith("transformer."):  # a file may say it in either place, not in both
         name += f" (or {_MEGATRON}.{key}, where it stands there)"
-    back = f"take {name} out" if saved == _MISSING else f"set {name} to {_short(saved)}"
+    back = f"take {name} out" if saved == MISSING else f"set {name} to {_short(saved)}"
     return f"{back} to go on, or begin a new run"
 
 
@@ -160,14 +161,14 @@ def _apart(old: Any, new: Any) -> tuple[Any, Any]:
     """Of two mappings what differs, which a long one could hide."""
     if not isinstance(old, dict) or not isinstance(new, dict):
         return old, new
-    keys = [key for key in {**old, **new} if old.get(key, _MISSING) != new.get(key, _MISSING)]
+    keys = [key for key in {**old, **new} if old.get(key, MISSING) != new.get(key, MISSING)]
     return {key: old[key] for key in keys if key in old}, {key: new[key] for key in keys if key in new}
 
 
 def _said(key: str, value: Any) -> str:
     """In words, where its JSON would say little."""
-    if value == _MISSING:
-        return _MISSING
+    if value == MISSING:
+        return MISSING
     if key != "files":  # of a mapping only what differs is left, and all of it is said
         return json.dumps(value, sort_keys=True) if isinstance(value, dict) else _short(value)
     return " and ".join(f"{each['rows']} rows (fingerprint {str(each['fingerprint'])[:8]})" for each in value)

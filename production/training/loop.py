@@ -5,8 +5,8 @@ Metrics leave the device at reporting boundaries alone, and everything that ends
 
 from __future__ import annotations
 
-import dataclasses
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,30 +14,26 @@ import torch
 from rich.console import Console
 
 from production.errors import PackproofError
+from production.files.source import SkippedRow
 from production.multi_token_feed import rolls_from_tables
-from production.training.checkpoint import Manifest
 from production.training.clock import Mark
-from production.training.config import Job, device_here, multi_token_depths, sizes, unready, validate
+from production.training.config import Job, multi_token_depths, sizes
 from production.training.config.checks_run import METRICS
-from production.training.config.sections import Mlflow
+from production.training.door import reasons_against
 from production.training.dumps import dump
 from production.training.ending import Ending, Reason, asked_to_end, length_reached, nothing_left, reason_of
 from production.training.engine import Stepped
 from production.training.feed import Fed, Feed
 from production.training.flops import peak_tflops, work_of
+from production.training.folders import HeldFolders, held_folders
 from production.training.identity import check_resume
 from production.training.launch import Launched, launched, world_size
-from production.training.loggers import (
-    Loggers,
-    LoggerSettings,
-    MlflowSettings,
-    Record,
-    Value,
-    WandbSettings,
-    open_loggers,
-)
+from production.training.loggers import Loggers, Record, Value
+from production.training.manifest import Manifest
 from production.training.metrics import FlopsOf, Group, StepMetrics, Timing
+from production.training.orphan import LAUNCHER_GONE, outliving_no_launcher
 from production.training.progress import RunProgress
+from production.training.run_record import open_run_loggers, run_name
 from production.training.start import build, check_same, checkpoints_of, found_checkpoint, identity
 from production.training.step_numbers import StepNumbers
 from production.training.summary import close_run
@@ -70,13 +66,13 @@ class Outcome:
 
 def run(job: Job) -> Outcome:
     """Train as the job says, in the world that torchrun started. Raises PackproofError, before any model is built, for what is refused."""
-    validate(job, world_size(), device=device_here(job))
-    for refusal in unready(job):
-        raise refusal
+    for reason in reasons_against(job, world_size()):
+        raise reason
     layout = sizes(job)
     with (
         # Outermost: torchrun sends SIGTERM to the ranks that are left while they find out which one is gone.
         asked_to_end() as asked,
+        outliving_no_launcher(asked, timeout_seconds=job.cluster.timeout_seconds),
         launched(
             layout,
             device=job.cluster.device,
@@ -85,13 +81,14 @@ def run(job: Job) -> Outcome:
             deterministic=job.cluster.deterministic,
         ) as rank,
         rolls_from_tables(),
+        held_folders(job) as held,
     ):
-        return _Run(job, rank, asked).run()
+        return _Run(job, rank, asked, held).run()
 
 
 class _Run:
-    def __init__(self, job: Job, rank: Launched, asked: list[str]) -> None:
-        self._asked = asked
+    def __init__(self, job: Job, rank: Launched, asked: list[str], held: HeldFolders) -> None:
+        self._asked, self._held = asked, held
         self._job, self._rank, self._place = job, rank, rank.place
         self._console = Console(stderr=True)
         self._started = time.monotonic()
@@ -99,6 +96,7 @@ class _Run:
         self._step = 0
         self._consumed = 0
         self._trained_tokens = 0
+        self._skipped_in_validation = 0
         self._measured: dict[str, float] = {}
         self._numbers: list[StepNumbers] = []
         self._pending: dict[int, int] = {}  # steps that are not reported yet, with what was consumed before
@@ -108,6 +106,10 @@ class _Run:
         if found is not None:
             self._step, self._consumed = found[1].step, found[1].consumed_samples
             self._measured = {name: value for name, value in found[1].metrics.items() if value is not None}
+            # Of a checkpoint that does not say it, a token was trained: its run went on for long without this rule.
+            self._trained_tokens = 1 if found[1].trained_tokens is None else found[1].trained_tokens
+        self._name = run_name(None if found is None else found[1])
+        self._held.name_run(self._name)
         with Feed(job, self._place, consumed_samples=self._consumed) as feed:
             self._feed = feed
             vocabulary = vocabulary_size(job, feed.tokenizer)
@@ -140,12 +142,24 @@ class _Run:
         """What is passed over, and where the run goes on."""
         for path in self._checkpoints.incomplete():
             self._progress.say(f"passed over {path}: it was not written to its end")
+        self._say_skipped("train", self._feed.skipped)
         if found is None:
+            if self._job.checkpointing.enabled:
+                self._progress.say(
+                    f"no checkpoint in {self._checkpoints.folder}: beginning at step 0 (run {self._name})"
+                )
             return
-        self._progress.say(f"going on from {found[0]} (step {self._step})")
+        self._progress.say(f"going on from {found[0]} (step {self._step}, run {self._name})")
         if (total := self._total_steps()) is not None and self._step >= total:
             reason = self._reason_at_end()
             self._progress.say(nothing_left(self._step, total, reason=reason, why=self._why(reason)))
+
+    def _say_skipped(self, split: str, rows: Sequence[SkippedRow]) -> None:
+        """Name lines that are left out, which `on_bad_row: skip` allows and nobody else would notice."""
+        if rows:
+            first = ", ".join(f"line {row.line} of {row.file} ({row.kind})" for row in rows[:3])
+            more = f" and {len(rows) - 3} more" if len(rows) > 3 else ""
+            self._progress.say(f"data.{split}: {len(rows)} lines are left out (on_bad_row: skip): {first}{more}")
 
     def _train(self) -> Reason:
         sft, saving, total = self._job.sft, self._job.checkpointing, self._total_steps()
@@ -194,6 +208,8 @@ class _Run:
         if reason == "finished":
             return length_reached(self._step, self._job.sft)
         limit = f"checkpointing.checkpoint_must_save_by: {self._job.checkpointing.checkpoint_must_save_by}"
+        if LAUNCHER_GONE in self._asked:
+            return "torchrun, which started this rank, is gone"
         return limit if reason == "time limit" else "a signal asked for it"
 
     def _end(self, reason: str, why: str) -> None:
@@ -277,7 +293,13 @@ class _Run:
             batches += 1
         losses = metrics.report_losses()
         self._measure(VALIDATION, losses.loss)
-        values: dict[str, Value] = {"validation_batches": batches, "all_masked": losses.all_masked}
+        skipped = self._feed.skipped_in_validation
+        values: dict[str, Value] = {
+            "validation_batches": batches, "all_masked": losses.all_masked, "rows_skipped": len(skipped)
+        }  # fmt: skip
+        if self._skipped_in_validation != len(skipped):
+            self._skipped_in_validation = len(skipped)
+            self._say_skipped("validation", skipped)
         if losses.loss is not None:
             values["validation_loss"] = losses.loss
         self._log.log(Record(kind="validation", step=self._step, values=values))
@@ -311,6 +333,10 @@ class _Run:
             fingerprint=self._identity,
             config=self._job.describe(),
             metrics=self._measured,
+            run=self._name,
+            trained_tokens=self._trained_tokens,
+            skipped_rows=len(self._feed.skipped),
+            allowed=self._held.check,
         )
         self._progress.say(f"saved {path} ({time.perf_counter() - began:.1f} s)")
         self._ended = self._engine.clock.mark()
@@ -341,27 +367,16 @@ class _Run:
             return None  # a model that the formula does not cover: reported without TFLOP/s
 
     def _loggers(self) -> Loggers:
-        given = self._job.logger
-        settings = LoggerSettings(
-            folder=Path(given.log_dir),
-            tensorboard=given.tensorboard.log_dir if given.tensorboard_enabled else None,
-            wandb=WandbSettings(**dataclasses.asdict(given.wandb)) if given.wandb_enabled else None,
-            mlflow=_mlflow(given.mlflow) if given.mlflow_enabled else None,
+        return open_run_loggers(
+            self._job, self._rank, run=self._name, finished_steps=self._step, skipped_rows=len(self._feed.skipped)
         )
-        facts = {
-            "world_size": self._place.world_size,
-            "data_parallel_size": self._place.data_size,
-            "device": str(self._rank.device),
-            "normalization": self._job.loss.normalization,
-            **{f"{name}_parallel_size": size for name, size in dataclasses.asdict(sizes(self._job)).items()},
-        }
-        return open_loggers(settings, rank=self._place.rank, run=facts, finished_steps=self._step)
 
     def _bar(self) -> RunProgress:
         return RunProgress(
             total_steps=self._total_steps() or 0,
             finished_steps=self._step,
-            rank=self._place.rank if self._job.logger.progress else 1,
+            rank=self._place.rank,
+            bar=self._job.logger.progress,
             console=self._console,
         )
 
@@ -369,7 +384,3 @@ class _Run:
 def _is_due(step: int, period: int) -> bool:
     """Every so many steps; 0 is never."""
     return period > 0 and step % period == 0
-
-
-def _mlflow(given: Mlflow) -> MlflowSettings:
-    return MlflowSettings(experiment=given.experiment_name, run_name=given.run_name, tracking_uri=given.tracking_uri)

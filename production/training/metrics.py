@@ -240,10 +240,13 @@ class StepMetrics:
 
     def _divided(self, payload: torch.Tensor) -> torch.Tensor:
         """[S, 2 + 5·D] of the payloads [S, …] of S steps: loss, losses of depths, those by token, then the counts of the three and the
-        shares without a target."""
+        shares without a target.
+        """
         depths = self._depths
-        loss, count, *of_depths = payload[:, : 2 + 5 * depths].split([1, 1, *[depths] * 5], dim=1)
-        sums, counts, token_sums, token_counts, empty = of_depths
+        loss, count = payload[:, :1], payload[:, 1:2]
+        sums, counts, token_sums, token_counts, empty = (
+            payload[:, 2 + each * depths : 2 + (each + 1) * depths] for each in range(5)
+        )
         # As Megatron-LM rounds it: the ranks' mean, then times what one rank's count divides by.
         means = sums / self._group.size * (counts.where(counts > 0, 1) / self._group.size).reciprocal()
         by_token = token_sums / token_counts.where(token_counts > 0, 1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +12,13 @@ from torch import distributed
 
 from production.errors import PackproofError
 from production.parallel import Place
-from production.training.checkpoint import CheckpointRefused, Checkpoints, Manifest, restore, verify
+from production.training.checkpoint import Checkpoints, restore
 from production.training.checkpoint_weights import load_weights
 from production.training.config import Job
 from production.training.engine import Engine
 from production.training.feed import Feed
+from production.training.identity import MISSING, option
+from production.training.manifest import CheckpointRefused, Manifest, verify
 
 _FREE = ("recompute", "overlap", "log_", "barrier", "timers")
 """Beginnings of options that change no number."""
@@ -109,13 +111,23 @@ def check_same(identity: Mapping[str, Any], place: Place) -> None:
     first = everyone[0]
     assert first is not None
     for rank, other in enumerate(everyone):
-        differing = [key for key in first if other is not None and other.get(key) != first[key]]
+        assert other is not None
+        differing = [key for key in {**first, **other} if first.get(key, MISSING) != other.get(key, MISSING)]
         if differing:
             raise PackproofError(
-                what=f"ranks do not read the same data: {', '.join(differing)} differ",
+                what=f"ranks are not told the same: {', '.join(differing)} differ ({_apart(differing, first, other)})",
                 where=f"rank 0 and rank {rank}",
-                mend="give all ranks the same files and the same tokenizer (a shared folder, or equal copies)",
+                mend="give all ranks the same configuration, the same files and the same tokenizer (a shared folder, or equal copies)",
             )
+
+
+def _apart(differing: Sequence[str], first: Mapping[str, Any], other: Mapping[str, Any]) -> str:
+    """The first three keys with both values, as a configuration calls them."""
+    told = (
+        f"{option(key)}: {str(first.get(key, MISSING))[:80]} and {str(other.get(key, MISSING))[:80]}"
+        for key in differing[:3]
+    )
+    return "; ".join(told)
 
 
 def build(

@@ -15,7 +15,7 @@ from torch._C._distributed_c10d import HashStore
 from production.errors import PackproofError
 from production.parallel import Place
 from production.training import lost
-from production.training.checkpoint import CheckpointRefused
+from production.training.manifest import CheckpointRefused
 from production.training.checkpoint_weights import _check_rows
 from production.training.config import load
 from production.training.config.sections import Sft
