@@ -16,8 +16,10 @@ from production.errors import PackproofError
 from production.training.config import (
     Job,
     blocked_folders,
+    held_checkpoints,
     load,
     missing_files,
+    missing_packages,
     notes,
     packed_otherwise,
     plan,
@@ -63,7 +65,13 @@ def _dry_run(job: Job, world_size: int | None) -> int:
     if found:
         return _refuse(found, f" against this job on {ranks} ranks")
     print(plan(job, ranks).text(), end="")
-    here = [*missing_files(job), *unloadable(job), *blocked_folders(job)]
+    here = [
+        *missing_files(job),
+        *unloadable(job),
+        *missing_packages(job),
+        *blocked_folders(job),
+        *held_checkpoints(job),
+    ]
     told = [*notes(asked, ranks), *(each.what for each in here), *packed_otherwise(job)]
     for note in told:
         print(f"note: {note}")

@@ -81,10 +81,12 @@ class Engine:
             mtp_weights=job.loss.mtp_weights,
         )
         self.model_settings = model_settings(job, vocab_size)
-        built = build_model(self.model_settings, sizes(job))
+        with _in_our_words("the model", "model"):
+            built = build_model(self.model_settings, sizes(job))
         if prepare is not None:
             prepare(built)
-        self.model = wrap(built, self.settings, DistributedDataParallelConfig(**ddp_options(job)))
+        with _in_our_words("data parallelism", "policy.megatron_cfg.distributed_data_parallel_config"):
+            self.model = wrap(built, self.settings, DistributedDataParallelConfig(**ddp_options(job)))
         self.config = get_model_config(self.model)
         optimizer_config = OptimizerConfig(**optimizer_options(job))
         self.optimizer = _optimizer(optimizer_config, self.model)
@@ -160,13 +162,28 @@ class Engine:
 
 
 def _optimizer(config: OptimizerConfig, model: torch.nn.Module) -> Any:
-    try:
+    with _in_our_words("the optimizer", "policy.megatron_cfg.optimizer"):
         return get_megatron_optimizer(config, [model], use_gloo_process_groups=False)
-    except (ValueError, ImportError, AssertionError) as error:
+
+
+_OF_BUILDING = (
+    AssertionError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, ImportError, NotImplementedError, MemoryError,
+)  # fmt: skip
+"""What megatron-core and torch raise for what cannot be built; RuntimeError beside them is also what a collective fails with."""
+
+
+@contextlib.contextmanager
+def _in_our_words(part: str, key: str) -> Iterator[None]:
+    """Say which part megatron-core could not build, and why, whatever it raises."""
+    try:
+        yield
+    except PackproofError:
+        raise
+    except _OF_BUILDING as error:
         raise PackproofError(
-            what=f"megatron-core refuses this optimizer: {reason_of(error)}",
-            where="policy.megatron_cfg.optimizer",
-            mend="change the option that it names",
+            what=f"megatron-core cannot build {part}: {reason_of(error) or type(error).__name__}",
+            where=key,
+            mend="change the option that it names, or the sizes of the model",
         ) from error
 
 

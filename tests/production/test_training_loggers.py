@@ -6,6 +6,7 @@ import math
 import re
 import subprocess
 import sys
+import time
 import types
 import xml.etree.ElementTree as ET
 
@@ -47,8 +48,12 @@ def test_every_step_is_in_the_file_before_the_next_begins(tmp_path):
     with open_loggers(plain(tmp_path), rank=0, run=RUN) as loggers:
         for number in (1, 2):
             loggers.log(step(number))
-            assert lines_of(tmp_path)[-1] == {"kind": "step", "step": number, "loss": 1.5}
-    assert lines_of(tmp_path)[0] == {"kind": "run", "step": 0, "model": "small", "tensor": 2}
+            last = lines_of(tmp_path)[-1]
+            assert abs(last.pop("time") - time.time()) < 60
+            assert last == {"kind": "step", "step": number, "loss": 1.5}
+    first = lines_of(tmp_path)[0]
+    assert first.pop("time") <= time.time()
+    assert first == {"kind": "run", "step": 0, "model": "small", "tensor": 2}
 
 
 def test_other_ranks_write_nothing(tmp_path):
@@ -65,7 +70,8 @@ def test_what_is_no_number_is_valid_json_and_comes_back(tmp_path):
     assert '"loss": "NaN", "a": "Infinity", "b": "-Infinity"' in text
     (found,) = read_records(tmp_path / "metrics.jsonl")
     assert math.isnan(found.values["loss"])
-    assert {**found.values, "loss": 0} == {
+    assert {**found.values, "loss": 0, "time": 0} == {
+        "time": 0,
         "loss": 0,
         "a": math.inf,
         "b": -math.inf,

@@ -135,12 +135,18 @@ def missing_files(job: Job) -> list[SetupRefused]:
     template = job.policy.tokenizer.chat_template
     if template is not None and template.endswith(".jinja"):
         wanted[template] = "policy.tokenizer.chat_template"
-    mend = "name one that is there; paths are relative to where the job is started"
-    return [
-        setup.refuse("no_file", key, f"{path} is not on this machine", mend)
-        for path, key in wanted.items()
-        if not Path(path).exists()
-    ]
+    found = []
+    for path, key in wanted.items():
+        is_folder = Path(path).is_dir()
+        if not path or not Path(path).exists():
+            mend = "name one that is there; paths are relative to where the job is started"
+            found.append(
+                setup.refuse("no_file", key, f"{path or 'a file without a name'} is not on this machine", mend)
+            )
+        elif is_folder != (key == "model.initial_path"):
+            is_one, wants = ("a folder", "a file") if is_folder else ("a file", "the folder of a checkpoint")
+            found.append(setup.refuse("no_file", key, f"{path} is {is_one}, where {wants} is wanted", f"name {wants}"))
+    return found
 
 
 def device_here(job: Job) -> str:
