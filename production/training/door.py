@@ -29,10 +29,10 @@ def reasons_against(job: Job, world_size: int) -> list[PackproofError]:
     except PackproofError as error:
         return [*found, error]
     found += [*refusals(job, world_size, device=device), *missing_files(job), *unloadable(job)]
-    return found or [*_oversized(job, world_size, device), *unready(job)]
+    return found or [*oversized(job, world_size, device), *unready(job)]
 
 
-def _oversized(job: Job, world_size: int, device: str) -> list[PackproofError]:
+def oversized(job: Job, world_size: int, device: str) -> list[PackproofError]:
     """Refuse a model of which one rank's weights, gradients and optimizer alone are more than the machine has."""
     layout = sizes(job)
     memory = memory_of_a_rank(

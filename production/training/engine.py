@@ -31,6 +31,7 @@ from production.training.config import (
     optimizer_options,
     sizes,
 )
+from production.training.lost import is_of_a_collective
 from production.training.step import StepReport, StepSettings, forward_backward, wrap
 
 
@@ -167,9 +168,9 @@ def _optimizer(config: OptimizerConfig, model: torch.nn.Module) -> Any:
 
 
 _OF_BUILDING = (
-    AssertionError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, ImportError, NotImplementedError, MemoryError,
+    AssertionError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, ImportError, RuntimeError, MemoryError,
 )  # fmt: skip
-"""What megatron-core and torch raise for what cannot be built; RuntimeError beside them is also what a collective fails with."""
+"""What megatron-core and torch raise for what cannot be built."""
 
 
 @contextlib.contextmanager
@@ -180,6 +181,8 @@ def _in_our_words(part: str, key: str) -> Iterator[None]:
     except PackproofError:
         raise
     except _OF_BUILDING as error:
+        if is_of_a_collective(error):
+            raise  # of another rank, which will be named
         raise PackproofError(
             what=f"megatron-core cannot build {part}: {reason_of(error) or type(error).__name__}",
             where=key,

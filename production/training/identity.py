@@ -14,7 +14,11 @@ from production.files.source import PackedSource
 from production.rows import RowSettings
 from production.training.order import OrderSettings
 
+BUCKETS = "distributed_data_parallel_config.overlap_grad_reduce"
+"""Key of what decides the buckets that the distributed optimizer's state is saved by."""
 MEND = {
+    BUCKETS: "set policy.megatron_cfg.distributed_data_parallel_config.overlap_grad_reduce to what it was, since the distributed "
+    "optimizer's state is saved by the buckets that it makes (dp_reshardable), or begin a new run",
     "tokenizer": "give policy.tokenizer.name the tokenizer that the run began with, or begin a new run",
     "files": "give data.train.data_path the files that the run began with (names may differ, contents may not), or begin a new run",
     "semantics": "give data.train.semantics the preset and overrides that the run began with, or begin a new run",

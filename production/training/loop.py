@@ -6,7 +6,6 @@ Metrics leave the device at reporting boundaries alone, and everything that ends
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +13,6 @@ import torch
 from rich.console import Console
 
 from production.errors import PackproofError
-from production.files.source import SkippedRow
 from production.multi_token_feed import rolls_from_tables
 from production.training.clock import Mark
 from production.training.config import Job, multi_token_depths, sizes
@@ -38,16 +36,9 @@ from production.training.start import build, check_same, checkpoints_of, found_c
 from production.training.step_numbers import StepNumbers
 from production.training.summary import close_run
 from production.training.tokenizer import vocabulary_size
+from production.training.verdicts import left_out, not_finite, nothing_trained
 
 TRAINING, VALIDATION = METRICS
-
-
-class NotFinite(PackproofError):  # noqa: N818 - reads as the verdict it is
-    """A loss or a gradient norm is no number; what was fed in that step was dumped."""
-
-
-class NothingTrained(PackproofError):  # noqa: N818 - reads as the verdict it is
-    """A run whose every target is masked: its losses would be no measurement, and its weights those of weight decay alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,7 +133,8 @@ class _Run:
         """What is passed over, and where the run goes on."""
         for path in self._checkpoints.incomplete():
             self._progress.say(f"passed over {path}: it was not written to its end")
-        self._say_skipped("train", self._feed.skipped)
+        if skipped := self._feed.skipped:
+            self._progress.say(left_out("train", skipped))
         if found is None:
             if self._job.checkpointing.enabled:
                 self._progress.say(
@@ -153,13 +145,6 @@ class _Run:
         if (total := self._total_steps()) is not None and self._step >= total:
             reason = self._reason_at_end()
             self._progress.say(nothing_left(self._step, total, reason=reason, why=self._why(reason)))
-
-    def _say_skipped(self, split: str, rows: Sequence[SkippedRow]) -> None:
-        """Name lines that are left out, which `on_bad_row: skip` allows and nobody else would notice."""
-        if rows:
-            first = ", ".join(f"line {row.line} of {row.file} ({row.kind})" for row in rows[:3])
-            more = f" and {len(rows) - 3} more" if len(rows) > 3 else ""
-            self._progress.say(f"data.{split}: {len(rows)} lines are left out (on_bad_row: skip): {first}{more}")
 
     def _train(self) -> Reason:
         sft, saving, total = self._job.sft, self._job.checkpointing, self._total_steps()
@@ -184,7 +169,9 @@ class _Run:
             self._take(fed, began)
             why = self._report() if is_reported else None
             if is_last and not self._trained_tokens:
-                self._refuse_untrained()
+                refused = nothing_trained(self._job, self._step, self._consumed)
+                self._end("nothing trained", refused.what)
+                raise refused
             if validates and why is None:
                 self._validate()
             if saves or (why and saving.enabled):
@@ -274,14 +261,9 @@ class _Run:
             fed = f"of which what each rank fed lies in {folder}"
         except PackproofError as error:
             fed = f"of which nothing could be dumped: {error.where}: {error.what}"
-        loss = "no loss" if numbers.loss is None else f"loss {numbers.loss}"
-        self._end("not finite", f"{loss}, gradient norm {numbers.gradient_norm} at step {numbers.step}")
-        raise NotFinite(
-            what=f"{loss}, gradient norm {numbers.gradient_norm}",
-            where=f"step {numbers.step}, {fed}",
-            mend="look at those rows beside the reference's (packproof-diff-row --fed with that folder), lower the learning rate, or "
-            "leave the rows out; the newest checkpoint is of before",
-        )
+        refused = not_finite(numbers, fed)
+        self._end("not finite", f"{refused.what} at step {numbers.step}")
+        raise refused
 
     def _validate(self) -> None:
         metrics = StepMetrics(group=Group.of_parallel_state(), device=self._rank.device)
@@ -299,7 +281,7 @@ class _Run:
         }  # fmt: skip
         if self._skipped_in_validation != len(skipped):
             self._skipped_in_validation = len(skipped)
-            self._say_skipped("validation", skipped)
+            self._progress.say(left_out("validation", skipped))
         if losses.loss is not None:
             values["validation_loss"] = losses.loss
         self._log.log(Record(kind="validation", step=self._step, values=values))
@@ -312,17 +294,6 @@ class _Run:
         self._measured.pop(name, None)
         if loss is not None:
             self._measured[name] = loss
-
-    def _refuse_untrained(self) -> None:
-        """End a run in which no step trained a token, before its weights are saved as the last."""
-        why = f"no token was trained in any of {self._step} steps"
-        self._end("nothing trained", why)
-        raise NothingTrained(
-            what=f"{why}: every target of their {self._consumed} {'rows' if self._job.is_packed else 'conversations'} is masked",
-            where=self._job.where(f"{self._job.dataset_key('train', 0)}.data_path"),
-            mend="look at a row (packproof-diff-row) and at its trained tokens: give the prompt format, chat key and assistant prefix "
-            "that the file was written for, or another file",
-        )
 
     def _save(self) -> None:
         began = time.perf_counter()

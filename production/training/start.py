@@ -15,13 +15,14 @@ from production.parallel import Place
 from production.training.checkpoint import Checkpoints, restore
 from production.training.checkpoint_weights import load_weights
 from production.training.config import Job
+from production.training.config.settings import uses_distributed_optimizer
 from production.training.engine import Engine
 from production.training.feed import Feed
-from production.training.identity import MISSING, option
+from production.training.identity import BUCKETS, MISSING, option
 from production.training.manifest import CheckpointRefused, Manifest, verify
 
 _FREE = ("recompute", "overlap", "log_", "barrier", "timers")
-"""Beginnings of options that change no number."""
+"""Beginnings of options that change no number but by the order in which sums are added up."""
 
 
 def checkpoints_of(job: Job) -> Checkpoints:
@@ -57,7 +58,7 @@ def identity(job: Job, feed: Feed, place: Place, *, vocab_size: int, run_steps: 
     """All that decides a number of the run, flat, by readable names: what a resume is held against.
 
     How long the run is (but where its weight decay grows over it), how often it reports, validates and saves, recomputation
-    and overlap are not part of it.
+    and overlap are not part of it; but overlapped reduction is where the state of the optimizer is saved by its buckets.
     """
     megatron, model = job.megatron, dataclasses.asdict(job.model)
     parts = {
@@ -80,7 +81,14 @@ def identity(job: Job, feed: Feed, place: Place, *, vocab_size: int, run_steps: 
         for name, value in values.items()
         if value is not None and not name.startswith(_FREE)
     }
+    if _has_buckets(job) and megatron.distributed_data_parallel_config.get("overlap_grad_reduce"):
+        flat[BUCKETS] = True
     return {**feed.identity(), "world_size": place.world_size, "precision": job.policy.precision, **flat}
+
+
+def _has_buckets(job: Job) -> bool:
+    """Whether the optimizer's state is saved bucket by bucket: megatron-core makes several only where their reduction overlaps."""
+    return uses_distributed_optimizer(job) and job.checkpointing.optimizer_format == "dp_reshardable"
 
 
 def _schedule(job: Job, run_steps: int | None) -> dict[str, Any]:

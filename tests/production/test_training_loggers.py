@@ -150,6 +150,9 @@ def test_tensorboard_has_the_numbers_and_a_resumed_run_overrides(tmp_path):
     with open_loggers(settings, rank=0, run=RUN, finished_steps=1) as loggers:
         loggers.log(step(2, 20.0))
     assert scalars(tmp_path / "tensorboard")["loss"] == [(1, 1.0), (2, 20.0)]
+    with open_loggers(settings, rank=0, run=RUN) as loggers:  # one that had no checkpoint yet begins anew
+        loggers.log(step(1, 10.0))
+    assert scalars(tmp_path / "tensorboard")["loss"] == [(1, 10.0)]
 
 
 def test_wandb_keeps_a_run_offline(tmp_path, monkeypatch):
@@ -361,6 +364,15 @@ def test_progress_on_a_terminal_is_one_bar_with_the_time_left():
     assert "step 5/10" in text
     assert "10.0 s left" in text
     assert text.count("\n") <= 2
+
+
+def test_without_its_bar_progress_still_says_what_it_is_told_to():
+    for options in ({}, {"force_terminal": True}):
+        screen = console(**options)
+        with RunProgress(total_steps=10, bar=False, console=screen) as progress:
+            progress.step(report(1))
+            progress.say("hello")
+        assert screen.file.getvalue().strip() == "hello"
 
 
 def test_other_ranks_say_nothing():

@@ -60,7 +60,7 @@ def check_option(kind: Kind, name: str, value: Any, *, key: str, where: str) -> 
     """Refuse a value that the annotation of the option `name` does not take (SPEC R-SETUP-4)."""
     fields = option_fields(kind)
     if value != option_defaults(kind)[name] and (number := _impossible(value)) is not None:
-        what, mend = f"{key} is {number}", "give a finite number below 2**64"
+        what, mend = f"{key} is {number}", "give a finite number below 2**63"
         raise ConfigRefused(kind="wrong_type", key=key, what=what, where=where, mend=mend)
     if _converted(fields[name], value) is _UNSUITED:
         written = _readable(fields[name])
@@ -122,7 +122,7 @@ def _impossible(value: Any) -> int | float | None:
     if isinstance(value, float):
         return None if math.isfinite(value) else value
     if isinstance(value, int):
-        return value if abs(value) >= LARGEST else None
+        return value if abs(value) >= LARGEST >> 1 else None
     inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
     return next((found for each in inner if (found := _impossible(each)) is not None), None)
 
