@@ -78,6 +78,59 @@ def test_a_job_can_be_resumed_after_any_step(world, rows, tmp_path):
                 path.rename(tmp_path / f"again_{step}_{path.name}")
 
 
+REDUCE, GATHER = (
+    f"{MEGATRON}.distributed_data_parallel_config.overlap_{name}" for name in ("grad_reduce", "param_gather")
+)
+FREE = {
+    "loader and places": ("shared", ["data.num_workers=2", "data.prefetch=32", "data.train.data_path={moved}"]),
+    "reports, validations, saving": (
+        "shared",
+        [
+            "data.validation={{dataset_name: megatron_sft_packed, data_path: {moved}}}",
+            "sft.val_period=1", "checkpointing.save_period=1", "checkpointing.keep_top_k=1", "cluster.timeout_seconds=100",
+        ],
+    ),
+    "length": ("shared", ["sft.max_num_steps=5"]),
+    "recomputation": ("shared", [f"{MEGATRON}.activation_checkpointing=true"]),
+    "recomputation of some modules": ("shared", [f"{MEGATRON}.recompute_granularity=selective"]),
+    "overlapped gather, distributed optimizer": ("shared", [f"{GATHER}=true"]),
+    "overlap, plain optimizer": ("plain", [f"{REDUCE}=true"]),
+}  # fmt: skip
+"""The table of docs/checkpoints.md: what may change at a resume."""
+
+
+def test_what_is_free_to_change_at_a_resume_changes_no_number_and_the_optimizers_buckets_are_not_free(
+    world, rows, tmp_path
+):
+    moved = tmp_path / "moved.jsonl"
+    moved.write_bytes(rows.read_bytes())
+    length = [f"{MEGATRON}.scheduler.lr_decay_iters=4"]
+    # Buckets of 2,000 parameters: the small model has several, as a large one has.
+    buckets = {f"{MEGATRON}.distributed_data_parallel_config.bucket_size": 2000}
+    bases = {"shared": DISTRIBUTED | MTP | buckets | {REDUCE: True}, "plain": MTP | buckets}
+    payload = []
+    for name, changes in bases.items():
+        for folder, steps in (("whole", 4), ("first", 2)):
+            config = jobs.write_job(tmp_path / name / folder, rows, **changes)
+            payload.append({"config": str(config), "overrides": [*length, f"sft.max_num_steps={steps}"]})
+    cases = FREE | {"other buckets": ("shared", [f"{REDUCE}=false"])}
+    for number, (base, overrides) in enumerate(cases.values()):
+        first, copy = tmp_path / base / "first", tmp_path / f"copy_{number}"
+        more = [each.format(moved=moved) for each in overrides]
+        places = [f"checkpointing.checkpoint_dir={copy}", f"logger.log_dir={tmp_path / f'logs_{number}'}"]
+        resumed = {"config": str(first / "job.yaml"), "overrides": [*length, *places, *more]}
+        payload.append(resumed | {"copy": (str(first / "checkpoints"), str(copy))})
+    for found in world(2, "train_from_copies", payload):
+        whole = {"shared": found[0]["losses"], "plain": found[2]["losses"]}
+        *resumed, refused = found[4:]
+        for (case, (base, _)), each in zip(FREE.items(), resumed, strict=True):
+            assert {step: each["losses"][step] for step in (3, 4)} == {step: whole[base][step] for step in (3, 4)}, case
+            assert list(each["losses"]) == ([3, 4, 5] if case == "length" else [3, 4])
+        assert refused["kind"] == "ResumeRefused"
+        assert "overlap_grad_reduce: saved true, now (not there)" in refused["refused"]
+        assert "the distributed optimizer's state is saved by the buckets" in refused["refused"]
+
+
 @pytest.fixture(scope="module")
 def stopped(world, rows, tmp_path_factory):
     """A job of dp 2 with a checkpoint after its first step."""

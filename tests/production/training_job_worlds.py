@@ -523,3 +523,18 @@ def train_disturbed_in_save(payload, worker):
 
     with mock.patch.object(checkpoint.dist_checkpointing, "save", saved):
         return train(payload, worker)
+
+
+def train_from_copies(payload, worker):
+    """Several jobs one after the other, those with a `copy` from a copy of that folder of checkpoints."""
+    import shutil
+
+    from torch import distributed
+
+    found = []
+    for each in payload:
+        if "copy" in each and worker.rank == 0:
+            shutil.copytree(*each["copy"])
+        distributed.barrier()
+        found.append(train(each, worker))
+    return found
