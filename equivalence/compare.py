@@ -5,6 +5,7 @@ A refusal is compared by its kind; the report only where both sides count (Megat
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -26,7 +27,8 @@ class Difference:
     left: object
     right: object
     klass: str
-    """boundary_label, padding, role_mask, shift, token, position, boundary, max_seqlen, report, refusal, dtype_or_shape, other."""
+    """Of a row: boundary_label, padding, role_mask, mask, shift, row_end, label, token, position, boundary, max_seqlen, report, refusal,
+    dtype_or_shape. Checks of other things than rows name their own, or other."""
 
 
 def compare_rows(left: Row, right: Row) -> list[Difference]:
@@ -38,7 +40,8 @@ def compare_rows(left: Row, right: Row) -> list[Difference]:
         return [Difference(tensor="refusal", position=None, left=kinds[0], right=kinds[1], klass="refusal")]
     found: list[Difference] = []
     for name in ROW_TENSORS:
-        found += _compare_tensors(name, getattr(left, name), getattr(right, name))
+        values = getattr(left, name), getattr(right, name)
+        found += _compare_boundaries(*values) if _lost_boundary(name, *values) else _compare_tensors(name, *values)
     if left.max_seqlen != right.max_seqlen:
         found.append(
             Difference(
@@ -84,6 +87,22 @@ def _compare_tensors(name: str, left: torch.Tensor | None, right: torch.Tensor |
         )
 
 
+def _lost_boundary(name: str, left: torch.Tensor | None, right: torch.Tensor | None) -> bool:
+    """Whether two sides have another number of boundaries: then a boundary is missing, not a shape wrong."""
+    if name != "cu_seqlens" or left is None or right is None:
+        return False
+    return left.dtype == right.dtype and left.dim() == right.dim() == 1 and left.shape != right.shape
+
+
+def _compare_boundaries(left: torch.Tensor, right: torch.Tensor) -> Iterator[Difference]:
+    """Each boundary that only one side has, as a difference of its own; an empty segment has its boundary twice."""
+    counts = [Counter(side.tolist()) for side in (left, right)]
+    for has, lacks, is_left in ((counts[0], counts[1], True), (counts[1], counts[0], False)):
+        for value in (has - lacks).elements():
+            sides = (value, None) if is_left else (None, value)
+            yield Difference(tensor="cu_seqlens", position=None, left=sides[0], right=sides[1], klass="boundary")
+
+
 def _compare_reports(left: Mapping[str, int | None], right: Mapping[str, int | None]) -> Iterator[Difference]:
     for name in sorted(left.keys() | right.keys()):
         values = left.get(name, "absent"), right.get(name, "absent")
@@ -99,6 +118,14 @@ class _PairFacts:
         length = min(map(len, self.targets))
         self.inner = {int(b) for side in (left, right) for b in _as_list(side.cu_seqlens)[1:] if b < length}
         self.tail = min(_tail_start(side) for side in (left, right))
+        self.length = length
+        ids = _as_list(left.input_ids)
+        self.pad = ids[-1] if self.tail < length - 1 and ids else None
+        masks = [None if side.token_mask is None else side.token_mask.reshape(-1) for side in (left, right)]
+        self.is_mask_shifted = any(
+            one is not None and other is not None and len(one) == len(other) > 1 and torch.equal(one[1:], other[:-1])
+            for one, other in (masks, masks[::-1])
+        )
 
 
 def _classified(difference: Difference, facts: _PairFacts | None) -> Difference:
@@ -125,14 +152,22 @@ def _class_of(tensor: str, position: int, facts: _PairFacts) -> str:
         return "other"
     targets = [side[position] for side in facts.targets]
     if position + 1 >= facts.tail:
-        return "padding"
+        # A row without padding at its end was cut there: its last label is the first token behind the cut, or a pad.
+        return "row_end" if facts.pad is None else "padding"
     if _is_shifted(facts, position, targets):
         return "shift"
     if tensor == "token_mask":
-        return "role_mask" if IGNORE_INDEX in targets or targets[0] != targets[1] else "padding"
-    if IGNORE_INDEX in targets:
+        return _class_of_mask(targets, facts)
+    return "role_mask" if IGNORE_INDEX in targets else "label"
+
+
+def _class_of_mask(targets: list[int], facts: _PairFacts) -> str:
+    """What a differing mask is about, where no boundary and no padding at the row's end explains it."""
+    if IGNORE_INDEX in targets or targets[0] != targets[1]:
         return "role_mask"
-    return "other"
+    if facts.is_mask_shifted:
+        return "shift"
+    return "padding" if targets[0] == facts.pad else "mask"
 
 
 def _is_shifted(facts: _PairFacts, position: int, targets: list[int]) -> bool:

@@ -42,7 +42,8 @@ CLASSES = [
     ("target_ids", 0, 13, "role_mask"),
     ("token_mask", 0, 1, "role_mask"),
     ("target_ids", 3, 17, "shift"),
-    ("target_ids", 3, 77, "other"),
+    ("target_ids", 3, 77, "label"),
+    ("token_mask", 3, 0, "mask"),
     ("target_ids", 5, 1, "padding"),
     ("token_mask", 6, 1, "padding"),
 ]
@@ -55,12 +56,55 @@ def test_one_changed_value_is_one_difference_with_its_class(tensor, position, va
         assert (found.tensor, found.position, found.klass) == (tensor, position, klass)
 
 
+def full_row(**changes):
+    """A row that was cut at its end: no padding, and the last label is the first token behind the cut."""
+    fields = {
+        "input_ids": torch.tensor([12, 13, 14, 15, 16, 17, 18]),
+        "target_ids": torch.tensor([-100, 14, 15, 16, 17, 18, 19]),
+        "token_mask": torch.tensor([0.0, 1, 0, 1, 1, 1, 1]),
+    }
+    return row(**(fields | changes))
+
+
+def test_a_wrong_label_where_a_row_was_cut_is_named_so():
+    (found,) = compare_rows(full_row(), full_row(target_ids=torch.tensor([-100, 14, 15, 16, 17, 18, 0])))
+    assert (found.position, found.klass) == (6, "row_end")
+
+
+def test_a_mask_that_is_shifted_by_one_is_called_a_shift_and_one_that_leaves_pads_out_padding():
+    labels = torch.tensor([14, 14, 14, 14, 14, 14, 14])
+    mask = torch.tensor([0.0, 1, 1, 0, 1, 1, 0])
+    one_segment = {"cu_seqlens": torch.tensor([0, 7], dtype=torch.int32), "max_seqlen": 7}
+    whole = full_row(target_ids=labels, token_mask=mask, **one_segment)
+    shifted = full_row(target_ids=labels, token_mask=torch.cat([mask[1:], mask[:1]]), **one_segment)
+    classes = [difference.klass for difference in compare_rows(whole, shifted)]
+    assert classes[:-1] == ["shift"] * (len(classes) - 1)
+    assert len(classes) > 2
+    padded = row(target_ids=torch.tensor([-100, 0, 15, 16, 17, 0, 0]))
+    other = row(target_ids=padded.target_ids, token_mask=torch.tensor([0.0, 0, 1, 1, 1, 0, 0]))
+    assert [difference.klass for difference in compare_rows(padded, other)] == ["padding"]
+
+
+@pytest.mark.parametrize("is_left", [True, False])
+def test_each_boundary_that_one_side_lacks_is_a_boundary_and_no_shape(is_left):
+    fewer = row(cu_seqlens=torch.tensor([0, 7], dtype=torch.int32))
+    sides = (fewer, row()) if is_left else (row(), fewer)
+    (found,) = compare_rows(*sides)
+    assert (found.tensor, found.klass, found.left, found.right) == (
+        ("cu_seqlens", "boundary", None, 3) if is_left else ("cu_seqlens", "boundary", 3, None)
+    )
+    twice = row(cu_seqlens=torch.tensor([0, 3, 3, 7], dtype=torch.int32))
+    (found,) = compare_rows(twice, row())
+    assert (found.klass, found.left, found.right) == ("boundary", 3, None)
+
+
 def test_nan_and_dtype_and_shape_show():
     assert compare_rows(*[changed("token_mask", 1, float("nan"))] * 2)
     for name in ROW_TENSORS:
         other = row(**{name: getattr(row(), name).to(torch.int16)})
         assert [difference.klass for difference in compare_rows(row(), other)] == ["dtype_or_shape"]
-        assert compare_rows(row(), row(**{name: getattr(row(), name)[:-1]}))[0].klass == "dtype_or_shape"
+        shorter = compare_rows(row(), row(**{name: getattr(row(), name)[:-1]}))[0]
+        assert shorter.klass == ("boundary" if name == "cu_seqlens" else "dtype_or_shape")
     assert compare_rows(row(), row(max_seqlen=3))[0].klass == "max_seqlen"
 
 

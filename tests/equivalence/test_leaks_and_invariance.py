@@ -58,7 +58,7 @@ def tensors(result):
     return {each.tensor for finding in result.findings for each in finding.differences}
 
 
-def test_what_a_layout_changes_is_predicted_and_is_not_nothing(step):
+def test_r_model_12_what_a_layout_changes_is_predicted_and_is_not_nothing(step):
     from equivalence.checks.invariance import check_invariance
     from equivalence.generators.models import VARIES
 
@@ -67,7 +67,7 @@ def test_what_a_layout_changes_is_predicted_and_is_not_nothing(step):
     assert found.fired == {VARIES: 1}
 
 
-def test_a_gradient_that_does_not_change_as_predicted_is_found(step):
+def test_r_model_12_a_gradient_that_does_not_change_as_predicted_is_found(step):
     from equivalence.checks.invariance import check_invariance
 
     outcomes, alone, expected = step
@@ -94,7 +94,7 @@ def test_token_losses_that_another_layout_does_not_give_are_found(step):
     assert tensors(found) == {"row 1 on rank 1 depth 0 token losses"}
 
 
-def test_the_order_of_microbatches_is_held():
+def test_r_model_12_the_order_of_microbatches_is_held():
     from equivalence.layout_runs import check_case
 
     found = check_case(dataclasses.replace(STEP, seed=1))
@@ -104,7 +104,7 @@ def test_the_order_of_microbatches_is_held():
 
 
 @pytest.mark.parametrize("case", [LEAKS, PATHS], ids=lambda case: case.check)
-def test_leaks_and_paths_find_nothing_in_production(case):
+def test_r_model_13_and_r_meet_4_leaks_and_paths_find_nothing_in_production(case):
     from equivalence.layout_runs import check_case
 
     (found,) = check_case(case)
@@ -112,7 +112,7 @@ def test_leaks_and_paths_find_nothing_in_production(case):
     assert all(found.fired.values()), found.fired
 
 
-def test_boundaries_that_attention_does_not_get_are_a_leak():
+def test_r_model_13_boundaries_that_attention_does_not_get_are_a_leak():
     from equivalence.layout_runs import check_case
 
     case = dataclasses.replace(LEAKS, shape=dataclasses.replace(SHAPE, depths=0))
@@ -123,7 +123,7 @@ def test_boundaries_that_attention_does_not_get_are_a_leak():
     assert any(each.startswith("alone: row") for each in named)
 
 
-def test_another_divisor_of_the_online_path_is_found():
+def test_r_meet_4_another_divisor_of_the_online_path_is_found():
     from equivalence.layout_runs import check_case
 
     (found,) = check_case(PATHS, entered=lambda sizes: ("model_targets:wrong_divisor", sizes))

@@ -159,7 +159,7 @@ def test_clipping_and_the_distributed_optimizer_in_float32_are_the_references(ro
     )
 
 
-def test_without_clipping_two_replicas_train_to_the_bit_as_with_the_plain_optimizer(rounded):
+def test_r_train_10_without_clipping_two_replicas_train_to_the_bit_as_with_the_plain_optimizer(rounded):
     from equivalence.checks.trainer import check_distributed, equal_to_the_bit
 
     free = dataclasses.replace(rounded.case, clip_gradient=0.0)

@@ -256,6 +256,36 @@ def test_the_guide_to_ones_own_trainer_is_current():
     assert names["script"].is_distributed
 
 
+@pytest.mark.usefixtures("checkout")
+def test_the_guide_to_a_loss_that_is_off_is_current(capsys):
+    """The batch is row 17 of the sample as a trainer has it: Megatron-LM's names, and a mask of bool."""
+    from transformers import AutoTokenizer
+
+    from production.files.source import open_source
+    from production.rows import RowBuilder, RowSettings
+
+    tokenizer = AutoTokenizer.from_pretrained("examples/tokenizers/nemotron-mini")
+    builder = RowBuilder(tokenizer=tokenizer, settings=RowSettings(pack_length=2048, prompt_format="nemotron-nano-v2"))
+    with open_source("examples/packed/sample.jsonl.packed") as source:
+        row = builder.build(source[17])
+    batch = {"input_ids": row.input_ids[None], "labels": row.target_ids[None], "loss_mask": row.token_mask[None].bool()}
+    names, done = {"batch": batch | {"position_ids": row.position_ids[None]}}, Counter()
+    for number, (language, text) in enumerate(blocks("your-loss-is-off.md")):
+        if language == "python":
+            run_python(text, names, f"block {number}")
+            done["python"] += 1
+        else:
+            for words in commands(text):
+                check_command(words, done)
+    assert done == {
+        "python": 1,
+        "ran tools.diff_row": 3,
+        "parsed tools.compare_runs": 1,
+        "parsed equivalence": 1,
+    }
+    assert "the dump is row 17 of the file, found by its ids" in capsys.readouterr().out
+
+
 def megatron_arguments():
     """Every option that the installed Megatron-LM takes."""
     import argparse

@@ -44,7 +44,7 @@ def expected_offsets(data):
 @pytest.mark.parametrize("block", [64, 256, 1 << 18])
 @pytest.mark.parametrize("chance", [0.001, 0.1, 0.9])
 @pytest.mark.parametrize("ended", [True, False])
-def test_offsets_are_those_of_a_loop_over_bytes(write, monkeypatch, block, chance, ended):
+def test_r_file_1_offsets_are_those_of_a_loop_over_bytes(write, monkeypatch, block, chance, ended):
     monkeypatch.setattr(identity, "BLOCK_BYTES", block)
     monkeypatch.setattr(index, "BLOCK_BYTES", block)
     source = random.Random(block)
@@ -75,7 +75,7 @@ def test_both_searches_are_used(write, monkeypatch):
     assert used == {"each", "mask"}
 
 
-def test_reopening_reuses_and_each_change_rebuilds(write):
+def test_r_file_4_reopening_reuses_and_each_change_rebuilds(write):
     path = write(rows(20_000))
     assert LineFile(path).built
     assert not LineFile(path).built
@@ -103,7 +103,7 @@ def overwrite(path, at, data):
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
 
 
-def test_a_change_that_keeps_size_and_time_is_seen_in_a_sample_or_by_verify(write):
+def test_r_file_4_a_change_that_keeps_size_and_time_is_seen_in_a_sample_or_by_verify(write):
     data = rows(30_000)
     path = write(data)
     size = len(data)
@@ -141,7 +141,7 @@ def test_an_access_sees_lines_that_have_moved_unnoticed(write):
     assert file.read(401)
 
 
-def test_a_damaged_index_is_built_anew(write, tmp_path):
+def test_r_file_4_a_damaged_index_is_built_anew(write, tmp_path):
     path = write(rows(500))
     good = offsets_of(LineFile(path))
     (kept,) = tmp_path.glob(".*index")
@@ -180,7 +180,7 @@ def refuse_folder(monkeypatch, *folders):
     monkeypatch.setattr(Path, "mkdir", refusing)
 
 
-def test_the_index_is_beside_the_file_or_where_it_is_told_or_in_the_users_cache(
+def test_r_file_3_the_index_is_beside_the_file_or_where_it_is_told_or_in_the_users_cache(
     write, tmp_path, own_cache, monkeypatch
 ):
     path = write(rows(3))
@@ -207,7 +207,7 @@ def test_the_index_is_beside_the_file_or_where_it_is_told_or_in_the_users_cache(
     assert not [name for _, _, names in os.walk(tmp_path) for name in names if name.endswith(".tmp")]
 
 
-def test_an_index_is_whole_or_not_there(tmp_path):
+def test_r_file_3_an_index_is_whole_or_not_there(tmp_path):
     target = tmp_path / "kept"
     target.write_bytes(b"old")
 

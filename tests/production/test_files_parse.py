@@ -101,7 +101,7 @@ def both_counts(monkeypatch, request):
 
 @pytest.mark.usefixtures("both_counts")
 @pytest.mark.parametrize(("line", "kind", "byte"), FAULTS, ids=[f"{kind}-{i}" for i, (_, kind, _) in enumerate(FAULTS)])
-def test_each_fault_is_named_with_its_byte(line, kind, byte):
+def test_r_file_6_and_7_each_fault_is_named_with_its_byte(line, kind, byte):
     with pytest.raises(LineError) as caught:
         parse_row(line, chat_key="messages")
     assert (caught.value.kind, caught.value.offset) == (kind, byte)
@@ -114,14 +114,14 @@ def test_the_table_knows_every_kind_of_a_line():
 WHOLE = r'{"messages": [{"role": "ué", "content": "a\n\u00e9\ud83d\ude00", "n": [-1.5e+3, true, null]}]}'.encode()
 
 
-def test_a_last_line_cut_anywhere_is_truncated():
+def test_r_file_2_a_last_line_cut_anywhere_is_truncated():
     for end in range(1, len(WHOLE)):
         with pytest.raises(LineError) as caught:
             parse_row(WHOLE[:end], chat_key="messages", unterminated=True)
         assert (caught.value.kind, caught.value.offset) == ("truncated_last_line", end)
 
 
-def test_a_whole_last_line_needs_no_newline_and_other_faults_keep_their_names():
+def test_r_file_2_a_whole_last_line_needs_no_newline_and_other_faults_keep_their_names():
     assert parse_row(WHOLE, chat_key="messages", unterminated=True)[0]["role"] == "ué"
     for line, kind in [
         (b'{"messages": nope}', "invalid_json"),
@@ -147,7 +147,7 @@ def test_a_whole_last_line_needs_no_newline_and_other_faults_keep_their_names():
         '{"messages": [{"role": "u", "content": "a"}], "x": [-0, -0.0, 5e-324, 1e-999, 1.7976931348623157e308]}',
     ],
 )
-def test_odd_rows_that_are_whole_are_read_as_json_reads_them(text):
+def test_r_file_7_odd_rows_that_are_whole_are_read_as_json_reads_them(text):
     expected = json.loads(text)["messages"]
     assert repr(parse_row(text.encode(), chat_key="messages")) == repr(expected)
     assert repr(StrictJson(text).value["messages"]) == repr(expected)
@@ -169,7 +169,7 @@ def test_plain_rows_do_not_pay_for_the_strict_parser(monkeypatch):
 
 
 @pytest.mark.parametrize(("opening", "closing"), [("[", "]"), ('{"a":', "}")])
-def test_depth_is_counted_alike_on_both_ways(opening, closing):
+def test_r_file_7_depth_is_counted_alike_on_both_ways(opening, closing):
     for levels, fits in ((MAX_DEPTH - 3, True), (MAX_DEPTH - 2, False)):
         deep = opening * levels + "1" + closing * levels
         line = '{"messages": [{"role": "u", "content": "", "d": ' + deep + "}]}"
@@ -345,7 +345,7 @@ KNOWN = [
 
 
 @pytest.mark.usefixtures("both_counts")
-def test_damage_never_gives_another_row():
+def test_r_file_7_damage_never_gives_another_row():
     seen = collections.Counter()
     random = Random(20260822)
     for line in (*KNOWN, *(damaged(random) for _ in range(5_000))):

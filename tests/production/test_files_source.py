@@ -75,7 +75,7 @@ def test_rows_by_number_and_in_order(write):
     assert path.read_bytes()[found.locate(3).byte_start : found.locate(3).byte_end] == GOOD[3]
 
 
-def test_every_key_of_a_message_is_kept_and_the_chat_key_is_free(write):
+def test_r_file_6_every_key_of_a_message_is_kept_and_the_chat_key_is_free(write):
     message = {"role": "tool", "content": "", "tool_calls": [{"id": 1.5, "x": {"role": None}}], "name": "né"}
     path = write(json.dumps({"conversations": [message], "messages": 3}).encode())
     assert open_source(path, chat_key="conversations")[0] == [message]
@@ -92,7 +92,7 @@ def test_several_files_are_one_after_another(write):
 
 @pytest.mark.parametrize("at", [0, 2, 5])
 @pytest.mark.parametrize(("bad", "kind", "byte"), BAD)
-def test_a_fault_says_file_line_and_byte(write, at, bad, kind, byte):
+def test_r_file_6_a_fault_says_file_line_and_byte(write, at, bad, kind, byte):
     path = write(b"".join([*GOOD[:at], bad, *GOOD[at:]]))
     found = open_source(path)
     expected = (kind, str(path), at + 1, sum(map(len, GOOD[:at])) + byte)
@@ -115,7 +115,7 @@ def test_the_fault_of_a_later_file_counts_in_that_file(write):
     )
 
 
-def test_the_last_line(write):
+def test_r_file_2_the_last_line(write):
     assert open_source(write(GOOD[0] + GOOD[1].rstrip(), "whole.jsonl"))[1] == row(1)["messages"]
     path = write(GOOD[0] + GOOD[1][:-9], "cut.jsonl")
     error = fault_of(lambda: open_source(path)[1])
@@ -126,7 +126,7 @@ def test_the_last_line(write):
     assert (error.kind, error.byte) == ("invalid_json", 20)
 
 
-def test_a_byte_order_mark_and_windows_line_ends(write):
+def test_r_file_1_a_byte_order_mark_and_windows_line_ends(write):
     error = fault_of(lambda: open_source(write(b"\xef\xbb\xbf" + GOOD[0], "bom.jsonl"))[0])
     assert (error.kind, error.line, error.byte) == ("bom", 1, 0)
     error = fault_of(lambda: open_source(write('{"messages": []}\n{}\n'.encode("utf-16"), "wide.jsonl"))[0])
@@ -158,7 +158,7 @@ def test_a_symbolic_link_is_a_file(write, tmp_path):
     assert open_source(tmp_path / "link.jsonl")[4] == row(4)["messages"]
 
 
-def test_a_line_that_is_too_long_is_refused_unread(write, monkeypatch):
+def test_r_file_7_a_line_that_is_too_long_is_refused_unread(write, monkeypatch):
     monkeypatch.setattr(lines, "MAX_LINE_BYTES", 200)
     monkeypatch.setattr(lines, "_READ_BYTES", 150)
     path = write(GOOD[0] + b"[" * 300 + b"\n" + GOOD[1])
@@ -172,7 +172,7 @@ def mixed():
     return [GOOD[0], BAD[0][0], BAD[1][0], GOOD[1], GOOD[2], BAD[2][0], GOOD[3], GOOD[4], BAD[3][0]]
 
 
-def test_skipping_counts_and_lists_and_numbers_the_rest(write, monkeypatch):
+def test_r_file_8_skipping_counts_and_lists_and_numbers_the_rest(write, monkeypatch):
     path = write(b"".join(mixed()))
     starts = [sum(map(len, mixed()[:at])) for at in range(9)]
     expected = [
@@ -209,7 +209,7 @@ def test_verdicts_that_are_damaged_are_found_again(write, tmp_path):
         assert verdicts.read_bytes() == whole
 
 
-def test_skipping_everything_is_an_error(write):
+def test_r_file_8_skipping_everything_is_an_error(write):
     error = opening(write(GOOD[0][:-1] + b"x\n\n"), on_bad_row="skip")
     assert (error.kind, error.line) == ("no_rows_left", 1)
     with pytest.raises(ValueError, match="on_bad_row"):
@@ -231,7 +231,7 @@ PACKERS = [("rows.jsonl.gz", gz), ("rows.jsonl.packed.zst", zst)]
 
 
 @pytest.mark.parametrize(("name", "pack"), PACKERS)
-def test_packed_files_read_like_plain_ones(write, name, pack):
+def test_r_file_9_packed_files_read_like_plain_ones(write, name, pack):
     data = b"".join(mixed())
     plain = open_source(write(data), on_bad_row="skip")
     for content in (pack(data), pack(data[:50], data[50:]), pack(b"", data, b"")):
@@ -342,7 +342,7 @@ def test_threads_share_one_source(write):
 
 
 @pytest.mark.parametrize("change", ["append", "touch", "cut", "replace", "remove"])
-def test_a_file_that_changes_underfoot_raises(write, change):
+def test_r_file_5_a_file_that_changes_underfoot_raises(write, change):
     path = write(b"".join(GOOD))
     found, late = open_source(path), pickle.loads(pickle.dumps(open_source(path)))
     assert found[4]
@@ -377,7 +377,7 @@ def test_progress_goes_up_to_the_whole(write, monkeypatch):
     assert len(seen) > 4
 
 
-def test_the_fingerprint_is_of_the_rows(write, tmp_path):
+def test_r_file_10_the_fingerprint_is_of_the_rows(write, tmp_path):
     path = write(b"".join(GOOD))
     first = open_source(path).fingerprint
     other = write(b"".join(GOOD), "other.jsonl")

@@ -143,7 +143,7 @@ def test_r_pack_4_the_generated_cases_reach_every_step():
 
 @pytest.mark.parametrize("algorithm", [*PACKERS, "first_fit_shuffle"])
 @given(case=sequences(), multiple_of=st.integers(1, 4))
-def test_every_packer_packs_all_sequences_once_and_within_capacity(algorithm, case, multiple_of):
+def test_r_pack_1_to_4_every_packer_packs_all_sequences_once_and_within_capacity(algorithm, case, multiple_of):
     lengths, capacity = case
     seed = 1 if algorithm == "first_fit_shuffle" else None
     try:

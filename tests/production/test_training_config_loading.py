@@ -123,7 +123,7 @@ def test_what_an_override_brings_is_placed_at_the_override(tmp_path, override, k
     assert error.where.endswith(f" (override '{override}')")
 
 
-def test_all_unknown_keys_are_named_at_once_each_with_its_place_and_the_nearest(tmp_path):
+def test_r_setup_1_all_unknown_keys_are_named_at_once_each_with_its_place_and_the_nearest(tmp_path):
     path = written(tmp_path, "sft:\n  max_steps: 3\npolcy: {}\ndata:\n  train:\n    datapath: a\npolicy:\n  megatron_cfg:\n"
                              "    batch_p2p_com: true\n    optimizer: {adam_beta_1: 0.9}\n")  # fmt: skip
     error = refused([BASE, path], ["sft.sed=1"])
@@ -200,7 +200,7 @@ def test_a_value_that_is_none_says_what_is_wanted(override, kind, said):
     assert error.mend
 
 
-def test_two_interpolations_that_lead_to_each_other_are_refused():
+def test_r_setup_3_two_interpolations_that_lead_to_each_other_are_refused():
     assert refused(BASE, ["sft.seed=${data.seed}", "data.seed=${sft.seed}"]).kind == "interpolation"
 
 
@@ -220,7 +220,7 @@ def test_two_interpolations_that_lead_to_each_other_are_refused():
         ("defaults: job.yaml\n", "defaults", None, "under itself"),
     ],
 )
-def test_yaml_that_readers_disagree_on_is_refused_with_its_line(tmp_path, text, kind, line, said):
+def test_r_setup_2_yaml_that_readers_disagree_on_is_refused_with_its_line(tmp_path, text, kind, line, said):
     path = written(tmp_path, text)
     error = refused([BASE, path])
     assert error.kind == kind
@@ -244,7 +244,7 @@ def test_words_in_quotes_and_numbers_mean_what_they_say(tmp_path):
     assert job.checkpointing.keep_top_k is None
 
 
-def test_layers_are_laid_over_each_other_and_every_value_says_where_it_came_from(tmp_path):
+def test_r_setup_3_layers_are_laid_over_each_other_and_every_value_says_where_it_came_from(tmp_path):
     written(tmp_path, "defaults: grand.yaml\nsft: {seed: 2, val_batches: 3}\n", "base.yaml")
     written(tmp_path, "sft:\n  seed: 1\n  val_batches: 1\n  max_num_steps: 9\n", "grand.yaml")
     top = written(tmp_path, "defaults: [base.yaml]\nsft:\n  seed: 4\n")
@@ -264,7 +264,7 @@ def test_a_value_that_replaces_a_section_takes_the_places_inside_it_along():
     assert not [key for key in job.sources if key.startswith("data.validation.")]
 
 
-def test_what_is_not_set_is_derived():
+def test_r_setup_5_what_is_not_set_is_derived():
     job = load(BASE, ["policy.megatron_cfg.tensor_model_parallel_size=2", "policy.megatron_cfg.context_parallel_size=2",
                       "policy.max_grad_norm=0.5", "policy.tokenizer.name=???", "policy.model_name=a/b",
                       "policy.megatron_cfg.optimizer.weight_decay=0.1", "data.shuffle=true", "sft.seed=7"])  # fmt: skip
@@ -281,7 +281,7 @@ def test_what_is_not_set_is_derived():
     assert job.data.train[0].megatron_sft_context_parallel_size == 2
 
 
-def test_megatron_cores_options_may_stand_in_megatron_cfg_but_not_twice():
+def test_r_setup_4_megatron_cores_options_may_stand_in_megatron_cfg_but_not_twice():
     key = "policy.megatron_cfg"
     job = load(BASE, [f"{key}.moe_router_dtype=fp32", f"{key}.transformer.qk_layernorm=true"])
     assert job.megatron.transformer == {"moe_router_dtype": "fp32", "qk_layernorm": True}

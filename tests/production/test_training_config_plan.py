@@ -24,7 +24,7 @@ PUBLISHED = JOBS / "published-comparison.yaml"
 SMALL = JOBS / "small-cpu.yaml"
 
 
-def test_the_published_comparison_is_planned_at_512_ranks_with_no_machine(capsys, monkeypatch):
+def test_r_setup_19_the_published_comparison_is_planned_at_512_ranks_with_no_machine(capsys, monkeypatch):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     assert main(["--config", str(PUBLISHED), "--dry-run"]) == 0
     said = capsys.readouterr()

@@ -256,7 +256,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("overrides", "world_size", "kind", "key"), REFUSED, ids=lambda value: str(value)[:60])
-def test_what_must_not_run_is_refused_at_its_key(overrides, world_size, kind, key):
+def test_r_setup_6_to_18_what_must_not_run_is_refused_at_its_key(overrides, world_size, kind, key):
     job = load(BASE, overrides)
     found_here = refusals(job, world_size)
     assert [(each.kind, each.key) for each in found_here] == [(kind, key)]
@@ -365,7 +365,7 @@ def test_a_job_that_was_not_read_from_a_file_is_validated_all_the_same():
     assert refusal.kind == "two_packed_datasets"
 
 
-def test_rows_that_were_packed_for_something_else_are_told(tmp_path):
+def test_r_setup_21_rows_that_were_packed_for_something_else_are_told(tmp_path):
     file = tmp_path / "rows.jsonl.packed"
     file.write_text("[]\n")
     manifest = tmp_path / "rows.jsonl.packed.manifest.json"

@@ -55,7 +55,7 @@ def megatron(shape, *, vocab_size, segments):
     )
 
 
-def test_a_dense_model_worked_by_hand():
+def test_r_work_1_a_dense_model_worked_by_hand():
     # Two layers, h 8, 4 heads of 2: q, k, v and output are 8·8 each, feed-forward 8·32 and 32·8, output layer 8·100.
     per_token = 6 * (2 * (4 * 64 + 2 * 256) + 800)
     # Scores and their product with V: 2 · L·L·8 multiplications forward, half of them masked, so 6·8 a layer and square.
@@ -99,7 +99,7 @@ SHAPES = {
 
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("segments", [(64,), (40, 8, 16)])
-def test_megatron_lm_counts_the_same(name, segments):
+def test_r_work_1_and_2_megatron_lm_counts_the_same(name, segments):
     work = work_of(SHAPES[name], vocab_size=96)
     counted = work(sum(segments), sum(length**2 for length in segments))
     assert counted == megatron(SHAPES[name], vocab_size=96, segments=segments)
@@ -123,7 +123,7 @@ def test_a_model_that_the_formula_does_not_cover_is_refused():
         work_of(config(), vocab_size=96, hybrid_layer_pattern="*-M-")
 
 
-def test_attention_counts_segments_and_not_the_row():
+def test_r_work_2_attention_counts_segments_and_not_the_row():
     row = torch.tensor([0, 8, 12, 32], dtype=torch.int32)
     assert segment_squares(row, 0) == 64 + 16 + 400
     assert segment_squares(row, 5) == 64 + 16 + 225  # padding belongs to the last segment
@@ -167,7 +167,7 @@ def test_work_of_segments_is_less_than_of_one():
         ("", None),
     ],
 )
-def test_a_peak_goes_by_the_name_and_an_unknown_device_has_none(name, peak):
+def test_r_work_3_a_peak_goes_by_the_name_and_an_unknown_device_has_none(name, peak):
     assert peak_of(name) == peak
 
 

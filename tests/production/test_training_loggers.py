@@ -44,7 +44,7 @@ def plain(folder, **changes):
     return LoggerSettings(folder=folder, tensorboard=None, **changes)
 
 
-def test_every_step_is_in_the_file_before_the_next_begins(tmp_path):
+def test_r_record_2_every_step_is_in_the_file_before_the_next_begins(tmp_path):
     with open_loggers(plain(tmp_path), rank=0, run=RUN) as loggers:
         for number in (1, 2):
             loggers.log(step(number))
@@ -62,7 +62,7 @@ def test_other_ranks_write_nothing(tmp_path):
     assert not (tmp_path / "none").exists()
 
 
-def test_what_is_no_number_is_valid_json_and_comes_back(tmp_path):
+def test_r_record_1_what_is_no_number_is_valid_json_and_comes_back(tmp_path):
     lines = JsonLines(tmp_path / "metrics.jsonl")
     lines.log(step(1, math.nan, a=math.inf, b=-math.inf, c=True, d="text", e=1e-300))
     lines.close()
@@ -100,7 +100,7 @@ def test_a_loss_comes_back_to_the_bit(tmp_path):
         (b"x" * 200_000, 200_000, 2),
     ],
 )
-def test_a_line_cut_off_by_a_kill_is_mended_on_resume(tmp_path, tail, cut, kept):
+def test_r_record_2_a_line_cut_off_by_a_kill_is_mended_on_resume(tmp_path, tail, cut, kept):
     file = tmp_path / "metrics.jsonl"
     lines = JsonLines(file)
     lines.log(step(1))

@@ -37,7 +37,7 @@ def refused(path, *overrides):
     return [(each.kind, each.key) for each in unready(load(path, overrides))]
 
 
-def test_folders_that_are_not_there_yet_are_made_and_left_empty(job, tmp_path):
+def test_r_setup_20_folders_that_are_not_there_yet_are_made_and_left_empty(job, tmp_path):
     assert refused(job()) == []
     for name in ("checkpoints", "logs/tensorboard", "cache"):
         assert list((tmp_path / name).iterdir()) == []

@@ -43,7 +43,7 @@ class Groups:
         self.param_groups = [{"wd_mult": 1.0}, {"wd_mult": 0.0}]
 
 
-def test_rates_and_decays_are_the_installed_schedulers_to_the_bit_in_every_style_also_past_the_end():
+def test_r_train_1_to_3_rates_and_decays_are_the_installed_schedulers_to_the_bit_in_every_style_also_past_the_end():
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
     compared = 0
@@ -73,7 +73,7 @@ def test_rates_and_decays_are_the_installed_schedulers_to_the_bit_in_every_style
     assert compared == 22 * 3 * 3 * (4 + 4)
 
 
-def test_rates_worked_by_hand():
+def test_r_train_1_and_2_rates_worked_by_hand():
     assert [COSINE.learning_rate_at(step) for step in (0, 4, 21)] == [1e-6, 3e-4, 1e-5]
     assert COSINE.learning_rate_at(2) == pytest.approx((1e-6 + 3e-4) / 2)
     assert COSINE.learning_rate_at(12) == pytest.approx((3e-4 + 1e-5) / 2)  # half of the way: cos(pi/2)
@@ -101,7 +101,7 @@ def test_a_schedule_that_no_rule_speaks_of_is_refused(wrong):
         dataclasses.replace(COSINE, **wrong)
 
 
-def test_a_weight_decay_that_grows_needs_the_length_of_the_run():
+def test_r_train_3_a_weight_decay_that_grows_needs_the_length_of_the_run():
     grows = dataclasses.replace(COSINE, weight_decay=0.1, end_weight_decay=0.3, weight_decay_style="linear")
     with pytest.raises(ValueError, match="give weight_decay_steps"):
         grows.weight_decay_at(3)
@@ -109,7 +109,7 @@ def test_a_weight_decay_that_grows_needs_the_length_of_the_run():
     assert COSINE.weight_decay_at(3) == 0.0
 
 
-def test_two_updates_worked_by_hand():
+def test_r_train_5_two_updates_worked_by_hand():
     """Weight 2, gradients 0.5 then -1, rate 0.1, decay 0.2, betas 0.9 and 0.99, epsilon 0."""
     settings = Settings(schedule=COSINE, beta1=0.9, beta2=0.99, epsilon=0.0)
     moments = AdamW(first=torch.zeros(1, dtype=torch.float64), second=torch.zeros(1, dtype=torch.float64))
@@ -128,7 +128,7 @@ def test_two_updates_worked_by_hand():
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_updates_are_torchs_adamw(dtype):
+def test_r_train_5_updates_are_torchs_adamw(dtype):
     settings = Settings(schedule=COSINE, beta1=0.9, beta2=0.95, epsilon=1e-8)
     generator = torch.Generator().manual_seed(1)
     start = torch.randn(7, 3, generator=generator, dtype=dtype)
@@ -146,7 +146,7 @@ def test_updates_are_torchs_adamw(dtype):
     assert float((ours - start).norm()) > 0.1
 
 
-def test_decay_spares_biases_and_what_has_one_dimension_as_the_installed_groups_do():
+def test_r_train_4_decay_spares_biases_and_what_has_one_dimension_as_the_installed_groups_do():
     from megatron.core.optimizer import OptimizerConfig, get_standard_config_overrides
 
     (key,) = get_standard_config_overrides(OptimizerConfig(optimizer="adam", lr=1.0))
@@ -165,7 +165,7 @@ def test_decay_spares_biases_and_what_has_one_dimension_as_the_installed_groups_
     assert len(spared) == 5
 
 
-def test_clipping_is_megatron_cores():
+def test_r_train_6_clipping_is_megatron_cores():
     from megatron.core.utils import local_multi_tensor_scale
 
     gradients = {"a": torch.tensor([3.0, 0.0]), "b": torch.tensor([[4.0]])}
@@ -234,7 +234,7 @@ def gradient(**settings):
     return global_norm({"all": torch.cat([each.flatten() for each in model.gradients(objective.value).values()])})
 
 
-def test_what_a_steps_gradient_is_depends_on_the_layout_only_where_it_should():
+def test_r_train_8_what_a_steps_gradient_is_depends_on_the_layout_only_where_it_should():
     plain = gradient(mtp_weights="rows")
     for data, context in ((2, 1), (1, 2), (2, 2)):
         sizes = {"data_parallel_size": data, "context_parallel_size": context}
@@ -245,7 +245,7 @@ def test_what_a_steps_gradient_is_depends_on_the_layout_only_where_it_should():
     assert len({round(gradient(normalization=each), 9) for each in NORMALIZATIONS}) >= 2
 
 
-def test_training_follows_a_loop_written_with_torchs_own_optimizer():
+def test_r_train_7_training_follows_a_loop_written_with_torchs_own_optimizer():
     schedule = dataclasses.replace(COSINE, max_lr=1e-2, init_lr=1e-3, min_lr=1e-3, weight_decay=0.2)
     settings = Settings(schedule=schedule, clip_gradient=0.4, beta2=0.95)
     trainer = Trainer(Model.from_tensors(SHAPE, named()), settings)
@@ -281,7 +281,7 @@ def test_a_step_with_nothing_to_train_moves_weights_by_their_decay_alone():
         assert torch.equal(weight, named()[name] * (0.95 if weight.ndim > 1 else 1.0)), name
 
 
-def test_bounds_are_narrow_and_hold_a_trainer_that_rounds_otherwise_but_no_other_beta():
+def test_r_train_9_bounds_are_narrow_and_hold_a_trainer_that_rounds_otherwise_but_no_other_beta():
     schedule = Schedule(max_lr=1e-2, decay_steps=9, weight_decay=0.1)
     settings, batches = Settings(schedule=schedule), [batch(step) for step in range(4)]
     for dtype, narrow in ((torch.float64, 1e-5), (torch.float32, 1e-3)):

@@ -10,7 +10,8 @@ from safetensors.torch import load_file, save_file
 from equivalence.generators.tokenizers import load
 from equivalence.subjects import ROW_TENSORS, RowSettings
 from tools.diff_row.__main__ import main
-from tools.diff_row.dump import NAMES, read_dump, write_dump
+from tools.diff_row.dump import NAMES, write_dump
+from tools.diff_row.dump_reader import Conventions, read_dump
 from tools.diff_row.inspection import inspect
 from tools.diff_row.problems import BadInput
 
@@ -45,20 +46,170 @@ def test_a_batch_as_collate_makes_it_and_one_row_without_a_batch_dimension(tmp_p
     assert torch.equal(read_dump(tmp_path / "flat.safetensors").row.input_ids, rows[0].input_ids)
 
 
-def test_a_dtype_that_a_job_changed_is_kept_and_seen(tmp_path):
+def doctored(path, rows, change, names="packproof"):
+    """A dump of these rows whose tensors are changed as a trainer of its own would have them."""
+    write_dump(path, rows, names=names)
+    tensors = load_file(path)
+    save_file({name: tensor.contiguous() for name, tensor in change(tensors).items()}, path)
+    return path
+
+
+def test_another_dtype_is_compared_by_value_and_told(tmp_path):
     row = build(many(2))
-    write_dump(tmp_path / "x.safetensors", [row])
-    tensors = load_file(tmp_path / "x.safetensors")
-    save_file({**tensors, "token_mask": tensors["token_mask"].bfloat16()}, tmp_path / "x.safetensors")
-    read = read_dump(tmp_path / "x.safetensors").row
-    assert read.token_mask.dtype == torch.bfloat16
-    assert [flaw.what for flaw in inspect(read) if not flaw.note] == ["token_mask is bfloat16, not float32"]
+    dtypes = {"token_mask": torch.bool, "input_ids": torch.int32, "packed_cu_seqlens": torch.int64}
+    path = doctored(
+        tmp_path / "x.safetensors", [row], lambda found: {n: t.to(dtypes.get(n, t.dtype)) for n, t in found.items()}
+    )
+    read = read_dump(path)
+    for tensor in ROW_TENSORS:
+        assert torch.equal(getattr(read.row, tensor), getattr(row, tensor)), tensor
+        assert getattr(read.row, tensor).dtype == getattr(row, tensor).dtype, tensor
+    assert [note.what for note in read.notes] == [
+        "input_ids is int32, not int64; its values are compared",
+        "token_mask is bool, not float32; its values are compared",
+        "cu_seqlens is int64, not int32; its values are compared",
+    ]
+
+
+def test_a_dtype_that_loses_a_value_is_kept_and_is_a_flaw(tmp_path):
+    path = doctored(
+        tmp_path / "x.safetensors",
+        [build(many(2))],
+        lambda found: {**found, "position_ids": found["position_ids"] + 0.5},
+    )
+    assert (
+        next(flaw.what for flaw in inspect(read_dump(path).row) if not flaw.note)
+        == "position_ids is float32, not int64"
+    )
+
+
+def test_what_a_dump_leaves_out_is_derived_and_told(tmp_path):
+    row = build(many(3))
+    kept = {"input_ids", "target_ids", "position_ids"}
+    path = doctored(tmp_path / "x.safetensors", [row], lambda found: {n: found[n] for n in kept})
+    read = read_dump(path)
+    assert torch.equal(read.row.cu_seqlens, row.cu_seqlens)
+    assert read.row.max_seqlen == row.max_seqlen
+    assert torch.equal(read.row.token_mask, (row.target_ids != -100).float())
+    assert [note.what.split(":")[0] for note in read.notes] == [
+        "no mask was dumped",
+        "no boundaries were dumped",
+        "no max_seqlen was dumped",
+    ]
+    path = doctored(path, [row], lambda found: {n: t for n, t in found.items() if n != "position_ids"})
+    assert torch.equal(read_dump(path).row.position_ids, row.position_ids)
+    path = doctored(path, [row], lambda found: {n: found[n] for n in ("input_ids", "target_ids")})
+    with pytest.raises(BadInput, match="neither boundaries nor positions"):
+        read_dump(path)
+
+
+def test_names_are_mapped_and_labels_may_be_unshifted(tmp_path, run):
+    """A trainer whose model shifts dumps `y`, the tokens themselves with -100 where they do not train, and no mask."""
+    settings = RowSettings(pack_length=32, prompt_format="nemotron-h-aligned")
+    file = write_rows(tmp_path, [many(3)])
+    row = build(many(3), settings=settings)
+    trained = torch.where(row.token_mask != 0, row.target_ids, -100)
+
+    def theirs(found):
+        y = torch.cat([torch.tensor([-100]), trained[:-1]])[None]
+        return {"x": found["input_ids"], "y": y, "position_ids": found["position_ids"]}
+
+    dump = doctored(tmp_path / "x.safetensors", [row], theirs)
+    common = [file, "--tokenizer", "word", "--prompt-format", "nemotron-h-aligned", "--dump", dump]
+    status, _, err = run(*common)
+    assert status == 2
+    assert "has no input_ids, target_ids; it has position_ids, x, y" in err
+    named = [*common, "--name", "x=input_ids", "--name", "y=target_ids", "--labels", "unshifted"]
+    status, out, _ = run(*named)
+    assert status == 1, "labels under prompts and padding are another convention"
+    status, out, _ = run(*named, "--only-trained-labels")
+    assert status == 0, out
+    assert "labels were declared unshifted" in out
+    assert f"labels of {int((row.token_mask == 0).sum())} positions that no side trains were left out" in out
+    status, out, _ = run(*named[:-2], "--only-trained-labels")
+    assert status == 1, "labels that are not declared are taken as they stand"
+    assert run(*common, "--name", "z=input_ids")[0] == 2
+    assert run(*common, "--name", "x=logits")[0] == 2
+    assert run(*common, "--name", "x")[0] == 2
+    assert run(*common, "--labels", "twice")[0] == 2
+
+
+def test_a_file_of_torch_save_is_answered_with_the_line_that_converts_it(tmp_path):
+    import subprocess
+    import sys
+
+    row = build(many(2))
+    names = dict(
+        zip(ROW_TENSORS, ("input_ids", "target_ids", "token_mask", "position_ids", "packed_cu_seqlens"), strict=True)
+    )
+    torch.save({name: getattr(row, field) for field, name in names.items()}, tmp_path / "batch.pt")
+    with pytest.raises(BadInput, match="convert it with") as caught:
+        read_dump(tmp_path / "batch.pt")
+    script = str(caught.value).split('python -c "')[1].removesuffix('"')
+    subprocess.run([sys.executable, "-c", script], check=True, cwd=tmp_path)
+    assert torch.equal(read_dump(tmp_path / "batch.safetensors").row.input_ids, row.input_ids)
+
+
+def test_a_flattened_batch_is_split_into_its_rows(tmp_path, run):
+    """Two rows of 32 as one THD sequence of 64 (R-BATCH-2), with the seam as a boundary."""
+    rows = [build(many(3)), build(many(2))]
+    file = write_rows(tmp_path, [many(3), many(2)])
+    flat = vars(REFERENCE.collate(rows, SETTINGS))
+    tensors = {name: flat[name].reshape(-1) for name in ("input_ids", "target_ids", "token_mask", "position_ids")}
+    tensors |= {
+        "packed_cu_seqlens": flat["flat_cu_seqlens"],
+        "packed_max_seqlen": torch.tensor(flat["flat_max_seqlen"]),
+    }
+    write_dump(tmp_path / "x.safetensors", tensors)
+    for number, row in enumerate(rows):
+        read = read_dump(tmp_path / "x.safetensors", number, Conventions(pack_length=32))
+        assert (read.rows, read.row.max_seqlen) == (2, row.max_seqlen)
+        for tensor in ROW_TENSORS:
+            assert torch.equal(getattr(read.row, tensor), getattr(row, tensor)), tensor
+    common = [file, "--tokenizer", "word", "--prompt-format", "identity", "--dump", tmp_path / "x.safetensors"]
+    status, out, _ = run(*common, "--pack-length", "32", "--dump-row", "1")
+    assert status == 0
+    assert "split into 2 rows of 32" in out
+    # A seam that the trainer lost is a boundary that differs, not a row that begins elsewhere.
+    lost = flat["flat_cu_seqlens"][flat["flat_cu_seqlens"] != 32]
+    write_dump(tmp_path / "x.safetensors", {**tensors, "packed_cu_seqlens": lost})
+    status, out, _ = run(*common, "--pack-length", "32", "--dump-row", "1")
+    assert status == 1
+    assert "cu_seqlens does not start at 0" in out
+
+
+def test_the_dumps_row_is_found_by_its_ids(tmp_path, run):
+    rows = [many(3), many(2), many(1), many(2)]
+    file = write_rows(tmp_path, rows)
+    dump = tmp_path / "x.safetensors"
+    common = [file, "--tokenizer", "word", "--prompt-format", "identity", "--dump", dump]
+    write_dump(dump, [build(rows[2])])
+    status, out, _ = run(*common)
+    assert status == 0
+    assert "the dump is row 2 of the file, found by its ids (4 rows searched)" in out
+    write_dump(dump, [build(rows[1])])
+    status, out, _ = run(*common)
+    assert status == 0
+    assert "the dump is row 1 of the file, found by its ids; rows 3 have the same ids" in out
+    # The row that was asked for is another one: said, and compared as asked.
+    status, out, _ = run(*common, "--row", "0")
+    assert status == 1
+    assert "the dump's ids are those of row 1 of the file, not of row 0: give --row 1" in out
+    wrong = build(rows[0])
+    wrong.input_ids[30] += 1
+    write_dump(dump, [wrong])
+    status, out, _ = run(*common)
+    assert status == 1
+    assert "no row of the file has the dump's ids: row 0 is nearest, with 31 of 32 equal" in out
 
 
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (lambda tensors: tensors.pop("labels"), "has no labels"),
+        (
+            lambda tensors: tensors.pop("labels"),
+            "has no labels; it has cu_seqlens, loss_mask, .*--name TENSOR=target_ids",
+        ),
         (lambda tensors: tensors.update(tokens=torch.zeros(1, 2, 3)), "a batch is \\[B, P\\]"),
         (lambda tensors: tensors.update(labels=torch.zeros(3, 32)), "one entry a row"),
         (lambda tensors: tensors.update(labels=torch.zeros(2, 31)), "row 0 has tokens 32, labels 31"),

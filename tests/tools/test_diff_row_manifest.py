@@ -116,3 +116,16 @@ def test_beside_a_dump_its_length_counts_and_the_manifests_is_told(run, tmp_path
     status, out, _ = run(file, "--row", 0, "--tokenizer", "word", "--dump", dump)
     assert status == 0
     assert "P 32 (of the dump; packed for 40)" in out
+
+
+def test_the_manifest_is_ignored_where_that_is_asked(run, tmp_path):
+    file = write(tmp_path, pack_length=40, prompt_format="identity")
+    options = ["--pack-length", 32, "--prompt-format", "identity"]
+    status, out, _ = run(file, "--row", 0, *SIDES, *options, "--ignore-manifest")
+    assert status == 0
+    assert "identity · P 32 · cp 1" in out
+    (tmp_path / "rows.jsonl.packed.manifest.json").write_text("[]")
+    status, _, err = run(file, "--row", 0, *SIDES, *options)
+    assert status == 2
+    assert "--ignore-manifest" in err
+    assert run(file, "--row", 0, *SIDES, *options, "--ignore-manifest")[0] == 0

@@ -208,7 +208,11 @@ def test_the_script_reads_what_was_written(tmp_path: Path):
           const runs = reader.differenceRuns(decoded.flags);
           const plain = Object.fromEntries(Object.entries(decoded).map(([name, value]) => [name, Array.from(value, (v) => v !== v ? "nan" : v)]));
           const steps = [reader.neighbourRun(runs, 0, 1), reader.neighbourRun(runs, 31, 1), reader.neighbourRun(runs, 0, -1)];
-          console.log(JSON.stringify({ plain, runs, steps }));
+          const texts = new Map([[1, "<S>"], [2, "'Ab'"], [3, "'c⏎'"], [4, "'d'"]]);
+          const index = reader.joinTexts([1, 2, 3, 4, 2, 3], (id) => texts.get(id) ?? "");
+          const find = (query, from, step) => reader.findText(index, query, from, step);
+          const places = [find("abc", 0, 1), find("abc", 1, 1), find("ABC", 4, 1), find("abc", 4, -1), find("abc", 1, -1), find("bc⏎d", 5, 1), find("x", 0, 1), find("<s>", 3, 1)];
+          console.log(JSON.stringify({ plain, runs, steps, places }));
         });
         """
     )
@@ -229,6 +233,8 @@ def test_the_script_reads_what_was_written(tmp_path: Path):
             assert read["plain"][f"{number}.{tensor}"] == expected
     assert read["runs"] == [[2, 3], [9, 10], [19, 20]]
     assert read["steps"] == [0, 0, 2]
+    # Texts are found across tokens, whatever their case, on from the cursor and round the ends; -1 is not there.
+    assert read["places"] == [1, 4, 1, 1, 4, 1, -1, 0]
 
 
 def test_the_drawing_script_names_only_what_the_page_has():

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from tools.diff_row.dump import Dump, read_dump, write_dump
+from tools.diff_row.dump import write_dump
+from tools.diff_row.dump_reader import Dump, read_dump
 from tools.diff_row.findings import Findings, compare
 from tools.diff_row.page import render_page
 

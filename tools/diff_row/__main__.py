@@ -2,8 +2,8 @@
 
     packproof-diff-row FILE --row N --tokenizer DIR          a row of a packed file
     packproof-diff-row --case CASE.json                      a saved case
-    packproof-diff-row --dump BATCH.safetensors              what a job really fed, on its own
-    packproof-diff-row FILE --row N --tokenizer DIR --dump BATCH.safetensors --dump-row B
+    packproof-diff-row FILE --tokenizer DIR --dump BATCH.safetensors --dump-row B     what a trainer fed; its row is found by its ids
+    packproof-diff-row --dump BATCH.safetensors              the same on its own: is it consistent in itself?
     packproof-diff-row FILE --row N --tokenizer DIR --cp 4 --rank 2 --depth 1     its way to one rank
     packproof-diff-row --fed DUMPS/step_00000010                                  what each rank of a job fed
 
@@ -26,6 +26,7 @@ from safetensors import SafetensorError
 
 from equivalence import exits
 from tools.diff_row.dump import NAMES, write_dump
+from tools.diff_row.dump_reader import Conventions, field_of
 from tools.diff_row.findings import Findings
 from tools.diff_row.inputs import Request, find
 from tools.diff_row.machine import as_json
@@ -49,8 +50,16 @@ def _whole(text: str) -> int:
         raise ValueError(f"{text!r} is not one whole number, such as 2") from None
 
 
+def _hint(default: str) -> str:
+    """What help says of a default: nothing where an option is simply not given."""
+    return "" if default in ("None", "'not given'", "") else f"(default: {default})"
+
+
+Quiet = tyro.conf.arg(help_behavior_hint=_hint)
+"""An option whose help names its default only where there is one."""
 Whole = Annotated[
     int | None,
+    Quiet,
     tyro.constructors.PrimitiveConstructorSpec(
         nargs=1,
         metavar="INT",
@@ -60,53 +69,72 @@ Whole = Annotated[
     ),
 ]
 """A whole number, or nothing where the option is not given."""
+Text = Annotated[str | None, Quiet, tyro.conf.arg(metavar="TEXT")]
+"""A word, or nothing where the option is not given."""
+Place = Annotated[Path | None, Quiet, tyro.conf.arg(metavar="PATH")]
+"""A path, or nothing where the option is not given."""
 PIPED_WIDTH = 100
 """Columns where there is no terminal to ask."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Arguments:
-    """What the command line says."""
+class RowOptions:
+    """Which row is looked at, and what it is built for."""
 
-    file: Annotated[Path | None, tyro.conf.Positional] = None
+    file: Annotated[Place, tyro.conf.Positional] = None
     """A packed file: .jsonl, .jsonl.packed, .jsonl.gz or .jsonl.zst."""
     row: Whole = None
-    """The row of the file, from 0: line N is row N - 1."""
-    case: Path | None = None
+    """The row of the file, from 0: line N is row N - 1. Beside --dump it is found by the dump's ids where it is not given."""
+    case: Place = None
     """A saved case instead of a file; it brings its tokenizer and settings, which the options below override."""
-    dump: Path | None = None
-    """A dumped batch: a side of its own beside the others, or alone."""
-    dump_row: int = 0
-    """The row of the dumped batch, from 0."""
-    tokenizer: str | None = None
+    tokenizer: Text = None
     """Folder of a Hugging Face tokenizer, or the name of one that packproof's cases use."""
-    prompt_format: str | None = None
+    prompt_format: Text = None
     """nemotron-nano-v2, nemotron-h-aligned, identity or default; if not given, the manifest's, else nemotron-nano-v2."""
     pack_length: Whole = None
     """Tokens a row has in the model; if not given, the dump's, else what FILE.manifest.json says, else 4096."""
     context_parallel_size: Whole = None
     """cp; if not given, the manifest's, else 1."""
-    semantics: str | None = None
+    semantics: Text = None
     """A preset, optionally with overrides: strict,lost_conversations=refuse; if not given, the manifest's, else megatron-lm-0.19."""
-    pad_token: str | None = None
+    pad_token: Text = None
     """Instead of the format's pad token."""
     assistant_prefix_len: Whole = None
     """Instead of the format's assistant prefix, in tokens."""
-    sides: str | None = None
+    ignore_manifest: bool = False
+    """Take nothing from FILE.manifest.json."""
+    sides: Text = None
     """Two or more of reference, production, megatron_lm, module:object, with commas between; if not given, all built-in
     ones that are witnesses of the semantics, beside a dump the reference."""
     chat_key: str = "messages"
     """The key of a row's messages in the file."""
-    json: bool = False
-    """Print everything for machines instead of the screen."""
-    html: Path | None = None
-    """Also write one self-contained page with every token of the row."""
-    write_dump: Path | None = None
-    """Also write the first built side's row as a dump; with a rank, every tensor of every step of all sides."""
-    dump_names: str = "packproof"
-    """The names in a written dump: packproof or megatron_lm."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DumpOptions:
+    """What a trainer fed: a batch that it dumped, beside the sides or alone."""
+
+    dump: Place = None
+    """A dumped batch (safetensors): a side of its own. The names of packproof and of Megatron-LM are known."""
+    dump_row: int = 0
+    """The row of the dumped batch, from 0."""
+    name: Annotated[
+        tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="TENSOR=FIELD", help_behavior_hint=_hint)
+    ] = ()
+    """What a tensor of the dump is, where its name is another: --name y=target_ids. Fields: input_ids, target_ids, token_mask,
+    position_ids, cu_seqlens, max_seqlen. May be given several times."""
+    labels: str = "shifted"
+    """shifted: label i is what position i predicts; unshifted: label i is token i, and the model shifts."""
+    only_trained_labels: bool = False
+    """Compare no label that neither side trains, such as -100 against the pad id under padding."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankOptions:
+    """The way of the row to one rank of a parallel layout, shown with any of these, or what a job's ranks fed."""
+
     tp: Whole = None
-    """Tensor parallel size: with this or any option below, the way of the row to one rank is shown."""
+    """Tensor parallel size."""
     cp: Whole = None
     """Context parallel size; the row is built for it, too."""
     dp: Whole = None
@@ -117,7 +145,7 @@ class Arguments:
     """The rank among all, from 0: tp counts fastest, then cp, dp, pp slowest."""
     depth: Whole = None
     """How many depths of multi-token prediction are made, each a step: 2 makes depths 1 and 2."""
-    stop_at: str | None = None
+    stop_at: Text = None
     """row, batch, microbatch, depth, share, slice or weights: the last step; if not given the share, at tp > 1 the slice."""
     at: Whole = None
     """A position of the row to follow through the steps; if not given, the first that differs."""
@@ -127,10 +155,34 @@ class Arguments:
     """Whether tp ranks each hold a slice of the share after embedding."""
     global_batch_size: Whole = None
     """Rows of the global batch, in sequential order, for --stop-at weights; dp if not given."""
-    fed: Path | None = None
+    fed: Place = None
     """A job's dump of a step (a folder): what its ranks fed, against what the reference makes of the same rows."""
     microbatch: Whole = None
     """Only this microbatch of the dump."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputOptions:
+    """What is written, and how."""
+
+    json: bool = False
+    """Print everything for machines instead of the screen."""
+    html: Place = None
+    """Also write one self-contained page with every token of the row."""
+    write_dump: Place = None
+    """Also write the first built side's row as a dump; with a rank, every tensor of every step of all sides."""
+    dump_names: str = "packproof"
+    """The names in a written dump: packproof or megatron_lm."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arguments:
+    """What the command line says."""
+
+    row: RowOptions
+    dump: DumpOptions
+    rank: RankOptions
+    output: OutputOptions
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -139,25 +191,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _main(arguments: Sequence[str] | None) -> int:
-    asked = tyro.cli(Arguments, args=arguments, description=__doc__, prog="packproof-diff-row", use_underscores=False)
+    asked = tyro.cli(
+        Arguments,
+        args=arguments,
+        description=__doc__,
+        prog="packproof-diff-row",
+        use_underscores=False,
+        config=(tyro.conf.OmitArgPrefixes,),
+    )
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     # Says at import that there is no CUDA, which nothing here needs.
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
+    output = asked.output
     try:
         if (way := _rank_request(asked)).is_asked:
             return _show_rank(asked, way)
         findings = find(_request(asked))
-        if asked.html is not None:
-            _write_page(asked.html, findings)
-        if asked.write_dump is not None:
-            _write_dump(asked, findings)
+        if output.html is not None:
+            _write_page(output.html, findings)
+        if output.write_dump is not None:
+            _write_dump(output, findings)
     except BadInput as error:
         print(f"packproof-diff-row: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
-    if asked.json:
+    if output.json:
         print(as_json(findings))
     else:
-        show(findings, _console(), page=None if asked.html is None else str(asked.html))
+        show(findings, _console(), page=None if output.html is None else str(output.html))
     return 0 if findings.equal else 1
 
 
@@ -168,14 +228,15 @@ def _console() -> Console:
 
 def _show_rank(asked: Arguments, request: RankRequest) -> int:
     """The way of a row to a rank, or what the ranks of a job fed; returns the exit status. Raises BadInput."""
-    fed = None if request.fed is None else find_fed(request, asked.microbatch)
+    output = asked.output
+    fed = None if request.fed is None else find_fed(request, asked.rank.microbatch)
     findings = find_rank(request) if fed is None else fed.shown
-    if asked.html is not None:
-        _write(asked.html, "--html", findings.row, lambda: render_rank_page(findings, fed))
-    if asked.write_dump is not None:
-        _write_steps(asked.write_dump, findings)
-    page = None if asked.html is None else str(asked.html)
-    if asked.json:
+    if output.html is not None:
+        _write(output.html, "--html", findings.row, lambda: render_rank_page(findings, fed))
+    if output.write_dump is not None:
+        _write_steps(output.write_dump, findings)
+    page = None if output.html is None else str(output.html)
+    if output.json:
         print(ranks_as_json(findings, fed))
     elif fed is not None:
         show_fed(fed, _console(), page=page)
@@ -186,25 +247,54 @@ def _show_rank(asked: Arguments, request: RankRequest) -> int:
 
 def _request(asked: Arguments) -> Request:
     names = ("prompt_format", "pack_length", "context_parallel_size", "semantics", "pad_token", "assistant_prefix_len")
-    given = tuple((name, getattr(asked, name)) for name in names if getattr(asked, name) is not None)
-    sides = None if asked.sides is None else tuple(side.strip() for side in asked.sides.split(",") if side.strip())
+    row, dump = asked.row, asked.dump
+    given = tuple((name, getattr(row, name)) for name in names if getattr(row, name) is not None)
+    sides = None if row.sides is None else tuple(side.strip() for side in row.sides.split(",") if side.strip())
     return Request(
-        file=asked.file,
-        row=asked.row,
-        chat_key=asked.chat_key,
-        case=asked.case,
-        dump=asked.dump,
-        dump_row=asked.dump_row,
-        tokenizer=asked.tokenizer,
+        file=row.file,
+        row=row.row,
+        chat_key=row.chat_key,
+        case=row.case,
+        dump=dump.dump,
+        dump_row=dump.dump_row,
+        conventions=Conventions(names=_mapped(dump.name), labels=dump.labels),
+        only_trained_labels=dump.only_trained_labels,
+        ignore_manifest=row.ignore_manifest,
+        tokenizer=row.tokenizer,
         sides=sides,
         settings=given,
     )
 
 
+def _mapped(pairs: Sequence[str]) -> dict[str, str]:
+    """Tensor to field, from TENSOR=FIELD. Raises BadInput."""
+    mapped: dict[str, str] = {}
+    for pair in pairs:
+        tensor, equals, meant = pair.partition("=")
+        if not (tensor and equals and meant):
+            raise BadInput(f"--name must be TENSOR=FIELD, such as y=target_ids, got {pair!r}")
+        if tensor in mapped:
+            raise BadInput(f"--name names the tensor {tensor} twice: name it once")
+        mapped[tensor] = field_of(meant)
+    return mapped
+
+
 def _rank_request(asked: Arguments) -> RankRequest:
-    names = ("tp", "cp", "dp", "pp", "rank", "depth", "stop_at", "at", "global_batch_size", "fed")
-    given = {name: getattr(asked, name) for name in (*names, "layout", "sequence_parallel")}
-    return RankRequest(row=_request(asked), **given)
+    names = (
+        "tp",
+        "cp",
+        "dp",
+        "pp",
+        "rank",
+        "depth",
+        "stop_at",
+        "at",
+        "global_batch_size",
+        "fed",
+        "layout",
+        "sequence_parallel",
+    )
+    return RankRequest(row=_request(asked), **{name: getattr(asked.rank, name) for name in names})
 
 
 def _write_page(path: Path, findings: Findings) -> None:
@@ -230,16 +320,16 @@ def _write_steps(path: Path, findings: RankFindings) -> None:
         raise BadInput(f"--write-dump {path} cannot be written ({error}): choose another place") from error
 
 
-def _write_dump(asked: Arguments, findings: Findings) -> None:
-    assert asked.write_dump is not None
-    if asked.dump_names not in NAMES:
-        raise BadInput(f"--dump-names {asked.dump_names}: choose one of {', '.join(NAMES)}")
+def _write_dump(output: OutputOptions, findings: Findings) -> None:
+    assert output.write_dump is not None
+    if output.dump_names not in NAMES:
+        raise BadInput(f"--dump-names {output.dump_names}: choose one of {', '.join(NAMES)}")
     if not findings.built:
-        raise BadInput(f"--write-dump {asked.write_dump}: no side built the row, so there is nothing to write")
+        raise BadInput(f"--write-dump {output.write_dump}: no side built the row, so there is nothing to write")
     try:
-        write_dump(asked.write_dump, [findings.built[0].row], names=asked.dump_names)
+        write_dump(output.write_dump, [findings.built[0].row], names=output.dump_names)
     except (OSError, SafetensorError) as error:
-        raise BadInput(f"--write-dump {asked.write_dump} cannot be written ({error}): choose another place") from error
+        raise BadInput(f"--write-dump {output.write_dump} cannot be written ({error}): choose another place") from error
 
 
 if __name__ == "__main__":

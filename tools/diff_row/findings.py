@@ -33,7 +33,10 @@ RULES = {
     "boundary_label": "R-BOUNDARY-1, R-SHIFT-1",
     "padding": "R-MASK-1, R-PAD-1, R-LAYOUT-2, R-LAYOUT-6",
     "role_mask": "R-TARGET-1, R-PREFIX-1, R-MASK-1",
+    "mask": "R-MASK-1, R-TARGET-1",
     "shift": "R-SHIFT-1",
+    "row_end": "R-LAYOUT-3, R-LAYOUT-6, R-SHIFT-1",
+    "label": "R-TARGET-1, R-SHIFT-1",
     "token": "R-RENDER-1 to R-RENDER-4, R-ENCODE-1",
     "position": "R-LAYOUT-1, R-LAYOUT-2, R-LAYOUT-6",
     "boundary": "R-SPLIT-1, R-LAYOUT-2 to R-LAYOUT-6, R-CU-1",
@@ -220,11 +223,9 @@ def _place(difference: Difference, left: Row, right: Row) -> int | None:
     if difference.tensor == "cu_seqlens":
         # Entries move when one is missing: the first boundary that only one side has is what a person looks for.
         apart = boundary_set(left) ^ boundary_set(right)
-        if not isinstance(difference.position, int):
-            return min(apart, default=None)
         values = [value for value in (difference.left, difference.right) if isinstance(value, int)]
         inside = [value for value in values if value in apart]
-        return min(inside, default=None)
+        return min(inside, default=min(apart, default=None) if difference.klass == "dtype_or_shape" else None)
     return None
 
 
@@ -240,9 +241,13 @@ def _found(difference: Difference, left: Side, right: Side) -> Found:
     )
 
 
+CAUSES = ("input_ids", "cu_seqlens", "target_ids", "token_mask", "position_ids")
+"""Tensors in the order in which one explains the next at the same position: another boundary restarts positions."""
+
+
 def _order(found: Found) -> tuple[float, int]:
-    """By position, what has none last; at one position in the order of the tensors. A refusal comes before all."""
+    """By position, what has none last; at one position causes before what follows from them. A refusal comes before all."""
     if found.tensor == "refusal":
         return (-1, 0)
-    order = ROW_TENSORS.index(found.tensor) if found.tensor in ROW_TENSORS else len(ROW_TENSORS)
+    order = CAUSES.index(found.tensor) if found.tensor in CAUSES else len(CAUSES)
     return (float("inf") if found.position is None else found.position, order)

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from equivalence.cases import read_case
 from equivalence.errors import CaseError
 from equivalence.generators import tokenizers as named_tokenizers
@@ -20,9 +22,10 @@ from equivalence.subjects import BUILT_IN, Messages, Row, RowSettings, Subject, 
 from equivalence.subjects.tokenizers import load_folder
 from production.errors import PackproofError
 from production.files.manifest import read_manifest
-from tools.diff_row.dump import read_dump
+from tools.diff_row.dump_reader import LABELS, Conventions, Dump, read_dump
+from tools.diff_row.dump_search import Match, find_row
 from tools.diff_row.findings import Findings, Side, Source, compare
-from tools.diff_row.inspection import inspect
+from tools.diff_row.inspection import IGNORE_INDEX, Flaw, inspect
 from tools.diff_row.layout import map_row
 from tools.diff_row.problems import BadInput
 from tools.diff_row.tokens import TokenTexts
@@ -42,6 +45,12 @@ class Request:
     case: Path | None = None
     dump: Path | None = None
     dump_row: int = 0
+    conventions: Conventions = field(default_factory=Conventions)
+    """What the user says of the dump's names and labels."""
+    only_trained_labels: bool = False
+    """Leave labels that no side trains out of the comparison."""
+    ignore_manifest: bool = False
+    """Take nothing from the manifest beside the file."""
     tokenizer: str | None = None
     """A folder, or a name that `equivalence.generators.tokenizers` knows."""
     sides: tuple[str, ...] | None = None
@@ -72,16 +81,30 @@ def find(request: Request) -> Findings:
         )
     if request.case is not None and request.file is not None:
         raise BadInput(f"both {request.file} and --case {request.case} are given: a row comes from one of them")
-    dump = None if request.dump is None else read_dump(request.dump, request.dump_row)
+    dump = _dump(request)
     length = dump.row.input_ids.numel() if dump is not None and dump.row.input_ids is not None else None
-    asked = _asked(request, {} if length is None else {"pack_length": length})
+    dumped = {} if length is None else {"pack_length": length}
+    match = None
+    if dump is not None and request.file is not None and request.row is None:
+        match = _match(request, dump, dumped)
+        request = replace(request, row=match.row)
+    asked = _asked(request, dumped)
     sides = [] if dump is None else [Side(name=DUMP, version=f"{dump.names} names, {dump.rows} rows", row=dump.row)]
     if asked is not None:
         sides += [_build(name, asked) for name in _side_names(request, asked.settings)]
     elif request.sides is not None:
         raise BadInput("--sides build a row from its messages: give FILE --row N --tokenizer DIR or --case as well")
+    if dump is not None and match is None and asked is not None and request.file is not None and _other_ids(sides):
+        match = _match(request, dump, dumped)
+    notes = list(dump.notes) if dump is not None else []
+    if match is not None:
+        notes.append(match.note(asked_row=request.row))
+    if request.only_trained_labels:
+        sides, note = _only_trained(sides)
+        notes.append(note)
     return findings_of(
         tuple(sides),
+        notes=notes,
         source=Source(
             file=str(request.case or request.file) if asked is not None else None,
             row=request.row,
@@ -102,12 +125,13 @@ def findings_of(
     sides: Sequence[Side],
     *,
     source: Source,
+    notes: Sequence[Flaw] = (),
     messages: Messages | None = None,
     settings: RowSettings | None = None,
     tokenizer: Any | None = None,
     tokenizer_name: str | None = None,
 ) -> Findings:
-    """Compare sides that are built already: for tests and for callers that hold rows."""
+    """Compare sides that are built already: for tests and for callers that hold rows. `notes` are those of the dump."""
     built = [side for side in sides if side.row.refusal is None]
     # A side that builds from the messages knows its boundaries better than a dump that may be at fault.
     guide = next((side for side in built if side.name != DUMP), built[0] if built else None)
@@ -117,6 +141,8 @@ def findings_of(
     flaws = {
         side.name: [flaw for flaw in inspect(side.row, cp) if side.name == DUMP or not flaw.note] for side in sides
     }
+    if notes:
+        flaws[DUMP] = [*flaws.get(DUMP, ()), *notes]
     return Findings(
         source=source,
         settings=settings,
@@ -182,6 +208,51 @@ def subject_of(side: str) -> Subject | None:
     return None if side == DUMP else _subject(side)
 
 
+def _dump(request: Request) -> Dump | None:
+    """The dumped row, if one is asked for; a flattened batch is split by the pack length that was given, or the manifest's."""
+    if request.dump is None:
+        return None
+    if request.conventions.labels not in LABELS:
+        raise BadInput(f"--labels must be one of {', '.join(LABELS)}, got {request.conventions.labels!r}")
+    length = dict(request.settings).get("pack_length")
+    if length is None and request.file is not None:
+        length = _manifest(request)[0].get("pack_length")
+    return read_dump(request.dump, request.dump_row, replace(request.conventions, pack_length=length))
+
+
+def _match(request: Request, dump: Dump, dumped: Mapping[str, Any]) -> Match:
+    """The row of the file that the dump's row is, by its ids. Raises BadInput."""
+    first = _asked(replace(request, row=0), dumped)
+    assert first is not None
+    assert request.file is not None
+    assert dump.row.input_ids is not None
+    return find_row(dump.row.input_ids, request.file, first.tokenizer, first.settings, chat_key=request.chat_key)
+
+
+def _other_ids(sides: Sequence[Side]) -> bool:
+    """Whether the dump's tokens are those of no side that built the row."""
+    ids = [side.row.input_ids for side in sides if side.row.input_ids is not None]
+    return len(ids) > 1 and not any(torch.equal(ids[0], other) for other in ids[1:])
+
+
+def _only_trained(sides: Sequence[Side]) -> tuple[list[Side], Flaw]:
+    """The sides with -100 as the label of every position that none of them trains: conventions there differ and train nothing."""
+    built = [side for side in sides if side.row.refusal is None]
+    sizes = {side.row.target_ids.numel() for side in built if side.row.target_ids is not None}
+    if len(sizes) != 1:
+        raise BadInput("--only-trained-labels: the sides have rows of several lengths: give the dump's --pack-length")
+    trained = torch.stack([side.row.token_mask.reshape(-1) != 0 for side in built if side.row.token_mask is not None])
+    untrained = ~trained.any(dim=0)
+    made = []
+    for side in sides:
+        row = side.row
+        if row.refusal is None and row.target_ids is not None:
+            row = replace(row, target_ids=row.target_ids.reshape(-1).masked_fill(untrained, IGNORE_INDEX))
+        made.append(replace(side, row=row))
+    what = f"labels of {int(untrained.sum()):,} positions that no side trains were left out of the comparison"
+    return made, Flaw(what=what, rule="R-MASK-1", count=1, position=None, note=True)
+
+
 def _asked(request: Request, dumped: Mapping[str, Any]) -> _Asked | None:
     given = dict(request.settings)
     if request.case is not None:
@@ -197,10 +268,10 @@ def _asked(request: Request, dumped: Mapping[str, Any]) -> _Asked | None:
     if request.file is None:
         return None
     if request.row is None:
-        raise BadInput(f"which row of {request.file}? Give --row N, the first is 0")
+        raise BadInput(f"which row of {request.file}? Give --row N, the first is 0, or --dump BATCH to find its row")
     if request.tokenizer is None:
         raise BadInput("which tokenizer? Give --tokenizer DIR, the folder of a Hugging Face tokenizer")
-    chosen, settings_from = _chosen(request.file, given, dumped)
+    chosen, settings_from = _chosen(request, given, dumped)
     try:
         settings = RowSettings(**chosen)
     except ValueError as error:
@@ -216,24 +287,32 @@ def _asked(request: Request, dumped: Mapping[str, Any]) -> _Asked | None:
     )
 
 
+def _manifest(request: Request) -> tuple[dict[str, Any], Path | None]:
+    """The settings that the manifest beside the file names, and where it stands. Raises BadInput."""
+    assert request.file is not None
+    if request.ignore_manifest:
+        return {}, None
+    try:
+        manifest = read_manifest(request.file)
+    except PackproofError as error:
+        raise BadInput(f"{error} (or give --ignore-manifest)") from error
+    return ({}, None) if manifest is None else (dict(manifest.settings), manifest.path)
+
+
 def _chosen(
-    file: Path, given: Mapping[str, Any], dumped: Mapping[str, Any]
+    request: Request, given: Mapping[str, Any], dumped: Mapping[str, Any]
 ) -> tuple[dict[str, Any], Mapping[str, str]]:
     """Settings of a row of a file, and where those come from that were not given: a dump, the file's manifest, the default.
 
     What decided which conversation stands in which row must not be said otherwise: BadInput. Another cp or other semantics may be.
     """
-    try:
-        manifest = read_manifest(file)
-    except PackproofError as error:
-        raise BadInput(str(error)) from error
-    said, path = ({}, None) if manifest is None else (dict(manifest.settings), manifest.path)
+    said, path = _manifest(request)
     for name in ("pack_length", "prompt_format"):
         if name in given and name in said and given[name] != said[name]:
             option = f"--{name.replace('_', '-')}"
             raise BadInput(
-                f"{option} {given[name]}, and {file} was packed for {said[name]} (its manifest {path} says so): "
-                f"leave {option} out, or look at a copy of the file without its manifest"
+                f"{option} {given[name]}, and {request.file} was packed for {said[name]} (its manifest {path} says so): "
+                f"leave {option} out, or give --ignore-manifest"
             )
     where = dict.fromkeys(said, "manifest")
     if path is not None and "pack_length" in said:

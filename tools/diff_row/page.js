@@ -7,7 +7,7 @@ const whole = JSON.parse(element("facts").textContent);
 let facts = whole.views ? whole.views[whole.shown] : whole, length = facts.length;
 const SHORT = { input_ids: "token", target_ids: "label", token_mask: "mask", position_ids: "position" };
 const SIZES = { text: { narrowest: 92, width: 0, height: 36, gutter: 62 }, small: { narrowest: 12, width: 0, height: 12, gutter: 62 } };
-let arrays, text, runs, colours, size = SIZES.text, columns = 8, cursor = 0, shownSide = 0, hovered = -1, mapped = null;
+let arrays, text, runs, colours, size = SIZES.text, columns = 8, cursor = 0, shownSide = 0, hovered = -1, mapped = null, searched = null;
 
 const value = (side, tensor, position) => arrays[`${side}.${tensor}`][position];
 const differs = (position) => arrays.flags[position] & DIFFERENT;
@@ -55,6 +55,10 @@ function listen() {
     if (found) goTo(found[0]);
   });
   element("side").addEventListener("change", (event) => { shownSide = Number(event.target.value); draw(); });
+  element("find").addEventListener("keydown", (event) => {
+    if (event.key === "Enter") { search(event.shiftKey ? -1 : 1); event.preventDefault(); }
+  });
+  element("find").addEventListener("input", () => { element("found").textContent = ""; });
   element("zoom").addEventListener("change", (event) => { size = SIZES[event.target.value]; arrange(); goTo(cursor); });
   document.addEventListener("keydown", press);
   // Only a page of several steps has this one.
@@ -67,6 +71,7 @@ function press(event) {
   if (event.key === "n") step(1);
   else if (event.key === "p") step(-1);
   else if (event.key === "g") element("position").select();
+  else if (event.key === "/") element("find").select();
   else if (document.activeElement === view && event.key in moves) goTo(cursor + moves[event.key]);
   else if (document.activeElement === view && event.key === "Home") goTo(0);
   else if (document.activeElement === view && event.key === "End") goTo(length - 1);
@@ -77,6 +82,16 @@ function press(event) {
 function step(direction) {
   const run = neighbourRun(runs, cursor, direction);
   if (run >= 0) goTo(runs[run][0]);
+}
+
+/** Goes to the next place at which the shown side's tokens read as what stands in the field, from the cursor on. */
+function search(direction) {
+  if (searched?.facts !== facts || searched.side !== shownSide) {
+    searched = { facts, side: shownSide, index: joinTexts(arrays[`${shownSide}.input_ids`], text) };
+  }
+  const at = findText(searched.index, element("find").value, cursor, direction);
+  element("found").textContent = at >= 0 || !element("find").value ? "" : "not in this row";
+  if (at >= 0) goTo(at);
 }
 
 function goToHash() {

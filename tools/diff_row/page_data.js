@@ -63,4 +63,37 @@ function makeTexts(ids, texts) {
   return (id) => known.get(id) ?? "";
 }
 
-if (typeof module !== "undefined") module.exports = { decodeAll, differenceRuns, neighbourRun, makeTexts, DIFFERS };
+/** The row as one text to search in, with the place where each token begins in it. Quotes around a token are its frame, not its text. */
+function joinTexts(ids, text) {
+  const parts = [], starts = new Int32Array(ids.length);
+  let at = 0;
+  for (let i = 0; i < ids.length; i++) {
+    const shown = text(ids[i]);
+    const bare = (shown.length > 1 && shown.startsWith("'") && shown.endsWith("'") ? shown.slice(1, -1) : shown).toLowerCase();
+    starts[i] = at;
+    parts.push(bare);
+    at += bare.length;
+  }
+  return { joined: parts.join(""), starts };
+}
+
+/** The position whose token holds the beginning of the next match behind `position` (before it, if step < 0), round the ends; -1 for none. */
+function findText(index, query, position, step) {
+  const wanted = query.toLowerCase().replaceAll("\n", "⏎");
+  if (!wanted) return -1;
+  const { joined, starts } = index;
+  let at;
+  if (step > 0) {
+    at = position + 1 < starts.length ? joined.indexOf(wanted, starts[position + 1]) : -1;
+    if (at < 0) at = joined.indexOf(wanted);
+  } else {
+    at = starts[position] > 0 ? joined.lastIndexOf(wanted, starts[position] - 1) : -1;
+    if (at < 0) at = joined.lastIndexOf(wanted);
+  }
+  if (at < 0) return -1;
+  let low = 0, high = starts.length - 1;
+  while (low < high) { const middle = (low + high + 1) >> 1; if (starts[middle] <= at) low = middle; else high = middle - 1; }
+  return low;
+}
+
+if (typeof module !== "undefined") module.exports = { decodeAll, differenceRuns, neighbourRun, makeTexts, joinTexts, findText, DIFFERS };

@@ -1,6 +1,6 @@
 """Walks all ranks of a job in one process, before any machine is asked for.
 
-    packproof-simulate --tp 8 --cp 16 --ep 32 --dp 4 --pack-length 262144 --rows 64 --picture ranks.html
+    packproof-simulate --tp 8 --cp 16 --ep 32 --dp 4 --pack-length 262144 --rows 64 --html ranks.html
 
 Checks that every token is owned exactly once and that labels stay with their tokens at every depth; shows the load of the
 ranks, and what multi-token prediction, attention and experts send. Exit status: 0 all is well, 1 it is not, 2 bad input.
@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import psutil
 import torch
@@ -66,8 +66,8 @@ class Arguments:
     """Bytes of an activation: 2 for bfloat16."""
     seed: int = 0
     """Of the drawn rows."""
-    picture: Path | None = None
-    """Write a self-contained HTML page with the picture there."""
+    html: Annotated[Path | None, tyro.conf.arg(aliases=("--picture",))] = None
+    """Write one self-contained HTML page with the load of every rank there."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -82,8 +82,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         rows = draw_rows(job, segments=options.segments, seed=options.seed) if given is None else first(given, job.rows)
         found = walk(job, rows)
         costs = costs_of(found)
-        if options.picture is not None:
-            options.picture.write_text(render_page(found, costs), encoding="utf-8")
+        if options.html is not None:
+            options.html.parent.mkdir(parents=True, exist_ok=True)
+            options.html.write_text(render_page(found, costs), encoding="utf-8")
     except (PackproofError, OSError) as error:
         print(f"packproof-simulate: {error}", file=sys.stderr)
         return 2

@@ -47,7 +47,7 @@ def _heat(found: Walk) -> list[list[dict[str, Any]]]:
     relative = work / work.mean()
     return [
         [
-            {"ratio": f"{value:.3f}", "work": f"{int(work[row, column]):,}", "shade": _shade(value)}
+            {"ratio": f"{value:.3f}", "work": f"{int(work[row, column]):,}", **_shade(value)}
             for column, value in enumerate(values)
         ]
         for row, values in enumerate(relative.tolist())
@@ -101,8 +101,6 @@ def _colour(rank: int, size: int) -> str:
     return f"#{round(255 * red):02x}{round(255 * green):02x}{round(255 * blue):02x}"
 
 
-def _shade(ratio: float) -> str:
-    """White at the mean, blue below it, red above; full at a factor of 1.5."""
-    strength = min(abs(ratio - 1) / 0.5, 1)
-    rest = round(255 * (1 - 0.7 * strength))
-    return f"rgb(255,{rest},{rest})" if ratio > 1 else f"rgb({rest},{rest},255)"
+def _shade(ratio: float) -> dict[str, Any]:
+    """How strongly a cell is coloured, in percent, and on which side of the mean it is; full at a factor of 1.5."""
+    return {"side": "above" if ratio > 1 else "below", "strength": round(70 * min(abs(ratio - 1) / 0.5, 1))}

@@ -14,7 +14,7 @@ from msgspec import Meta
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from tools.diff_row.dump import RANK_FILE
+from tools.diff_row.dump_reader import RANK_FILE
 from tools.diff_row.ranks.place import RankPlace, find_place, problem
 from tools.diff_row.ranks.steps import TENSORS
 
