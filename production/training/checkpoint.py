@@ -108,7 +108,7 @@ class Checkpoints:
                 metrics={name: value if math.isfinite(value) else None for name, value in metrics.items()},
                 has_optimizer=self.with_optimizer,
                 sharding_type=self.sharding_type,
-                files={str(path.relative_to(work)): digest(path) for path in sorted(work.rglob("*")) if path.is_file()},
+                files=_files(work, hashes),
                 run=run,
                 trained_tokens=trained_tokens,
                 skipped_rows=skipped_rows,
@@ -122,6 +122,7 @@ class Checkpoints:
             sync(self.folder)
 
         self._first_does(ready, None)  # what lies there may be another run's, and stays
+        hashes: dict[str, list[int]] = {}
         self._first_does(begin, work)
         with engine.settled(), results_in_this_process() as errors:
             state = sharded_state(
@@ -136,10 +137,24 @@ class Checkpoints:
                 raise self._failed(told(error, self.folder), work) from error
             except (OSError, CheckpointingException) as error:  # of this rank alone: the others learn it from its end
                 raise self._failed(told(error, self.folder), work) from error
+        hashes |= self._hash_together(work)
         self._first_does(end, work)
         if _is_first():
             self._drop_old(run)
         return final
+
+    def _hash_together(self, work: Path) -> dict[str, list[int]]:
+        """Size and hash of each rank's own files, which it alone reads: one rank would read a large checkpoint for longer than others wait."""
+        mine: dict[str, list[int]] = {}
+        fault: _Fault | None = None
+        try:
+            mine = {path.name: digest(path) for path in work.glob(f"__{distributed.get_rank()}_*.distcp")}
+        except OSError as error:
+            fault = told(error, self.folder), _ROOM
+        self._all_agree(fault, work)
+        everyone: list[dict[str, list[int]]] = [{}] * distributed.get_world_size()
+        distributed.all_gather_object(everyone, mine)
+        return {name: found for each in everyone for name, found in each.items()}
 
     def _check_free(self, final: Path, run: str) -> None:
         """Refuse the place of a whole checkpoint of another run; one of this run is made again."""
@@ -261,6 +276,12 @@ def load_state(wanted: dict[str, Any], path: Path) -> dict[str, Any]:
             mend="give a checkpoint of a model of the same shape",
         ) from error
     return loaded
+
+
+def _files(work: Path, hashes: Mapping[str, list[int]]) -> dict[str, list[int]]:
+    """Size and hash of every file below the folder by its path: as its rank found them, the few others as they are read here."""
+    names = sorted(str(path.relative_to(work)) for path in work.rglob("*") if path.is_file())
+    return {name: hashes[name] if name in hashes else digest(work / name) for name in names}
 
 
 def _reasons(error: CheckpointException) -> str | None:

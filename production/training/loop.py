@@ -6,6 +6,7 @@ Metrics leave the device at reporting boundaries alone, and everything that ends
 from __future__ import annotations
 
 import time
+from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,6 +40,8 @@ from production.training.tokenizer import vocabulary_size
 from production.training.verdicts import left_out, not_finite, nothing_trained
 
 TRAINING, VALIDATION = METRICS
+KEPT = 1000
+"""Steps whose numbers stay in memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +55,7 @@ class Outcome:
     reason: Reason
     """`not finite` raises NotFinite instead."""
     numbers: tuple[StepNumbers, ...]
-    """Of this run's steps."""
+    """Of this run's last steps, KEPT at most: its records hold all of them."""
 
 
 def run(job: Job) -> Outcome:
@@ -89,7 +92,7 @@ class _Run:
         self._trained_tokens = 0
         self._skipped_in_validation = 0
         self._measured: dict[str, float] = {}
-        self._numbers: list[StepNumbers] = []
+        self._numbers: deque[StepNumbers] = deque(maxlen=KEPT)
         self._pending: dict[int, int] = {}  # steps that are not reported yet, with what was consumed before
 
     def run(self) -> Outcome:
