@@ -42,7 +42,10 @@ def check_environment() -> None:
 
 
 def threads() -> int:
-    """Return the threads of `OMP_NUM_THREADS`, of a list those of the outermost level; 1 where it is not set or empty."""
+    """Return the threads of `OMP_NUM_THREADS`, of a list those of the outermost level; 1 where it is not set or empty.
+
+    Raises PackproofError for what is no number.
+    """
     said = os.environ.get("OMP_NUM_THREADS", "").strip()
     if not said:
         return 1

@@ -205,7 +205,7 @@ def test_a_file_of_fewer_rows_than_a_global_batch_is_refused_by_its_keys(tmp_pat
 
 def test_an_option_that_only_another_ranks_file_sets_is_named(monkeypatch):
     """In either direction, with both values: a rank would train another model without it."""
-    key, told = "transformer.qk_layernorm", "policy.megatron_cfg.transformer.qk_layernorm: {} and {}"
+    key, told = "transformer.qk_layernorm", "policy.megatron_cfg.qk_layernorm: {} and {}"
     for first, other, values in (({}, {key: True}, ("(not there)", True)), ({key: True}, {}, (True, "(not there)"))):
         ranks = [{"seed": 1} | first, {"seed": 1}, {"seed": 1} | other]
 
