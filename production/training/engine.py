@@ -181,7 +181,7 @@ def _in_our_words(part: str, key: str) -> Iterator[None]:
     except PackproofError:
         raise
     except _OF_BUILDING as error:
-        if is_of_a_collective(error):
+        if isinstance(error, RuntimeError) and is_of_a_collective(error):
             raise  # of another rank, which will be named
         raise PackproofError(
             what=f"megatron-core cannot build {part}: {reason_of(error) or type(error).__name__}",

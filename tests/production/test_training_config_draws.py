@@ -152,6 +152,10 @@ WSD = [f"{MEGATRON}.scheduler.lr_decay_style=WSD", f"{MEGATRON}.scheduler.lr_wsd
 REFUSED = [
     ([*WSD, f"{MEGATRON}.scheduler.lr_wsd_decay_iters=0"], f"{MEGATRON}.scheduler.lr_wsd_decay_iters"),
     ([*WSD, f"{MEGATRON}.scheduler.lr_wsd_decay_iters=5"], f"{MEGATRON}.scheduler.lr_wsd_decay_iters"),
+    ([f"{MEGATRON}.scheduler.lr_decay_iters=-1"], f"{MEGATRON}.scheduler.lr_decay_iters"),
+    (["model.num_layers=1000000000000"], "model.num_layers"),
+    ([f"{MEGATRON}.mtp_num_layers=1000000000000"], f"{MEGATRON}.mtp_num_layers"),
+    ([f"{MEGATRON}.init_method_std=-1.0"], f"{MEGATRON}.init_method_std"),
     ([f"{MEGATRON}.optimizer.params_dtype=bfloat16"], f"{MEGATRON}.optimizer.params_dtype"),
     ([f"{MEGATRON}.env_vars={{RANK: '3'}}"], f"{MEGATRON}.env_vars.RANK"),
     ([f"{MEGATRON}.transformer.pipeline_model_parallel_layout=[]"], f"{MEGATRON}.transformer.pipeline_model_parallel_layout"),

@@ -84,12 +84,15 @@ def check_schedule(setup: Setup) -> Iterator[SetupRefused]:
     if decay is None and schedule.lr_decay_style != "constant":
         what = f"{schedule.lr_decay_style} decay of no known length, since sft.max_num_steps is not set"
         yield setup.refuse("schedule", f"{_SCHEDULER}.lr_decay_iters", what, "set it, or sft.max_num_steps")
+    is_derived = _kind_of(setup, f"{_SCHEDULER}.lr_decay_iters") == "derived"  # refused where it comes from
+    if is_empty := decay is not None and decay < 1 and not is_derived:
+        yield setup.refuse("schedule", f"{_SCHEDULER}.lr_decay_iters", f"a decay of {decay} steps", "give 1 or more")
     warmup = schedule.lr_warmup_iters
     if warmup < 0:
         yield setup.refuse(
             "schedule", f"{_SCHEDULER}.lr_warmup_iters", f"a warm-up of {warmup} steps", "give 0 or more"
         )
-    elif decay is not None and warmup >= max(1, decay):
+    elif decay is not None and not is_empty and warmup >= max(1, decay):
         where = job.where(f"{_SCHEDULER}.lr_decay_iters")
         what = f"a warm-up of {warmup} steps does not end before the decay does, at step {decay}, warm-up included: {where}"
         mend = f"set it below {decay}, or {_SCHEDULER}.lr_decay_iters above {warmup}"
@@ -103,6 +106,11 @@ def check_schedule(setup: Setup) -> Iterator[SetupRefused]:
         what = f"a final decay of {last} steps, where {room} are left after the warm-up"
         yield setup.refuse("schedule", f"{_SCHEDULER}.lr_wsd_decay_iters", what, f"give 1 to {room}")
     yield from _check_weight_decay(setup)
+
+
+def _kind_of(setup: Setup, key: str) -> str:
+    """What set the value at `key`: a file, an override, another value that it was derived from, or nothing."""
+    return setup.job.sources[key].kind if key in setup.job.sources else "default"
 
 
 def _check_weight_decay(setup: Setup) -> Iterator[SetupRefused]:
