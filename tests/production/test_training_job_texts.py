@@ -27,6 +27,7 @@ from production.training.export import _settings
 from production.training.feed import Feed
 from production.training.identity import MEND, ResumeRefused, check_resume, option
 from production.training.manifest import CheckpointRefused
+from production.training.run_record import config_hash, open_run_loggers
 from production.training.start import check_same, identity
 
 MEGATRON = "policy.megatron_cfg"
@@ -272,3 +273,30 @@ def test_a_metric_of_no_checkpoint_is_told_apart_from_one_of_some(tmp_path):
         overrides = [f"sft.val_period={period}", f"checkpointing.save_period={every}", f"sft.val_at_end={at_end}"]
         keys = [each.key for each in refusals(load(config, overrides), 1, device="cpu")]
         assert keys == (["checkpointing.metric_name"] if is_refused else []), overrides
+
+
+def test_wandb_goes_on_with_the_run_whose_checkpoint_a_job_goes_on_from(tmp_path, monkeypatch):
+    opened = {}
+    monkeypatch.setattr(
+        "production.training.run_record.open_loggers", lambda settings, **more: opened.update(more, settings=settings)
+    )
+    job = load(jobs.write_job(tmp_path, tmp_path / "none", **{"logger.wandb_enabled": True}))
+    open_run_loggers(job, SimpleNamespace(place=PLACE, device="cpu"), run="abc", finished_steps=3, skipped_rows=2)
+    assert (opened["settings"].wandb.run_id, opened["finished_steps"]) == ("abc", 3)
+    assert (opened["run"]["run"], opened["run"]["rows_skipped"]) == ("abc", 2)
+
+
+def test_a_configurations_hash_is_that_of_its_values_and_not_of_how_they_were_written(tmp_path):
+    first, same, other = (
+        load(jobs.write_job(tmp_path, tmp_path / "none"), overrides)
+        for overrides in ([], ["sft.seed=42"], ["sft.seed=43"])
+    )
+    assert config_hash(first) == config_hash(same) != config_hash(other)
+
+
+@pytest.mark.parametrize(
+    "key", ["logger.log_dir", "checkpointing.checkpoint_dir", "data.cache_folder", "policy.tokenizer.name"]
+)
+def test_an_empty_path_is_refused_by_its_key(tmp_path, key):
+    job = load(jobs.write_job(tmp_path, tmp_path / "none"), [f'{key}=""'])
+    assert [each.key for each in refusals(job, 1, device="cpu")] == [key]

@@ -33,6 +33,10 @@ _OF_THE_LAUNCHER = {
     "MASTER_ADDR", "MASTER_PORT",
 }  # fmt: skip
 """Variables that torchrun sets for each process."""
+_PATHS = (
+    "logger.log_dir", "checkpointing.checkpoint_dir", "data.cache_folder", "policy.tokenizer.name", "model.initial_path",
+    "policy.tokenizer.chat_template",
+)  # fmt: skip
 _MOST_RANKS = 1 << 24
 _DIMENSIONS = [
     f"{_MEGATRON}.{name}_parallel_size"
@@ -80,6 +84,13 @@ def check_switches(setup: Setup) -> Iterator[SetupRefused]:
         if _look_up(setup.job, key):
             mend = f"set {key} to {'false' if isinstance(_look_up(setup.job, key), bool) else 0}"
             yield setup.refuse("switched_on", key, f"this job does not have {part}", mend)
+
+
+def check_paths(setup: Setup) -> Iterator[SetupRefused]:
+    """Paths that are empty, which would stand for the folder that the job is started in (R-SETUP-20)."""
+    for key in _PATHS:
+        if _look_up(setup.job, key) == "":
+            yield setup.refuse("no_folder", key, "an empty path", "name a folder or file, or leave the key out")
 
 
 def check_layout(setup: Setup) -> Iterator[SetupRefused]:

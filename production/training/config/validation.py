@@ -21,12 +21,13 @@ from production.training.config.checks_megatron import (
 from production.training.config.checks_model import check_model, check_optimizer
 from production.training.config.checks_options import check_kernels, check_not_here, check_values
 from production.training.config.checks_run import check_checkpoints, check_schedule, check_start, check_steps
-from production.training.config.checks_setup import Setup, check_layout, check_switches
+from production.training.config.checks_setup import Setup, check_layout, check_paths, check_switches
 from production.training.config.job import Job
 from production.training.config.refusal import SetupRefused
 
 _CHECKS: tuple[Callable[[Setup], Iterator[SetupRefused]], ...] = (
     check_switches,
+    check_paths,
     check_not_here,
     check_layout,
     check_batches,
