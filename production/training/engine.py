@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +32,7 @@ from production.training.config import (
     sizes,
 )
 from production.training.lost import is_of_a_collective
+from production.training.router_losses import clear_router_losses, take_router_losses
 from production.training.step import StepReport, StepSettings, forward_backward, wrap
 
 
@@ -49,6 +50,10 @@ class Stepped:
     """[D] float32: megatron-core's losses of this rank's microbatches, added up; None but on the last stage."""
     mtp_token_sums: torch.Tensor | None
     """[3, D] float32: sums of token losses, targets, and shares that have none (`DepthFeed.token_sums`); None where they are not known."""
+    mtp_accepted: torch.Tensor | None
+    """[2, D] float32: of each depth, positions whose best guess is the label, and positions that count; None but on the last stage."""
+    router_losses: Mapping[str, torch.Tensor]
+    """By megatron-core's name, scalars, right on the last stage (`router_losses`)."""
     microbatches: int
     """Of this data-parallel rank."""
     first_wait: Mark
@@ -99,6 +104,7 @@ class Engine:
         self._first_wait: Mark = None
         self._rows_per_step = job.policy.train_global_batch_size
         MTPLossLoggingHelper.tracker.clear()  # of a job before in this process
+        clear_router_losses()
 
     def step(self, batches: Sequence[Batch | Rectangle]) -> Stepped:
         """One optimizer step over this data-parallel rank's microbatches. Collective over the world."""
@@ -109,13 +115,20 @@ class Engine:
         learning_rate = float(self.optimizer.param_groups[0]["lr"])
         _, gradient_norm, _ = self.optimizer.step()
         self.scheduler.step(increment=self._rows_per_step)
-        mtp_loss_sums, mtp_token_sums = self._take_multi_token()
+        depths, by_token, accepted = self._take_multi_token()
         return Stepped(
             report=report,
             gradient_norm=gradient_norm,
             learning_rate=learning_rate,
-            mtp_loss_sums=mtp_loss_sums,
-            mtp_token_sums=mtp_token_sums,
+            mtp_loss_sums=depths,
+            mtp_token_sums=by_token,
+            mtp_accepted=accepted,
+            router_losses=take_router_losses(
+                self.config,
+                microbatches=len(batches),
+                hybrid_layer_pattern=self.model_settings.hybrid_layer_pattern,
+                device=next(self.model.parameters()).device,
+            ),
             microbatches=len(batches),
             first_wait=self._first_wait,
         )
@@ -129,6 +142,7 @@ class Engine:
         finally:
             self.model.train()
             self._take_multi_token()  # megatron-core counts losses of depths without a gradient too
+            clear_router_losses()
 
     @contextlib.contextmanager
     def settled(self) -> Iterator[None]:
@@ -147,15 +161,18 @@ class Engine:
     def _settings_now(self) -> StepSettings:
         return dataclasses.replace(self.settings, padding=self.padding)
 
-    def _take_multi_token(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Take what the tracker holds of the depths, and clean it; nothing but on the last stage."""
+    def _take_multi_token(self) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+        """Take what the tracker holds of the depths, and clean it: sums of losses [D], those by token [3, D], and guesses that were right
+        and all of them [2, D]; nothing but on the last stage.
+        """
         tracker = MTPLossLoggingHelper.tracker
         by_token = tracker.pop(TOKEN_SUMS, None)
         if not self.settings.depths or "loss_values" not in tracker:
-            return None, None
+            return None, None, None
         sums = tracker["loss_values"].clone()
+        accepted = torch.stack([tracker["correct_values"], tracker["total_values"]])
         MTPLossLoggingHelper.clean_metrics_in_tracker()
-        return (sums, by_token) if self.place.is_last_stage else (None, None)
+        return (sums, by_token, accepted) if self.place.is_last_stage else (None, None, None)
 
     def _finalize(self, *args: Any, **options: Any) -> None:
         self._first_wait = self.clock.mark()

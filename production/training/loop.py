@@ -32,6 +32,7 @@ from production.training.manifest import Manifest
 from production.training.metrics import FlopsOf, Group, StepMetrics, Timing
 from production.training.orphan import LAUNCHER_GONE, outliving_no_launcher
 from production.training.progress import RunProgress
+from production.training.router_losses import router_loss_names
 from production.training.run_record import open_run_loggers, run_name
 from production.training.start import build, check_same, checkpoints_of, found_checkpoint, identity
 from production.training.step_numbers import StepNumbers
@@ -122,7 +123,10 @@ class _Run:
                     job, self._place, vocab_size=vocabulary, found=found, run_steps=self._total_steps()
                 )
                 self._metrics = StepMetrics(
-                    group=Group.of_parallel_state(), depths=self._engine.settings.depths, device=self._rank.device
+                    group=Group.of_parallel_state(),
+                    depths=self._engine.settings.depths,
+                    router_losses=router_loss_names(self._engine.config),
+                    device=self._rank.device,
                 )
                 with self._bar() as self._progress:
                     self._say_where(found)
@@ -234,6 +238,8 @@ class _Run:
                 torch.full_like(stepped.mtp_loss_sums, stepped.microbatches),
                 stepped.mtp_token_sums,
             )
+        if stepped.mtp_accepted is not None:
+            self._metrics.add_accepted(stepped.mtp_accepted)
         self._metrics.add_rows(fed.counts)
         self._metrics.end_step(
             step=self._step,
@@ -241,6 +247,7 @@ class _Run:
             gradient_norm=stepped.gradient_norm,
             consumed_samples=self._consumed,
             timing=timing,
+            router_losses=stepped.router_losses,
         )
 
     def _report(self) -> Reason | None:

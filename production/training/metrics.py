@@ -1,13 +1,13 @@
 """What a step measures: device tensors until the reporting boundary, then one or two small collectives and one transfer to the host.
 
-A microbatch costs two small device operations and no synchronisation. A report all-reduces 4·(37 + 5·D) bytes a step for D depths
-over dp × cp, and 16 bytes a step and 4 more for each rank of the world over all of them (`everyone`): in one message where these are the same.
+A microbatch costs two small device operations and no synchronisation. A report all-reduces 4·(37 + 7·D) bytes a step for D depths
+and 4·A for A losses of routers over dp × cp, and 16 bytes a step and 4 more for each rank of the world over all of them (`everyone`): in one message where these are the same.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import psutil
@@ -37,10 +37,18 @@ class StepMetrics:
     wish: int = 0
     """The largest that any rank gave the last report (`ending`)."""
 
-    def __init__(self, *, group: Group, depths: int = 0, device: torch.device | str = "cpu") -> None:
-        """`depths` is D; `device` is where losses live and where the all-reduce runs."""
+    def __init__(
+        self,
+        *,
+        group: Group,
+        depths: int = 0,
+        router_losses: Sequence[str] = (),
+        device: torch.device | str = "cpu",
+    ) -> None:
+        """`depths` is D, `router_losses` the names of what routers add; `device` is where losses live and where the all-reduce runs."""
         self._group = group
         self._depths = depths
+        self._router_losses = tuple(router_losses)
         self._device = torch.device(device)
         self._ended: list[_Ended] = []
         self._begin()
@@ -68,6 +76,10 @@ class StepMetrics:
         if token_sums is not None:
             self._token_losses.append(token_sums.detach().float())
 
+    def add_accepted(self, accepted: torch.Tensor) -> None:
+        """`[2, D]` on the last stage: positions at which a depth's best guess is its label, and positions that count."""
+        self._accepted = accepted.detach().flatten().to(self._device, torch.float32)
+
     def add_rows(self, counts: RowCounts) -> None:
         """Rows that this rank feeds, from the host. Every rank may call it: one of each context-parallel group counts."""
         if self._group.counts_rows:
@@ -81,13 +93,14 @@ class StepMetrics:
         gradient_norm: torch.Tensor | float | None,
         consumed_samples: int,
         timing: Timing,
+        router_losses: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
         """What was added since the last call is this step, its gradient norm a scalar. It stays on the device until `report`.
 
         Raises PackproofError where losses are missing on the last stage, or there on another.
         """
         counts = torch.tensor(self._counts.limbs(), dtype=torch.float32).to(self._device, non_blocking=True)
-        payload = torch.cat([self._loss_payload(), counts])
+        payload = torch.cat([self._loss_payload(), *self._beside_losses(router_losses or {}), counts])
         if isinstance(gradient_norm, torch.Tensor):
             gradient_norm = gradient_norm.detach().to(self._device, torch.float32).reshape(1)
         self._ended.append(
@@ -126,19 +139,23 @@ class StepMetrics:
         payload, everyone = self._together(torch.cat([each.payload for each in ended]), rows)
         payload = payload.view(len(ended), -1)
         losses = self._divided(payload)
-        counts = payload[:, losses.shape[1] :]
+        beside = self._read_beside(payload[:, losses.shape[1] :])
+        counts = payload[:, losses.shape[1] + 2 * self._depths + len(self._router_losses) :]
         norms = [each.gradient_norm for each in ended if isinstance(each.gradient_norm, torch.Tensor)]
-        parts = (losses, counts, *norms, everyone)
+        parts = (losses, beside, counts, *norms, everyone)
         read = iter(torch.cat([each.flatten() for each in parts]).tolist())
-        losses_read, counts_read = (
-            [list(itertools.islice(read, each.shape[1])) for _ in ended] for each in (losses, counts)
+        losses_read, beside_read, counts_read = (
+            [list(itertools.islice(read, each.shape[1])) for _ in ended] for each in (losses, beside, counts)
         )
         norms_read = [
             next(read) if isinstance(each.gradient_norm, torch.Tensor) else each.gradient_norm for each in ended
         ]
         of_ranks, self.wish = measured(list(read), steps=len(ended))
-        each_step = zip(ended, losses_read, counts_read, norms_read, of_ranks, strict=True)
-        return [self._numbers(*each, flops_of, peak_tflops) for each in each_step]
+        each_step = zip(ended, losses_read, beside_read, counts_read, norms_read, of_ranks, strict=True)
+        return [
+            self._numbers(step, loss, more, limbs, norm, ranks, flops_of, peak_tflops)
+            for step, loss, more, limbs, norm, ranks in each_step
+        ]
 
     def report_losses(self) -> Losses:
         """The losses added since the last step: for validation, where they weigh tokens and so do not depend on dp or cp.
@@ -153,6 +170,7 @@ class StepMetrics:
         self,
         ended: _Ended,
         losses: Sequence[float],
+        beside: Sequence[float],
         limbs: Sequence[float],
         norm: float | None,
         ranks: Measured,
@@ -173,6 +191,8 @@ class StepMetrics:
             mtp_losses=found.mtp_losses,
             mtp_token_losses=found.mtp_token_losses,
             mtp_empty_shares=found.mtp_empty_shares,
+            mtp_acceptance_rates=tuple(beside[: self._depths]),
+            router_losses=dict(zip(self._router_losses, beside[self._depths :], strict=True)),
             gradient_norm=norm,
             learning_rate=ended.learning_rate,
             consumed_samples=ended.consumed_samples,
@@ -198,6 +218,7 @@ class StepMetrics:
         self._losses: list[torch.Tensor] = []
         self._depth_losses: list[torch.Tensor] = []
         self._token_losses: list[torch.Tensor] = []
+        self._accepted = torch.zeros(2 * self._depths, device=self._device)
         self._counts = RowCounts()
 
     def _loss_payload(self) -> torch.Tensor:
@@ -214,6 +235,22 @@ class StepMetrics:
         tokens = self._summed(self._token_losses, (3, self._depths)).flatten()
         # The loss stands first: a small message of another length is then still reduced in the order of Megatron-LM's.
         return torch.cat([self._summed(self._losses, (2,)), depths, tokens])
+
+    def _beside_losses(self, router_losses: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+        """[2·D] and [A]: guesses of depths, and the routers' losses, which one rank of dp × cp sends, since all have the same."""
+        sends = self._group.data is None or distributed.get_rank(self._group.data) == 0
+        zero = torch.zeros((), device=self._device)
+        routed = [
+            router_losses[name].detach().to(self._device, torch.float32) if sends else zero
+            for name in self._router_losses
+        ]
+        return [self._accepted, *([torch.stack(routed)] if routed else [])]
+
+    def _read_beside(self, payload: torch.Tensor) -> torch.Tensor:
+        """[S, D + A]: acceptance rates in percent, as Megatron-LM divides them and NaN of nothing, then the routers' losses."""
+        right, every = payload[:, : self._depths], payload[:, self._depths : 2 * self._depths]
+        rates = (right / every.clamp(min=1) * 100.0).where(every > 0, torch.nan)
+        return torch.cat([rates, payload[:, 2 * self._depths :][:, : len(self._router_losses)]], dim=1)
 
     def _summed(self, pairs: Sequence[torch.Tensor], shape: tuple[int, ...]) -> torch.Tensor:
         return torch.stack(list(pairs)).sum(dim=0) if pairs else torch.zeros(shape, device=self._device)

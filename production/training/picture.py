@@ -11,6 +11,10 @@ from html import escape
 WIDTH = 860
 HEIGHT = 300
 LEFT, RIGHT, TOP, BOTTOM = 74, 16, 34, 40
+ROW = 16
+"""Height of a legend's entry that stands below the title."""
+TICK_ROOM = 42
+"""The least distance between two steps on the axis."""
 COLUMNS = 700
 """Of more points than these, each column keeps its lowest and highest: spikes stay."""
 
@@ -33,8 +37,14 @@ class Line:
     """Whether each point is marked, for few of them."""
 
 
-def draw(lines: Sequence[Line], *, title: str, x_title: str, y_title: str, from_zero: bool = False) -> str:
-    """The picture as one `<svg>` element that can also stand alone as a file; light and dark as the viewer asks."""
+def draw(
+    lines: Sequence[Line], *, title: str, x_title: str, y_title: str, from_zero: bool = False, width: int = WIDTH
+) -> str:
+    """Return the picture as one `<svg>` element that can also stand alone as a file; light and dark as the viewer asks.
+
+    `width` is in pixels, those of the letters: give a small one to a picture for a small screen. A legend that does not fit beside
+    the title goes below it.
+    """
     xs = [x for line in lines for x, _ in line.points]
     ys = [y for line in lines for _, y in line.points if math.isfinite(y)]
     x_low, x_high = (min(xs), max(xs)) if xs else (0.0, 1.0)
@@ -42,19 +52,21 @@ def draw(lines: Sequence[Line], *, title: str, x_title: str, y_title: str, from_
         ys += [0.0] if any(ys) else [0.0, 1.0]
     y_ticks = ticks(min(ys, default=0.0), max(ys, default=1.0))
     x_ticks = [x for x in ticks(x_low, x_high, whole=True) if x_low <= x <= x_high]
-    frame = _Frame(x_low=x_low, x_high=x_high, y_low=y_ticks[0], y_high=y_ticks[-1])
-    size = f'viewBox="0 0 {WIDTH} {HEIGHT}"'
+    x_ticks = x_ticks[:: math.ceil(len(x_ticks) * TICK_ROOM / (width - LEFT - RIGHT))]
+    legend, below = _legend([line for line in lines if line.name], title, width)
+    frame = _Frame(x_low=x_low, x_high=x_high, y_low=y_ticks[0], y_high=y_ticks[-1], width=width, top=TOP + below)
+    size = f'viewBox="0 0 {width} {frame.height}"'
     return "\n".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" aria-label="{escape(title)}" class="packproof-lines">',
             _STYLE,
-            f'<rect class="back" width="{WIDTH}" height="{HEIGHT}"/>',
+            f'<rect class="back" width="{width}" height="{frame.height}"/>',
             f'<text class="title" x="{LEFT}" y="20">{escape(title)}</text>',
             *_axes(frame, x_ticks, y_ticks),
-            f'<text x="{(LEFT + WIDTH - RIGHT) / 2:g}" y="{HEIGHT - 8}" text-anchor="middle">{escape(x_title)}</text>',
-            f'<text transform="translate(14 {(TOP + HEIGHT - BOTTOM) / 2:g}) rotate(-90)" text-anchor="middle">{escape(y_title)}</text>',
+            f'<text x="{(LEFT + width - RIGHT) / 2:g}" y="{frame.height - 8}" text-anchor="middle">{escape(x_title)}</text>',
+            f'<text transform="translate(14 {(frame.top + frame.bottom) / 2:g}) rotate(-90)" text-anchor="middle">{escape(y_title)}</text>',
             *itertools.chain.from_iterable(_strokes(line, frame) for line in lines),
-            *_legend(lines),
+            *legend,
             "</svg>\n",
         ]
     )
@@ -80,25 +92,39 @@ class _Frame:
     x_high: float
     y_low: float
     y_high: float
+    width: int
+    top: int
+
+    @property
+    def height(self) -> int:
+        return HEIGHT + self.top - TOP
+
+    @property
+    def right(self) -> int:
+        return self.width - RIGHT
+
+    @property
+    def bottom(self) -> int:
+        return self.height - BOTTOM
 
     def x(self, value: float) -> float:
         share = (value - self.x_low) / (self.x_high - self.x_low) if self.x_high > self.x_low else 0.5
-        return LEFT + share * (WIDTH - LEFT - RIGHT)
+        return LEFT + share * (self.right - LEFT)
 
     def y(self, value: float) -> float:
         share = (value - self.y_low) / (self.y_high - self.y_low)
-        return HEIGHT - BOTTOM - share * (HEIGHT - TOP - BOTTOM)
+        return self.bottom - share * (self.bottom - self.top)
 
 
 def _axes(frame: _Frame, x_ticks: Sequence[float], y_ticks: Sequence[float]) -> Iterator[str]:
     for value in y_ticks:
         y = frame.y(value)
-        yield f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
+        yield f'<line class="grid" x1="{LEFT}" x2="{frame.right}" y1="{y:.1f}" y2="{y:.1f}"/>'
         yield f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{_number(value, y_ticks)}</text>'
     for value in x_ticks:
         x = frame.x(value)
-        yield f'<line class="tick" x1="{x:.1f}" x2="{x:.1f}" y1="{HEIGHT - BOTTOM}" y2="{HEIGHT - BOTTOM + 4}"/>'
-        yield f'<text x="{x:.1f}" y="{HEIGHT - BOTTOM + 17}" text-anchor="middle">{value:g}</text>'
+        yield f'<line class="tick" x1="{x:.1f}" x2="{x:.1f}" y1="{frame.bottom}" y2="{frame.bottom + 4}"/>'
+        yield f'<text x="{x:.1f}" y="{frame.bottom + 17}" text-anchor="middle">{value:g}</text>'
 
 
 def _number(value: float, among: Sequence[float]) -> str:
@@ -127,7 +153,7 @@ def _strokes(line: Line, frame: _Frame) -> Iterator[str]:
     for x, y in line.points:
         if not math.isfinite(y):
             yield (
-                f'<text class="bad" x="{frame.x(x):.1f}" y="{TOP + 8}" text-anchor="middle">×'
+                f'<text class="bad" x="{frame.x(x):.1f}" y="{frame.top + 8}" text-anchor="middle">×'
                 f"<title>{escape(line.name)}: {y} at {x:g}</title></text>"
             )
 
@@ -149,16 +175,22 @@ def _thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]
     return kept
 
 
-def _legend(lines: Sequence[Line]) -> Iterator[str]:
-    left = float(WIDTH - RIGHT) - sum(_room(line) for line in lines)
-    for line in lines:
-        dashes = f' stroke-dasharray="{line.dashes}"' if line.dashes else ""
-        yield (
-            f'<line x1="{left:.1f}" x2="{left + 24:.1f}" y1="16" y2="16" stroke="{line.colour}" '
-            f'stroke-width="{line.width:g}"{dashes}/>'
-        )
-        yield f'<text x="{left + 30:.1f}" y="20">{escape(line.name)}</text>'
-        left += _room(line)
+def _legend(lines: Sequence[Line], title: str, width: int) -> tuple[list[str], int]:
+    """Return the legend, and how much room it takes below the title: none where it fits beside it, else a row for each line."""
+    rooms = [_room(line) for line in lines]
+    if LEFT + 7.5 * len(title) + sum(rooms) <= width - RIGHT:
+        lefts = itertools.accumulate(rooms[:-1], initial=float(width - RIGHT) - sum(rooms))
+        return [_entry(line, left, 16) for line, left in zip(lines, lefts, strict=False)], 0
+    return [_entry(line, LEFT, 34 + ROW * at) for at, line in enumerate(lines)], ROW * len(lines)
+
+
+def _entry(line: Line, left: float, y: int) -> str:
+    dashes = f' stroke-dasharray="{line.dashes}"' if line.dashes else ""
+    return (
+        f'<line x1="{left:.1f}" x2="{left + 24:.1f}" y1="{y}" y2="{y}" stroke="{line.colour}" '
+        f'stroke-width="{line.width:g}"{dashes}/>'
+        f'<text x="{left + 30:.1f}" y="{y + 4}">{escape(line.name)}</text>'
+    )
 
 
 def _room(line: Line) -> float:

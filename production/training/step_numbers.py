@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 _OF_DEPTHS = {"mtp_losses": "loss", "mtp_token_losses": "loss_by_tokens", "mtp_empty_shares": "empty_shares"}
@@ -25,6 +26,10 @@ class StepNumbers:
     mtp_losses: tuple[float | None, ...]
     """[D]: of each depth of multi-token prediction Megatron-LM's own number (R-LOSS-10), a mean over shares in which a share without a
     target counts as 0; None where no share has one."""
+    mtp_acceptance_rates: tuple[float, ...] = ()
+    """[D], in percent: positions at which a depth's best guess is its label, of those that count; NaN where none counts."""
+    router_losses: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """Auxiliary losses of experts by Megatron-LM's name, without their coefficients: means over microbatches and layers with experts."""
     gradient_norm: float | None
     """Before clipping; None where the optimizer computes none."""
     learning_rate: float
@@ -79,6 +84,11 @@ class StepNumbers:
             if field.name in _OF_DEPTHS:
                 name = _OF_DEPTHS[field.name]
                 found |= {f"mtp_{depth}_{name}": each for depth, each in enumerate(value, 1) if each is not None}
+            elif field.name == "mtp_acceptance_rates":
+                rates = ((f"mtp_{depth}_acceptance_rate", rate) for depth, rate in enumerate(value, 1))
+                found |= {name: rate for name, rate in rates if not math.isnan(rate)}
+            elif field.name == "router_losses":
+                found |= value
             elif field.name == "slowest_rank_place":
                 found |= {f"slowest_rank_{name}": place for name, place in zip(DIMENSIONS, value, strict=True)}
             elif field.name != "step" and value is not None:

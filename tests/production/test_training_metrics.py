@@ -162,6 +162,23 @@ def test_steps_wait_for_the_report_and_each_keeps_its_numbers():
     assert metrics.report() == []
 
 
+def test_acceptance_rates_and_losses_of_routers_are_recorded_by_megatron_lms_names():
+    metrics = StepMetrics(group=Group(), depths=2, router_losses=("load_balancing_loss", "z_loss"))
+    for step, (accepted, balance) in enumerate([([[3.0, 0.0], [8.0, 0.0]], 1.25), ([[1.0, 2.0], [3.0, 2.0]], 1.5)], 1):
+        metrics.add_loss(torch.tensor(6.0), torch.tensor(4.0))
+        metrics.add_multi_token(torch.ones(2), torch.ones(2))
+        metrics.add_accepted(torch.tensor(accepted))
+        metrics.add_rows(COUNTS)
+        losses = {"load_balancing_loss": torch.tensor(balance), "z_loss": torch.tensor(2.0)}
+        end(metrics, step=step, router_losses=losses, gradient_norm=torch.tensor(0.5))
+    first, second = (each.values() for each in metrics.report())
+    assert (first["mtp_1_acceptance_rate"], first["load_balancing_loss"], first["z_loss"]) == (37.5, 1.25, 2.0)
+    assert "mtp_2_acceptance_rate" not in first  # no position counts: nothing is measured
+    assert second["mtp_1_acceptance_rate"] == pytest.approx(100 / 3)
+    assert (second["mtp_2_acceptance_rate"], second["load_balancing_loss"]) == (100.0, 1.5)
+    assert (second["tokens"], second["gradient_norm"], second["mtp_2_loss"]) == (128, 0.5, 1.0)
+
+
 def test_validation_reads_losses_alone_and_spoils_no_step():
     metrics = StepMetrics(group=Group(), depths=1)
     metrics.add_loss(torch.tensor(6.0), torch.tensor(4.0))

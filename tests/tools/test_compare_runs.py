@@ -1,6 +1,7 @@
 """Two recorded runs against each other: every reader, the published numbers, the ways out."""
 
 import csv
+import datetime as dt
 import inspect
 import json
 import math
@@ -19,7 +20,7 @@ from tools.compare_runs.comparison import Window, compare
 from tools.compare_runs.paired import paired_ratio, student_quantile
 from tools.compare_runs.readers import Names, read_run
 from tools.compare_runs.recorded import broken_limits
-from tools.compare_runs.run import Run, shifted
+from tools.compare_runs.run import FLOAT32, Precision, Run, shifted
 from tools.compare_runs.words import time_rows, verdict
 
 LOSSES = {step: 2.0 + 1 / step for step in range(1, 24)}
@@ -40,11 +41,16 @@ PIECES = (
 )
 
 
+CLOCK = [dt.datetime(2026, 11, 29, 10, tzinfo=dt.UTC)]
+
+
 def log_line(step, loss, seconds, *, skipped=0, mtp=()):
+    """A line of a driver before 0.16, whose lines each stand for their own iterations, and whose times have no fractions."""
+    CLOCK[0] += dt.timedelta(seconds=seconds)
     iteration, samples, elapsed, rate, batch, named, scale, norm, skips, nans = PIECES
     losses = [("lm loss", loss), *((f"mtp_{depth} loss", value) for depth, value in enumerate(mtp, 1))]
     return (
-        f" [2026-11-29 10:00:{step % 60:02d}.123456]"
+        f" [{CLOCK[0]:%Y-%m-%d %H:%M:%S}]"
         + iteration.format(step, 200)
         + samples.format(64 * step)
         + elapsed.format(1000 * seconds)
@@ -96,6 +102,14 @@ def test_megatron_lms_source_still_has_the_pieces_that_the_log_reader_is_held_to
     assert 'f"mtp_{i+1} loss"' in inspect.getsource(MTPLossLoggingHelper.track_mtp_metrics)
     validated = inspect.getsource(training.evaluate_and_print_results)
     assert "validation{suffix} loss at {prefix} | " in validated
+    # What a log's reader undoes: sums that the first line keeps, times with fractions beside it, rates read after the scheduler's step.
+    assert "should_reset = not is_first_iteration" in printed
+    assert "if iteration % args.log_interval == 0 or is_first_iteration" in printed
+    assert "datetime.now().strftime('%Y-%m-%d %H:%M:%S.%f')" in printed
+    assert "if avg >= 0.0" in printed
+    trained = inspect.getsource(training.train)
+    assert trained.index("train_step(") < trained.index("get_canonical_lr_for_logging")
+    assert "opt_param_scheduler.step(" in inspect.getsource(training.train_step)
     assert "{} value: {:.6E} | " in validated
 
 
@@ -113,7 +127,7 @@ def test_a_megatron_log_is_read_whatever_a_launcher_puts_before_its_lines(tmp_pa
     assert run.series["mtp_2_loss"][5] == pytest.approx(LOSSES[5] + 2, rel=1e-6)
     assert run.series["gradient_norm"][3] == 0.53
     assert run.series["consumed_samples"][23] == 23 * 64
-    assert run.series["learning_rate"][1] == 1e-5
+    assert run.series["learning_rate"] == dict.fromkeys(range(2, 25), 1e-5)
     assert run.series["validation_loss"] == {20: 1.25, 23: 1.125}
     assert run.depths == 2
 
@@ -271,6 +285,9 @@ def test_an_empty_folder_is_refused(tmp_path):
         read_run(tmp_path, names())
 
 
+SEVEN = dict.fromkeys(("loss", "mtp_1_loss", "validation_loss"), Precision(digits=7, decimals=9, words="7 digits"))
+
+
 def run_of(name, **series):
     return Run(name=name, source="test", place="here", series=series)
 
@@ -322,9 +339,8 @@ def test_equal_runs_are_equal_and_the_first_difference_is_named():
 
 
 def test_the_verdict_looks_for_the_first_difference_in_all_steps_and_says_which():
-    def said(second, precision="exact"):
-        other = run_of("b", loss=LOSSES | second)
-        return verdict(compare(run_of("a", loss=LOSSES), replace(other, precision=precision), Window(first=3, last=20)))
+    def said(second):
+        return verdict(compare(run_of("a", loss=LOSSES), run_of("b", loss=LOSSES | second), Window(first=3, last=20)))
 
     every = "all 23 steps that both runs have (1-23)"
     assert said({}) == f"equal losses, to the last recorded digit, at {every}"
@@ -342,7 +358,7 @@ def test_the_verdict_looks_for_the_first_difference_in_all_steps_and_says_which(
 def test_losses_of_depths_and_validations_are_held_as_the_loss_is(tmp_path, capsys):
     def said(**series):
         first = run_of("a", loss=LOSSES, mtp_1_loss=LOSSES, validation_loss={20: 1.5})
-        second = Run(name="b", source="test", place="here", series={**first.series, **series}, precision="7 digits")
+        second = Run(name="b", source="test", place="here", series={**first.series, **series}, precisions=SEVEN)
         found = compare(first, second, Window(first=3, last=20))
         return found, verdict(found)
 
@@ -376,15 +392,22 @@ def test_losses_of_depths_and_validations_are_held_as_the_loss_is(tmp_path, caps
 
 
 def test_a_step_that_a_series_lacks_is_missing_and_no_broken_number(tmp_path):
-    lines = [log_line(step, loss, 50.0, mtp=(loss + 1,)) for step, loss in LOSSES.items()]
-    lines[8] = re.sub(r" mtp_1 loss: \S+ \|", "", lines[8])
-    (tmp_path / "a.log").write_text("".join(lines))
-    log = read_run(tmp_path / "a.log", names())
-    found = compare(write_and_read(tmp_path / "ours"), log, Window(first=3, last=20))
+    rows = [{"_step": step, "loss": loss, "mtp_1_loss": loss + 1} for step, loss in LOSSES.items()]
+    del rows[8]["mtp_1_loss"]
+    (tmp_path / "a.json").write_text(json.dumps(rows))
+    export = read_run(tmp_path / "a.json", names())
+    found = compare(write_and_read(tmp_path / "ours"), export, Window(first=3, last=20))
     (depth,) = [each for each in found.differences if each.name == "mtp_1_loss"]
     assert (depth.steps, depth.all_finite) == (17, True)
     assert "mtp 1 loss is in both runs at 22 of these 23 steps" in verdict(found)
-    assert "a: mtp_1_loss is missing at 1 of its lines, first at step 9" in found.remarks
+
+
+def test_a_depth_that_megatron_lm_leaves_out_is_no_number(tmp_path):
+    lines = [log_line(step, loss, 50.0, mtp=(loss + 1,)) for step, loss in LOSSES.items()]
+    lines[8] = re.sub(r" mtp_1 loss: \S+ \|", "", lines[8])
+    (tmp_path / "a.log").write_text("".join(lines))
+    run = read_run(tmp_path / "a.log", names())
+    assert [step for step, loss in run.series["mtp_1_loss"].items() if math.isnan(loss)] == [9]
 
 
 def write_and_read(folder):
@@ -398,10 +421,20 @@ def test_the_difference_is_drawn_over_the_steps_of_the_losses(monkeypatch):
     page_module.pictures(compare(run_of("a", loss=LOSSES), run_of("b", loss=part), Window(first=6, last=20)))
     spans = [
         (min(xs), max(xs))
-        for lines in (drawn["loss"], drawn["absolute difference of the losses"])
+        for lines in (drawn["loss"], drawn["B / A of the losses"], drawn["absolute difference of the losses"])
         for xs in [[x for line in lines for x, _ in line.points]]
     ]
-    assert spans == [(1, 23), (1, 23)]
+    assert spans == [(1, 23)] * 3
+
+
+def test_a_constant_ratio_is_drawn_as_a_level_line(monkeypatch):
+    drawn = {}
+    monkeypatch.setattr(page_module, "draw", lambda lines, *, title, **_: drawn.update({title: lines}) or "")
+    higher = {step: loss * 1.003 for step, loss in LOSSES.items()}
+    page_module.pictures(compare(run_of("a", loss=LOSSES), run_of("b", loss=higher), Window(first=6, last=20)))
+    equal, ratio = drawn["B / A of the losses"]
+    assert {y for _, y in equal.points} == {1.0}
+    assert [y for _, y in ratio.points] == pytest.approx([1.003] * 23)
 
 
 def test_differences_that_rounding_of_the_sources_makes_are_told_apart_from_others(tmp_path):
@@ -419,7 +452,7 @@ def test_differences_that_rounding_of_the_sources_makes_are_told_apart_from_othe
     assert (found.loss.beyond_rounding_at, found.whole.beyond_rounding) == (7, 2)
     assert verdict(found).startswith("by more than rounding losses differ at 2 steps, first at step 7 (")
     single = {step: struct.unpack("f", struct.pack("f", loss))[0] for step, loss in LOSSES.items()}
-    board = replace(run_of("board", loss=single), precision="float32")
+    board = replace(run_of("board", loss=single), precisions={"loss": FLOAT32})
     assert compare(ours, board, Window(first=3, last=20)).whole.beyond_rounding == 0
     exact = run_of("exact", loss=single)
     assert compare(ours, exact, Window(first=3, last=20)).whole.beyond_rounding > 0
@@ -452,7 +485,7 @@ def test_runs_that_did_not_do_the_same_work_are_told_apart():
     first = run_of("a", loss=LOSSES, consumed_samples={step: 64 * step for step in LOSSES}, learning_rate={3: 1e-5})
     second = run_of("b", loss=LOSSES, consumed_samples={step: 32 * step for step in LOSSES}, learning_rate={3: 2e-5})
     remarks = " | ".join(compare(first, second, Window(first=3, last=20)).remarks)
-    assert "rows so far from step 3" in remarks
+    assert "rows so far from step 1" in remarks
     assert "learning rates from step 3" in remarks
     assert "a has no step times" in remarks
 
@@ -515,7 +548,7 @@ def test_the_command_compares_a_log_with_our_run(tmp_path, capsys):
     assert document["step_seconds"]["paired"]["ratio"] == pytest.approx(1.01)
     assert document["runs"][0]["name"] == "Megatron-LM"
     page = (tmp_path / "new" / "page.html").read_text()
-    assert page.count("<svg") == 6
+    assert page.count("<svg") == 14  # seven pictures, each for a wide and for a narrow screen
     assert "99.01 %" in page
     assert not re.search(r'(src|href)="', page)
     assert "<script" not in page
@@ -565,11 +598,25 @@ def test_exit_codes_say_compared_not_held_and_cannot_run(tmp_path, capsys):
     assert stopped.value.code == 2
 
 
-def test_the_screen_fits_a_narrow_terminal():
+def test_the_screen_shows_every_number_on_a_narrow_terminal():
     from tools.compare_runs.terminal import show
 
+    first, second = published()
+    long = replace(second, name="a-run-of-a-long-name.with.metrics")
     console = Console(width=80, record=True, quiet=False, file=open("/dev/null", "w"))  # noqa: PTH123, SIM115
-    show(compare(*published(), Window(first=3, last=20)), console, broken=["one"])
+    show(compare(first, long, Window(first=3, last=20)), console, broken=["one"])
     text = console.export_text()
     assert max(len(line) for line in text.splitlines() if line.startswith(("│", "┃"))) <= 80
     assert "does not hold: one" in text
+    assert "…" not in text
+    for number in (
+        "51.9744 s",
+        "+0.3684 s (+0.71 %)",
+        "99.30 %",
+        "0.001631",
+        "0.004211",
+        "0.211 %",
+        "0.125000",
+        "25 %",
+    ):
+        assert f" {number} │" in text

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from equivalence.errors import InputError
+from tools.compare_runs.aligned import Pair, paired_values
 from tools.compare_runs.paired import PairedRatio, paired_ratio
+from tools.compare_runs.readers.names import ROUTER_LOSSES
 from tools.compare_runs.run import Run, mean
 
 
@@ -112,7 +114,9 @@ class Comparison:
     span: tuple[int, int]
     """The first and the last of the loss's."""
     validation: Difference | None
-    """Over all validations that both runs have; None where there is none."""
+    """Over all validations that both runs have; None where there is none, or where the runs' are means of other things."""
+    trained_by_one: Sequence[int]
+    """Steps at which one run has a loss, and the other trained nothing."""
     remarks: Sequence[str]
 
     @property
@@ -133,12 +137,12 @@ class Comparison:
     @property
     def equal(self) -> bool:
         """Whether no loss of any series differs, at any step that both runs have."""
-        return all(each.first_at is None for each in self.losses)
+        return not self.trained_by_one and all(each.first_at is None for each in self.losses)
 
     @property
     def equal_but_for_rounding(self) -> bool:
         """Whether none of them differs by more than rounding to the digits that were recorded can make."""
-        return all(each.beyond_rounding_at is None for each in self.losses)
+        return not self.trained_by_one and all(each.beyond_rounding_at is None for each in self.losses)
 
     @property
     def windowed_losses(self) -> Sequence[Difference]:
@@ -172,6 +176,7 @@ class Comparison:
             "losses_at_all_steps": {each.name: _difference(each) for each in self.losses},
             "equal": self.equal,
             "equal_but_for_rounding": self.equal_but_for_rounding,
+            "trained_by_one": list(self.trained_by_one),
             "validation": None if self.validation is None else _difference(self.validation),
             "remarks": list(self.remarks),
         }
@@ -181,86 +186,117 @@ class Comparison:
 
 
 def compare(first: Run, second: Run, window: Window) -> Comparison:
-    """The comparison. Raises InputError where no step of the window has a loss in both runs."""
-    both = first.steps("loss") & second.steps("loss")
+    """Return the comparison. Raises InputError where no step of the window has a loss in both runs."""
+    pairs = {name: paired_values(first, second, name) for name in {*first.series} & {*second.series}}
+    both = set(pairs.get("loss", ()))
     steps = window.among(both)
     if not steps:
         spans = " and ".join(f"{run.name} has {_span(run.steps('loss'))}" for run in (first, second))
         raise InputError(
             f"no step of {window} has a loss in both runs: {spans}; choose --steps, or shift with --offset-b"
         )
-    losses = ["loss", *(f"mtp_{depth}_loss" for depth in range(1, min(first.depths, second.depths) + 1))]
-    names = [*losses]
-    if first.steps("gradient_norm") & second.steps("gradient_norm"):
-        names.append("gradient_norm")
-    validated = first.steps("validation_loss") & second.steps("validation_loss")
+    depths = min(first.depths, second.depths)
+    losses = ["loss", *(f"mtp_{depth}_loss" for depth in range(1, depths + 1))]
+    losses += [name for name in ROUTER_LOSSES if pairs.get(name)]
+    rates = [name for depth in range(1, depths + 1) if pairs.get(name := f"mtp_{depth}_acceptance_rate")]
+    names = [*losses, *rates, *(["gradient_norm"] if pairs.get("gradient_norm") else [])]
+    is_alike = not (first.validation and second.validation) or first.validation == second.validation
+    validated = pairs.get("validation_loss") if is_alike else None
     return Comparison(
         runs=(first, second),
         window=window,
-        times=_times(first, second, window),
+        times=_times(pairs.get("step_seconds", {}), window),
         differences=[
-            _compared(first, second, name, window.among(first.steps(name) & second.steps(name))) for name in names
+            _compared(name, {step: pairs[name][step] for step in window.among(set(pairs[name]))}) for name in names
         ],
-        wholes=[_compared(first, second, name, sorted(first.steps(name) & second.steps(name))) for name in losses],
+        wholes=[_compared(name, pairs[name]) for name in losses],
         span=(min(both), max(both)),
-        validation=_compared(first, second, "validation_loss", sorted(validated)) if validated else None,
-        remarks=_remarks(first, second, window, steps),
+        validation=_compared("validation_loss", validated) if validated else None,
+        trained_by_one=_trained_by_one(first, second),
+        remarks=_remarks(first, second, window, pairs),
     )
 
 
-def _times(first: Run, second: Run, window: Window) -> Times | None:
-    steps = window.among(first.steps("step_seconds") & second.steps("step_seconds"))
-    pairs = [(first.series["step_seconds"][step], second.series["step_seconds"][step]) for step in steps]
-    pairs = [pair for pair in pairs if all(math.isfinite(each) and each > 0 for each in pair)]
-    if not pairs:
+def _times(pairs: Mapping[int, Pair], window: Window) -> Times | None:
+    found = [pairs[step] for step in window.among(set(pairs))]
+    found = [pair for pair in found if all(math.isfinite(each) and each > 0 for each in (pair.first, pair.second))]
+    if not found:
         return None
-    before, after = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
-    return Times(mean=(mean(before), mean(after)), steps=len(pairs), paired=paired_ratio(before, after))
+    before, after = [pair.first for pair in found], [pair.second for pair in found]
+    steps = sum(pair.width for pair in found)
+    means = [
+        math.fsum(value * pair.width for value, pair in zip(each, found, strict=True)) / steps
+        for each in (before, after)
+    ]
+    return Times(mean=(means[0], means[1]), steps=steps, paired=paired_ratio(before, after))
 
 
-def _compared(first: Run, second: Run, name: str, steps: Sequence[int]) -> Difference:
-    ours, theirs = first.series[name], second.series[name]
-    finite = [step for step in steps if math.isfinite(ours[step]) and math.isfinite(theirs[step])]
-    gaps = {step: abs(theirs[step] - ours[step]) for step in finite}
+def _compared(name: str, pairs: Mapping[int, Pair]) -> Difference:
+    gaps = {step: pair.gap for step, pair in pairs.items() if math.isfinite(pair.gap)}
     at = max(gaps, key=gaps.__getitem__) if gaps else None
-    differing = [step for step in steps if ours[step] != theirs[step]]
-    # Only losses are known to be rounded so; the sum of two rounded halves is itself rounded once.
-    is_loss = name.endswith("loss")
-    allowed = {
-        step: (first.rounding(ours[step]) + second.rounding(theirs[step])) * (1 + 1e-9) if is_loss else 0.0
-        for step in differing
-    }
-    beyond = [step for step in differing if not gaps.get(step, math.inf) <= allowed[step]]
+    differing = [step for step, pair in pairs.items() if pair.first != pair.second]
+    beyond = [step for step in differing if not pairs[step].gap <= pairs[step].allowed]
+    relative = (gap / abs(pairs[step].first) for step, gap in gaps.items() if pairs[step].first)
     return Difference(
         name=name,
-        steps=len(steps),
+        steps=len(pairs),
         mean=mean(list(gaps.values())),
         largest=math.nan if at is None else gaps[at],
         largest_at=at,
-        largest_relative=max((gap / abs(ours[step]) for step, gap in gaps.items() if ours[step]), default=math.nan),
+        largest_relative=max(relative, default=math.nan),
         first_at=next(iter(differing), None),
         differing=len(differing),
         beyond_rounding_at=next(iter(beyond), None),
         beyond_rounding=len(beyond),
         not_finite=(
-            tuple(step for step in steps if not math.isfinite(ours[step])),
-            tuple(step for step in steps if not math.isfinite(theirs[step])),
+            tuple(step for step, pair in pairs.items() if not math.isfinite(pair.first)),
+            tuple(step for step, pair in pairs.items() if not math.isfinite(pair.second)),
         ),
     )
 
 
-def _remarks(first: Run, second: Run, window: Window, steps: Sequence[int]) -> list[str]:
+def _trained_by_one(first: Run, second: Run) -> list[int]:
+    """Steps at which one run has a loss, and the other trained nothing in a step that the loss is a mean of."""
+    found = set()
+    for run, other in ((first, second), (second, first)):
+        for step, value in other.series["loss"].items():
+            width = other.width("loss", step)
+            is_hit = any(each in run.untrained for each in range(step - width + 1, step + 1))
+            # A mean over several steps is no number where one of them trained nothing: that agrees.
+            if is_hit and (width == 1 or math.isfinite(value)):
+                found.add(step)
+    return sorted(found)
+
+
+def _remarks(first: Run, second: Run, window: Window, pairs: Mapping[str, Mapping[int, Pair]]) -> list[str]:
     remarks = [f"{run.name}: {remark}" for run in (first, second) for remark in run.remarks]
-    if missing := window.last - window.first + 1 - len(steps):
+    covered = {
+        each
+        for step in window.among(set(pairs["loss"]))
+        for each in range(step - pairs["loss"][step].width + 1, step + 1)
+    } | (first.untrained & second.untrained)
+    if missing := window.last - window.first + 1 - len(window.among(covered)):
         remarks.append(f"{missing} of the {window.last - window.first + 1} steps of the window are not in both runs")
+    if empty := sorted(first.untrained & second.untrained):
+        remarks.append(
+            f"both runs trained nothing at {len(empty)} steps, first at step {empty[0]}: they have no loss there"
+        )
     for name, what in (("consumed_samples", "rows so far"), ("learning_rate", "learning rates")):
         unlike = [
             step
-            for step in window.among(first.steps(name) & second.steps(name))
-            if not math.isclose(first.series[name][step], second.series[name][step], rel_tol=1e-5)
+            for step, pair in pairs.get(name, {}).items()
+            if not (pair.gap <= pair.allowed or math.isclose(pair.first, pair.second, rel_tol=1e-9))
         ]
         if unlike:
             remarks.append(f"the runs differ in {what} from step {unlike[0]} on: they did not do the same work")
+    if (
+        first.series.get("validation_loss")
+        and second.series.get("validation_loss")
+        and first.validation != second.validation
+    ):
+        told = [f"{run.name}'s are {run.validation}" for run in (first, second) if run.validation]
+        if len(told) == 2:
+            remarks.append(f"validation losses are other numbers, and not compared: {'; '.join(told)}")
     for run in (first, second):
         if not run.steps("step_seconds"):
             remarks.append(f"{run.name} has no step times: they are not compared")

@@ -75,7 +75,7 @@ class Arguments:
     """Such as tp2,cp2,dp2: sizes of tp, cp, pp, dp, ep, etp; what it does not name is the job's, and dp 1."""
     normalization: Literal["per_token", "mean_of_means", "global_valid_tokens"] | None = None
     """What losses are divided by; not given: what the job says. Megatron-LM has no global_valid_tokens: it then runs per_token."""
-    html: Path | None = None
+    html: Annotated[Path | None, tyro.conf.arg(aliases=["--picture"])] = None
     """Write a self-contained page with pictures of both systems there."""
     json_file: Annotated[Path | None, tyro.conf.arg(name="json")] = None
     """Write all numbers there."""

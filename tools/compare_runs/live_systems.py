@@ -6,6 +6,7 @@ Both have one shape, so that one loop feeds, times and reads them alike. They sh
 from __future__ import annotations
 
 import contextlib
+import math
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +22,7 @@ from megatron.core.utils import get_model_config
 from torch import distributed
 
 from equivalence import baseline
+from equivalence.baseline_log import Written, router_losses
 from equivalence.subjects.megatron_lm import training_dataset
 from equivalence.subjects.protocol import RowSettings
 from production.errors import PackproofError
@@ -31,6 +33,7 @@ from production.training.config import Job, ddp_options, multi_token_depths, opt
 from production.training.engine import Engine, Stepped
 from production.training.feed import Fed, Feed
 from production.training.metrics import Group, StepMetrics, Timing
+from production.training.router_losses import router_loss_names
 from production.training.start import build
 from production.training.tokenizer import vocabulary_size
 
@@ -66,7 +69,12 @@ class Ours:
         vocabulary = vocabulary_size(job, self.feed.tokenizer)
         self.engine = build(job, place, vocab_size=vocabulary, found=None)
         self.model: Any = self.engine.model
-        self._metrics = StepMetrics(group=Group.of_parallel_state(), depths=multi_token_depths(job), device=device)
+        self._metrics = StepMetrics(
+            group=Group.of_parallel_state(),
+            depths=multi_token_depths(job),
+            router_losses=router_loss_names(self.engine.config),
+            device=device,
+        )
         self._steps = self.feed.steps()
         self._fed: Fed
         self._stepped: Stepped
@@ -89,6 +97,8 @@ class Ours:
         if stepped.mtp_loss_sums is not None:
             counts = torch.full_like(stepped.mtp_loss_sums, stepped.microbatches)
             self._metrics.add_multi_token(stepped.mtp_loss_sums, counts, stepped.mtp_token_sums)
+        if stepped.mtp_accepted is not None:
+            self._metrics.add_accepted(stepped.mtp_accepted)
         self._metrics.add_rows(fed.counts)
         self._metrics.end_step(
             step=step,
@@ -96,11 +106,16 @@ class Ours:
             gradient_norm=stepped.gradient_norm,
             consumed_samples=fed.consumed_samples,
             timing=Timing(step_seconds=1.0, own_seconds=1.0, data_wait_seconds=fed.wait_seconds),
+            router_losses=stepped.router_losses,
         )
         (found,) = self._metrics.report()
         wanted = ("loss", "gradient_norm", "learning_rate", "consumed_samples", "trained_tokens")
-        values = {name: float(value) for name, value in found.values().items() if name in wanted}
-        return values | {f"mtp_{depth}_loss": loss for depth, loss in enumerate(found.mtp_losses, 1) if loss is not None}
+        recorded = {*wanted, *found.router_losses}
+        values = {name: float(value) for name, value in found.values().items() if name in recorded}
+        values |= {f"mtp_{depth}_loss": loss for depth, loss in enumerate(found.mtp_losses, 1) if loss is not None}
+        # Of no position that counts Megatron-LM writes a rate of 0, where our records have none.
+        rates = (0.0 if math.isnan(rate) else rate for rate in found.mtp_acceptance_rates)
+        return values | {f"mtp_{depth}_acceptance_rate": rate for depth, rate in enumerate(rates, 1)}
 
 
 class Baseline:
@@ -129,6 +144,7 @@ class Baseline:
                 config.grad_sync_func = self.model.start_grad_sync
         if ddp.overlap_param_gather and ddp.align_param_gather:
             config.param_sync_func = self.model.start_param_sync
+        self._hybrid_layer_pattern = like.model_settings.hybrid_layer_pattern
         self._consumed = 0
 
     def fetch(self) -> None:
@@ -151,6 +167,11 @@ class Baseline:
         """As train_step and training_log reduce them."""
         self._consumed += self._global_batch_size
         found: Numbers = {"learning_rate": self._learning_rate, "consumed_samples": self._consumed}
+        routers = router_losses(
+            get_model_config(self.model),
+            microbatches=self._microbatches,
+            hybrid_layer_pattern=self._hybrid_layer_pattern,
+        )
         if self._gradient_norm is not None:
             found["gradient_norm"] = float(self._gradient_norm)
         if self._place.is_last_stage:
@@ -159,8 +180,11 @@ class Baseline:
             found["loss"] = float(total[0] / total[1])
             found["trained_tokens"] = float(total[1])
             depths: dict[str, torch.Tensor] = {}
-            MTPLossLoggingHelper.track_mtp_metrics(1 / self._microbatches, step, None, total_loss_dict=depths)
+            writer = Written()
+            MTPLossLoggingHelper.track_mtp_metrics(1 / self._microbatches, step, writer, total_loss_dict=depths)
             found |= {f"mtp_{depth}_loss": float(loss) for depth, loss in enumerate(depths.values(), 1)}
+            rates = {name for name in writer.scalars if name.endswith("_acceptance_rate") and "cumulative" not in name}
+            found |= {name: writer.scalars[name] for name in rates} | routers
         return found
 
     def _read(self, job: Job, tokenizer: Any) -> Iterator[dict[str, torch.Tensor]]:

@@ -1,21 +1,29 @@
-"""A comparison as one self-contained HTML page: tables, both losses over each other, their difference, step times."""
+"""A comparison as one self-contained HTML page: tables, both losses over each other, their ratio and difference, step times."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
+from functools import partial
 from importlib.resources import files
 from pathlib import Path
 
 import jinja2
 
-from production.training.picture import Line, draw
+from production.training.picture import WIDTH, Line, draw
 from tools.compare_runs import words
+from tools.compare_runs.aligned import paired_values
 from tools.compare_runs.comparison import Comparison
+from tools.compare_runs.readers.names import ROUTER_LOSSES
 from tools.compare_runs.run import Run
 
-FIRST, SECOND, BETWEEN = "#8db9f2", "#d9480f", "#8250df"
+FIRST, SECOND = "#8db9f2", "#d9480f"
+LOSSES = ("#8250df", "#1a7f37", "#bf8700", "#0969da", "#cf222e")
+"""Of the loss and each depth's, where they stand in one picture."""
 FEW = 60
 """Up to so many points each is marked."""
+NARROW, NARROW_BELOW = 400, "44rem"
+"""Width of a picture for a small screen, in the picture's own pixels, and the page's width below which it is shown."""
 
 
 def write_page(comparison: Comparison, path: Path, *, broken: Sequence[str] = ()) -> None:
@@ -32,49 +40,73 @@ def write_page(comparison: Comparison, path: Path, *, broken: Sequence[str] = ()
         rows=words.difference_rows(comparison),
         verdict=words.verdict(comparison),
         broken=broken,
-        pictures=pictures(comparison),
+        pictures=zip(pictures(comparison), pictures(comparison, width=NARROW), strict=True),
+        narrow_below=NARROW_BELOW,
     )
     path.write_text(page, encoding="utf-8", errors="backslashreplace")
 
 
-def pictures(comparison: Comparison) -> list[str]:
-    """SVG elements over all steps, not the window alone: losses, their difference, depths, validations, step times, gradient norms."""
+def pictures(comparison: Comparison, *, width: int = WIDTH) -> list[str]:
+    """Draw all steps, not the window alone: losses, how far they are apart, depths, validations, step times, gradient norms."""
     first, second = comparison.runs
-    found = [_overlay(first, second, "loss", "loss"), _between(first, second)]
+    overlay = partial(_overlay, first, second, width=width)
+    found = [overlay("loss", "loss"), *_apart(comparison, width)]
     depths = range(1, min(first.depths, second.depths) + 1)
-    found += [_overlay(first, second, f"mtp_{depth}_loss", f"mtp {depth} loss") for depth in depths]
+    found += [overlay(f"mtp_{depth}_loss", f"mtp {depth} loss") for depth in depths]
     if comparison.validation is not None:
-        found.append(_overlay(first, second, "validation_loss", "validation loss"))
+        found.append(overlay("validation_loss", "validation loss"))
     if comparison.times is not None:
         # The first steps build what the others use, and would flatten the rest.
         start = comparison.window.first
-        title = f"step time, from step {start} on"
-        found.append(_overlay(first, second, "step_seconds", title, unit="seconds", start=start))
+        found.append(overlay("step_seconds", f"step time, from step {start} on", unit="seconds", start=start))
     if any(each.name == "gradient_norm" for each in comparison.differences):
-        found.append(_overlay(first, second, "gradient_norm", "gradient norm"))
+        found.append(overlay("gradient_norm", "gradient norm"))
     return found
 
 
-def _overlay(first: Run, second: Run, series: str, title: str, *, unit: str = "", start: int = 0) -> str:
+def _overlay(first: Run, second: Run, series: str, title: str, *, width: int, unit: str = "", start: int = 0) -> str:
     after = _points(second, series, start)
     lines = [
         # The first run broad and pale, the second thin upon it: equal lines still show both.
         Line(name=first.name, points=_points(first, series, start), colour=FIRST, width=5),
         Line(name=second.name, points=after, colour=SECOND, width=1.6, dots=len(after) <= FEW),
     ]
-    return draw(lines, title=title, x_title="step", y_title=unit or title)
+    return draw(lines, title=title, x_title="step", y_title=unit or title, width=width)
 
 
-def _between(first: Run, second: Run) -> str:
-    steps = sorted(first.steps("loss") & second.steps("loss"))
+def _apart(comparison: Comparison, width: int) -> list[str]:
+    """B / A beside |B - A|, of the loss and of each depth's: a constant ratio is a level line in the first alone."""
+    first, second = comparison.runs
+    names = [each.name for each in comparison.wholes if each.steps and each.name not in ROUTER_LOSSES]
+    pairs = {name: paired_values(first, second, name) for name in names}
     every = first.steps("loss") | second.steps("loss")
-    points = [(float(step), abs(second.series["loss"][step] - first.series["loss"][step])) for step in steps]
-    line = Line(name="|B - A|", points=points, colour=BETWEEN, dots=len(points) <= FEW)
+    ends = (float(min(every)), float(max(every)))
+    ratios = [
+        [(float(step), pair.second / pair.first) for step, pair in found.items() if pair.first]
+        for found in pairs.values()
+    ]
+    gaps = [[(float(step), pair.gap) for step, pair in found.items()] for found in pairs.values()]
+    equal = Line(name="equal", points=[(x, 1.0) for x in ends], colour="#8a9099", width=1, dashes="5 4")
     # Not seen: it spans the steps of the losses' own picture above, so that one step stands at one place in both.
-    span = Line(name="", points=[(float(step), 0.0) for step in (min(every), max(every))], colour="none")
-    return draw(
-        [span, line], title="absolute difference of the losses", x_title="step", y_title="|B - A|", from_zero=True
-    )
+    span = Line(name="", points=[(x, 0.0) for x in ends], colour="none")
+    return [
+        draw([equal, *_lines(names, ratios)], title="B / A of the losses", x_title="step", y_title="", width=width),
+        draw(
+            [span, *_lines(names, gaps)],
+            title="absolute difference of the losses",
+            x_title="step",
+            y_title="|B - A|",
+            from_zero=True,
+            width=width,
+        ),
+    ]
+
+
+def _lines(names: Sequence[str], points: Sequence[list[tuple[float, float]]]) -> list[Line]:
+    return [
+        Line(name=name.replace("_", " "), points=each, colour=colour, dots=len(each) <= FEW)
+        for name, each, colour in zip(names, points, itertools.cycle(LOSSES), strict=False)
+    ]
 
 
 def _points(run: Run, series: str, start: int) -> list[tuple[float, float]]:

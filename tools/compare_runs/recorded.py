@@ -43,8 +43,9 @@ class Arguments:
     offset_b: int = 0
     """Added to each step of the second run."""
     names: tuple[str, ...] = ()
-    """Series that are recorded under names of your own: loss=NAME, step_seconds=NAME, gradient_norm=NAME and so on."""
-    html: Path | None = None
+    """Series that are recorded under names of your own: loss=NAME, step_seconds=NAME, gradient_norm=NAME and so on; of one
+    run alone: A:loss=NAME."""
+    html: Annotated[Path | None, tyro.conf.arg(aliases=["--picture"])] = None
     """Write a self-contained page with pictures of both runs there."""
     json_file: Annotated[Path | None, tyro.conf.arg(name="json")] = None
     """Write all numbers there."""
@@ -59,9 +60,8 @@ def main(arguments: Sequence[str]) -> int:
     options = tyro.cli(Arguments, args=arguments, prog="packproof-compare-runs recorded", description=__doc__)
     try:
         window = Window.parse(options.steps)
-        names = Names(options.names)
-        first = _read(options.a, names, options.name_a, options.offset_a)
-        second = _read(options.b, names, options.name_b, options.offset_b)
+        first = _read(options.a, Names(options.names, side="A"), options.name_a, options.offset_a)
+        second = _read(options.b, Names(options.names, side="B"), options.name_b, options.offset_b)
         comparison = compare(*_told_apart(first, second), window)
         broken = broken_limits(
             comparison, most_loss_difference=options.most_loss_difference, most_time_ratio=options.most_time_ratio

@@ -3,18 +3,68 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from decimal import Decimal, InvalidOperation
 
-DIGITS, FLOAT32_BITS = 7, 24
+FLOAT32_BITS = 24
+EXACT_DIGITS, FLOAT32_DIGITS = 15, 8
+"""Significant digits from which a number was written in full: as a float64, and as a float32."""
 Series = Mapping[int, float]
 """By step; 1 is the first in what packproof, Megatron-LM and NeMo-RL write."""
 
 
-Precision = Literal["exact", "7 digits", "float32"]
+@dataclass(frozen=True, kw_only=True)
+class Precision:
+    """How the numbers of one series stand in their source, as far as the numbers themselves show it."""
+
+    digits: int
+    """The most significant digits that a number has."""
+    decimals: int
+    """The most decimal places that a number has, its exponent counted in."""
+    is_float32: bool = False
+    """Whether the numbers were float32 before, or were written with as many digits as a float32 has."""
+    words: str
+    """The precision in a sentence, such as `7 digits`."""
+
+    def half_unit(self, value: float) -> float:
+        """Return how far a recorded value may be from the value that was rounded: half a unit in its last place."""
+        if not math.isfinite(value):
+            return 0.0
+        by_place = 0.5 * 10.0**-self.decimals
+        if value == 0:
+            return 0.0 if self.is_float32 else by_place
+        if self.is_float32:
+            return math.ldexp(0.5, math.frexp(value)[1] - FLOAT32_BITS)
+        return max(by_place, 0.5 * 10.0 ** (math.floor(math.log10(abs(value))) - self.digits + 1))
+
+
+FLOAT32 = Precision(digits=9, decimals=9, is_float32=True, words="float32")
+
+
+def seen(numbers: Collection[str]) -> Precision | None:
+    """Return the precision that these numbers, as they were written, show; None where they stand in full."""
+    forms = {form for number in numbers if (form := _form(number)) is not None}
+    digits = max((form[0] for form in forms), default=0)
+    decimals = max((form[1] for form in forms), default=0)
+    if digits >= EXACT_DIGITS or decimals <= 0:  # whole numbers, such as rows so far, are counted
+        return None
+    if digits >= FLOAT32_DIGITS:
+        return FLOAT32
+    places = {form[1] for form in forms}
+    is_fixed = len({form[0] for form in forms}) > 1 and len(places) == 1 and decimals > 0
+    words = f"{decimals} decimal{'s' * (decimals != 1)}" if is_fixed else f"{digits} digit{'s' * (digits != 1)}"
+    return Precision(digits=digits, decimals=decimals, words=words)
+
+
+def _form(number: str) -> tuple[int, int] | None:
+    """Significant digits and decimal places of a written number; None for what is no finite number."""
+    try:
+        parts = Decimal(number.strip()).as_tuple()
+    except InvalidOperation:
+        return None
+    return (len(parts.digits), -parts.exponent) if isinstance(parts.exponent, int) else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,20 +79,30 @@ class Run:
     series: Mapping[str, Series]
     remarks: Sequence[str] = ()
     """What a reader of a comparison must know: the precision of the source, steps that were run again."""
-    precision: Precision = "exact"
-    """How losses stand in the source: as they were, to 7 decimal digits, or in float32."""
+    precisions: Mapping[str, Precision] = dataclasses.field(default_factory=dict)
+    """By series, how its numbers were rounded; a series without an entry stands in full."""
+    widths: Mapping[int, int] = dataclasses.field(default_factory=dict)
+    """By step, over how many steps its losses and its time are means, the step included; 1 where there is no entry."""
+    loose: Mapping[str, Series] = dataclasses.field(default_factory=dict)
+    """By series and step, how far a value may be off beside its own rounding: it was summed in float32, or a mean was undone."""
+    untrained: frozenset[int] = frozenset()
+    """Steps that trained nothing: no loss is in the series."""
+    validation: str = ""
+    """What a validation loss is a mean of, where the source tells."""
 
     def steps(self, name: str) -> set[int]:
-        """Those at which the series has a value, also one that is no number."""
+        """Return the steps at which the series has a value, also one that is no number."""
         return set(self.series.get(name, ()))
 
-    def rounding(self, value: float) -> float:
-        """How far a recorded loss may be from what it was rounded from: half a unit in its last place."""
-        if self.precision == "exact" or value == 0 or not math.isfinite(value):
-            return 0.0
-        if self.precision == "float32":
-            return math.ldexp(0.5, math.frexp(value)[1] - FLOAT32_BITS)
-        return 0.5 * 10.0 ** (math.floor(math.log10(abs(value))) - DIGITS + 1)
+    def rounding(self, name: str, step: int) -> float:
+        """Return how far the value recorded at a step may be from what it was before it was written down."""
+        precision = self.precisions.get(name)
+        rounded = 0.0 if precision is None else precision.half_unit(self.series[name][step])
+        return rounded + self.loose.get(name, {}).get(step, 0.0)
+
+    def width(self, name: str, step: int) -> int:
+        """Return over how many steps the value at a step is a mean."""
+        return self.widths.get(step, 1) if is_mean(name) else 1
 
     @property
     def depths(self) -> int:
@@ -53,44 +113,86 @@ class Run:
         return depth
 
 
+def is_mean(name: str) -> bool:
+    """Whether Megatron-LM's log gives the series as a mean over its lines' iterations."""
+    return name == "step_seconds" or (name.endswith("loss") and name != "validation_loss")
+
+
 class Gathered:
     """Series while they are read; what begins again at an earlier step takes the later steps back."""
 
     def __init__(self) -> None:
         self.series: dict[str, dict[int, float]] = {}
+        self.widths: dict[int, int] = {}
+        self.loose: dict[str, dict[int, float]] = {}
+        self.untrained: set[int] = set()
         self.again = 0
         """Steps that were taken back."""
+        self._texts: dict[str, set[str]] = {}
 
-    def put(self, name: str, step: int, value: float) -> None:
-        """One value; a later one of the same step counts."""
+    def put(self, name: str, step: int, value: float, *, text: str | None = None) -> None:
+        """Take one value, and how it was written; a later one of the same step counts."""
         self.series.setdefault(name, {})[step] = value
+        if text is not None:
+            self._texts.setdefault(name, set()).add(text)
 
     def restart(self, first: int) -> None:
-        """The run goes on at this step: what was recorded of it and of later ones is run again."""
+        """Go on at this step: what was recorded of it and of later ones is run again."""
         self.again += sum(step >= first for step in self.series.get("loss", ()))
-        for values in self.series.values():
+        for values in (*self.series.values(), *self.loose.values()):
             for step in [step for step in values if step >= first]:
                 del values[step]
+        self.widths = {step: width for step, width in self.widths.items() if step < first}
+        self.untrained = {step for step in self.untrained if step < first}
+
+    def set_untrained_aside(self) -> None:
+        """Take losses of steps that trained nothing out of the series.
+
+        A loss that is no number beside a gradient of exactly 0 is Megatron-LM's 0 / 0: every target was masked.
+        """
+        norms = self.series.get("gradient_norm", {})
+        empty = (
+            step for step, loss in self.series.get("loss", {}).items() if math.isnan(loss) and norms.get(step) == 0
+        )
+        self.untrained.update(step for step in empty if self.widths.get(step, 1) == 1)
+        for name, values in self.series.items():
+            if name.endswith("loss") and name != "validation_loss":
+                for step in self.untrained:
+                    values.pop(step, None)
 
     def remarks(self) -> list[str]:
-        """What was taken back."""
+        """Return what was taken back."""
         return [f"{self.again} steps were run again after a restart: the later ones count"] if self.again else []
+
+    def precisions(self) -> dict[str, Precision]:
+        """Return what the numbers of each series show of how they were rounded."""
+        found = {name: seen(texts) for name, texts in self._texts.items() if name in self.series}
+        return {name: precision for name, precision in found.items() if precision is not None}
 
 
 def shifted(run: Run, by: int) -> Run:
-    """The run with `by` added to each step, for a system that counts from 0."""
+    """Return the run with `by` added to each step, for a system that counts from 0."""
     if not by:
         return run
-    moved = {name: {step + by: value for step, value in values.items()} for name, values in run.series.items()}
-    remarks = [*run.remarks, f"its steps are counted {by:+d}"]
-    return dataclasses.replace(run, series=moved, remarks=remarks)
+    moved, loose = (
+        {name: {step + by: value for step, value in values.items()} for name, values in each.items()}
+        for each in (run.series, run.loose)
+    )
+    return dataclasses.replace(
+        run,
+        series=moved,
+        loose=loose,
+        widths={step + by: width for step, width in run.widths.items()},
+        untrained=frozenset(step + by for step in run.untrained),
+        remarks=[*run.remarks, f"its steps are counted {by:+d}"],
+    )
 
 
 def to_number(value: object) -> float | None:
-    """As exporters write numbers: also `NaN`, `Infinity`, an empty cell for None; None for anything else."""
+    """Return a number as exporters write it: also `NaN`, `Infinity`, an empty cell for None; None for anything else."""
     if isinstance(value, bool) or value is None:
         return None
-    if isinstance(value, int | float):
+    if isinstance(value, int | float | Decimal):
         return float(value)
     try:
         return float(str(value).strip())
@@ -98,12 +200,6 @@ def to_number(value: object) -> float | None:
         return None
 
 
-def spacing(steps: Sequence[int]) -> int:
-    """The usual distance between neighbouring steps; 1 for fewer than two."""
-    gaps = sorted(after - before for before, after in itertools.pairwise(steps))
-    return gaps[len(gaps) // 2] if gaps else 1
-
-
 def mean(values: Sequence[float]) -> float:
-    """NaN of nothing."""
+    """Return the mean; NaN of nothing."""
     return math.fsum(values) / len(values) if values else math.nan

@@ -19,13 +19,15 @@ def show(comparison: Comparison, console: Console, *, broken: Sequence[str] = ()
         console.print(line, soft_wrap=True)
     if rows := words.time_rows(comparison):
         table = Table(title="step time", title_justify="left")
-        for heading in ("system", "mean step time", "window", "relative throughput"):
-            table.add_column(heading, justify="left" if heading == "system" else "right")
+        # Numbers are never cut: on a narrow screen the names are folded.
+        table.add_column("system", overflow="fold")
+        for heading in ("mean step time", "window", _folded("relative throughput", console)):
+            table.add_column(heading, justify="right", no_wrap=True)
         for row in rows:
             table.add_row(*row)
         console.print(table)
     console.print(words.bound(comparison), highlight=False)
-    console.print(_differences(comparison))
+    console.print(_differences(comparison, console))
     for remark in comparison.remarks:
         console.print(Text(f"· {remark}", "dim"))
     style = "bold green" if comparison.equal else "bold"
@@ -35,12 +37,17 @@ def show(comparison: Comparison, console: Console, *, broken: Sequence[str] = ()
         console.print(Text(f"does not hold: {limit}", "bold red"), soft_wrap=True)
 
 
-def _differences(comparison: Comparison) -> Table:
+def _folded(heading: str, console: Console) -> str:
+    """The heading on two lines where the screen is narrow: numbers must not be cut."""
+    return heading if console.width >= 100 else "\n".join(heading.rsplit(" ", 1))
+
+
+def _differences(comparison: Comparison, console: Console) -> Table:
     table = Table(title=f"B against A, steps {comparison.window}", title_justify="left")
-    table.add_column("series", no_wrap=True)
-    for heading in ("mean difference", "largest", "at step", "of A's value", "steps"):
-        table.add_column(heading, justify="right")
-    table.add_column("finite")
+    table.add_column("series", overflow="fold")
+    for heading in ("mean", "largest", "at step", _folded("of A's value", console), "steps"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("finite", no_wrap=True)
     for row in words.difference_rows(comparison):
         finite = Text(row.finite, "green" if row.fine else "bold red")
         table.add_row(row.what, row.mean, row.largest, row.largest_at, row.relative, row.steps, finite)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tools.compare_runs.comparison import Comparison, Difference
+from tools.compare_runs.run import Run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +83,13 @@ def findings(comparison: Comparison) -> list[str]:
             if steps
         ]
         return [f"losses that are no numbers: {', '.join(who)}"]
-    return [*_rounding(comparison), _where(comparison), *_by_how_much(comparison), *_missing(comparison)]
+    return [
+        *_rounding(comparison),
+        _where(comparison),
+        *_by_how_much(comparison),
+        *_missing(comparison),
+        *_norms(comparison),
+    ]
 
 
 def _where(comparison: Comparison) -> str:
@@ -137,21 +144,46 @@ def _missing(comparison: Comparison) -> list[str]:
     ]
 
 
+def _norms(comparison: Comparison) -> list[str]:
+    """Gradient norms of the window that are further apart than the digits of their sources can make them."""
+    return [
+        f"gradient norms differ by more than rounding at {each.beyond_rounding} of {each.steps} steps, first at step {each.beyond_rounding_at}"
+        for each in comparison.differences
+        if each.name == "gradient_norm" and each.beyond_rounding_at is not None
+    ]
+
+
 def _rounding(comparison: Comparison) -> list[str]:
-    """What of the differences comes of the digits that were written down; nothing where both runs stand as they were."""
-    rounded = [f"{run.name} to {run.precision}" for run in comparison.runs if run.precision != "exact"]
+    """Say which of the differences come of the digits that were written down; nothing where both runs stand as they were."""
+    rounded = [f"{run.name} to {words}" for run in comparison.runs if (words := _written(comparison, run))]
+    told = _trained(comparison)
     if comparison.equal or not rounded:
-        return []
+        return told
     written = f"the sources round losses, {' and '.join(rounded)}"
     if comparison.equal_but_for_rounding:
         return [f"equal losses as far as the sources can tell: no difference is more than rounding ({written})"]
     beyond = [each for each in comparison.losses if each.beyond_rounding_at is not None]
-    told = [
+    which = [
         f"at {each.beyond_rounding} step{'s' if each.beyond_rounding > 1 else ''}, first at step {each.beyond_rounding_at}"
         + ("" if len(comparison.losses) == 1 else f" ({_called(each.name)})")
         for each in beyond
     ]
-    return [f"by more than rounding losses differ {'; '.join(told)} ({written})"]
+    return [*told, *([f"by more than rounding losses differ {'; '.join(which)} ({written})"] if which else [])]
+
+
+def _written(comparison: Comparison, run: Run) -> str:
+    """The precision of a run's losses in words; empty where all stand in full."""
+    names = [each.name for each in comparison.losses]
+    precision = next((run.precisions[name] for name in names if name in run.precisions), None)
+    if precision is not None:
+        return precision.words
+    return "float32 sums" if any(name in run.loose for name in names) else ""
+
+
+def _trained(comparison: Comparison) -> list[str]:
+    if not comparison.trained_by_one:
+        return []
+    return [f"only one of the two trained, and has a loss, at {some(comparison.trained_by_one)}"]
 
 
 def _names(series: Sequence[Difference]) -> str:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from tools.compare_runs.readers.names import Names, no_loss
-from tools.compare_runs.run import Run
+from tools.compare_runs.readers.names import Meaning, Names, no_loss, validation_of
+from tools.compare_runs.run import FLOAT32, Gathered, Run
 
 PATTERN = "events.out.tfevents.*"
 
@@ -23,23 +23,32 @@ def read_events(path: Path, names: Names) -> Run:
     tags = events.Tags()
     recorded = {*tags["scalars"], *tags["tensors"]}
     found = names.find(recorded)
-    if not any(series == "loss" for series, _ in found.values()):
+    if not any(meaning.series == "loss" for meaning in found.values()):
         raise no_loss(path, recorded)
+    gathered = Gathered()
+    for tag, meaning in found.items():
+        for step, value in _values(events, tag, meaning).items():
+            gathered.put(meaning.series, step, value)
+    gathered.set_untrained_aside()
     return Run(
         name=path.name if path.is_dir() else path.parent.name or path.name,
         source="TensorBoard event files",
         place=str(path),
-        series={series: _values(events, tag, factor) for tag, (series, factor) in found.items()},
-        precision="float32",
+        series=gathered.series,
+        precisions=dict.fromkeys(gathered.series, FLOAT32),
+        untrained=frozenset(gathered.untrained),
+        validation=validation_of(found),
         remarks=["TensorBoard keeps float32: seven digits"],
     )
 
 
-def _values(events: Any, tag: str, factor: float) -> dict[int, float]:
+def _values(events: Any, tag: str, meaning: Meaning) -> dict[int, float]:
     """A step that was written twice counts as it was written last."""
     if tag in events.Tags()["scalars"]:
-        return {event.step: float(event.value) * factor for event in events.Scalars(tag)}
+        return {event.step + meaning.shift: float(event.value) * meaning.factor for event in events.Scalars(tag)}
     from tensorboard.util.tensor_util import make_ndarray  # noqa: PLC0415
 
-    arrays = ((event.step, make_ndarray(event.tensor_proto)) for event in events.Tensors(tag))
-    return {step: float(array) * factor for step, array in arrays if array.size == 1 and array.dtype.kind == "f"}
+    arrays = ((event.step + meaning.shift, make_ndarray(event.tensor_proto)) for event in events.Tensors(tag))
+    return {
+        step: float(array) * meaning.factor for step, array in arrays if array.size == 1 and array.dtype.kind == "f"
+    }

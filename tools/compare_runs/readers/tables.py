@@ -5,11 +5,12 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
 from equivalence.errors import InputError
-from tools.compare_runs.readers.names import Names, UnknownKindError, no_loss
+from tools.compare_runs.readers.names import Names, UnknownKindError, no_loss, validation_of
 from tools.compare_runs.run import Gathered, Run, to_number
 
 STEPS = ("_step", "Step", "step", "trainer/global_step", "train/global_step")
@@ -21,7 +22,7 @@ def read_csv(path: Path, names: Names) -> Run:
     """The run of a CSV export. Raises InputError for a chart of several runs, and as `read_json`."""
     with path.open(encoding="utf-8-sig", newline="") as file:
         try:
-            rows = list(csv.DictReader(file, strict=True))
+            rows = [row for row in csv.DictReader(file, strict=True) if None not in row.values()]  # a cut row is no row
         except csv.Error as error:
             raise InputError(f"{path}: no CSV: {error}") from error
     return _run(path, names, [_charted(path, row) for row in rows], "W&B export (CSV)")
@@ -31,10 +32,13 @@ def read_json(path: Path, names: Names) -> Run:
     """The run of a JSON export. Raises InputError where there is no column of steps, or no loss."""
     text = path.read_text(encoding="utf-8")
     try:
-        content = json.loads(text)
+        content = json.loads(text, parse_float=Decimal)  # which keeps the digits that were written
     except ValueError:
+        lines = [line for line in text.split("\n") if line.strip()]
+        if len(lines) > 1 and not text.endswith("\n") and not lines[-1].rstrip().endswith("}"):
+            lines.pop()  # it was cut, and a line that is not whole is no line
         try:
-            content = [json.loads(line) for line in text.splitlines() if line.strip()]
+            content = [json.loads(line, parse_float=Decimal) for line in lines]
         except ValueError as error:
             raise UnknownKindError(f"{path}: neither JSON nor one JSON object a line: {error}") from error
     rows = list(_columns(path, content)) if isinstance(content, dict) and not _is_row(content) else content
@@ -85,21 +89,31 @@ def _run(path: Path, names: Names, rows: Sequence[Mapping[str, Any]], source: st
             f"{path}: no column of steps ({', '.join(STEPS)}) among {', '.join(sorted(recorded)[:20])}"
         )
     found = names.find(recorded)
-    if not any(series == "loss" for series, _ in found.values()):
+    if not any(meaning.series == "loss" for meaning in found.values()):
         raise no_loss(path, recorded)
     gathered = Gathered()
     for row in rows:
         step = to_number(row.get(column))
         if step is None:
             continue
-        for name, (series, factor) in found.items():
-            value = to_number(row.get(name))
+        for name, meaning in found.items():
+            written = row.get(name)
+            value = to_number(written)
             if value is not None:
-                gathered.put(series, int(step), value * factor)
+                text = str(written) if meaning.factor == 1 else None
+                gathered.put(meaning.series, int(step) + meaning.shift, value * meaning.factor, text=text)
+    gathered.set_untrained_aside()
+    precisions = gathered.precisions()
     return Run(
         name=path.stem,
         source=source,
         place=str(path),
         series=gathered.series,
-        remarks=["an export of W&B may leave steps out: those that both runs have are compared"],
+        precisions=precisions,
+        untrained=frozenset(gathered.untrained),
+        validation=validation_of(found),
+        remarks=[
+            "an export of W&B may leave steps out: those that both runs have are compared",
+            *([f"the export has losses to {precisions['loss'].words}"] if "loss" in precisions else []),
+        ],
     )
