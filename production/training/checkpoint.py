@@ -241,8 +241,10 @@ class Checkpoints:
                     remove(path)
 
 
-def restore(path: Path, engine: Engine, manifest: Manifest) -> None:
+def restore(path: Path, engine: Engine, manifest: Manifest, *, is_resharded: bool = False) -> None:
     """Load weights, optimizer, schedule and random states, so that the run goes on to the bit. Collective over the world.
+
+    `is_resharded` says that the ranks are laid out otherwise than those that saved: nobody's random states are there then.
 
     Verify the files first (`verify`). Raises CheckpointRefused for one without optimizer.
     """
@@ -255,12 +257,15 @@ def restore(path: Path, engine: Engine, manifest: Manifest) -> None:
     with torch.no_grad(), engine.settled():
         allocate(engine.optimizer)
         wanted = sharded_state(engine, with_optimizer=True, sharding_type=manifest.sharding_type, loading=True)
+        if is_resharded:
+            del wanted["random"]
         state = load_state(wanted, path)
         unwrap(engine.model).load_state_dict(state["model"])
         engine.optimizer.load_state_dict(state["optimizer"])
         set_steps(engine.optimizer)
         engine.scheduler.load_state_dict(state["scheduler"])
-        set_random(state["random"])
+        if not is_resharded:
+            set_random(state["random"])
 
 
 def load_state(wanted: dict[str, Any], path: Path) -> dict[str, Any]:

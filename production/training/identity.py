@@ -98,8 +98,11 @@ def fingerprint(
     }
 
 
-def check_resume(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Refuse to go on where the two fingerprints differ: ResumeRefused with both values of each key that does."""
+def check_resume(saved: Mapping[str, Any], now: Mapping[str, Any], *, free: Sequence[str] = ()) -> list[str]:
+    """Refuse to go on where the two fingerprints differ: ResumeRefused with both values of each key that does.
+
+    Keys of `free` may differ, and those that do are returned.
+    """
     # Through JSON, as the saved one went: a tuple and a list are the same.
     before, after = (msgspec.json.decode(msgspec.json.encode(dict(one))) for one in (saved, now))
     differing = {
@@ -107,8 +110,9 @@ def check_resume(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
         for key in dict.fromkeys([*before, *after])
         if before.get(key, MISSING) != after.get(key, MISSING)
     }
+    changed = [key for key in free if differing.pop(key, None) is not None]
     if not differing:
-        return
+        return changed
     told = "; ".join(
         f"{key}: saved {_said(key, old)}, now {_said(key, new)}"
         for key, (old, new) in ((key, _apart(*pair)) for key, pair in differing.items())

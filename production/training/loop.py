@@ -25,7 +25,6 @@ from production.training.engine import Stepped
 from production.training.feed import Fed, Feed
 from production.training.flops import peak_tflops, work_of
 from production.training.folders import HeldFolders, held_folders
-from production.training.identity import check_resume
 from production.training.launch import Launched, launched, world_size
 from production.training.loggers import Loggers, Record, Value
 from production.training.manifest import Manifest
@@ -34,7 +33,7 @@ from production.training.orphan import LAUNCHER_GONE, outliving_no_launcher
 from production.training.progress import RunProgress
 from production.training.router_losses import router_loss_names
 from production.training.run_record import open_run_loggers, run_name
-from production.training.start import build, check_same, checkpoints_of, found_checkpoint, identity
+from production.training.start import build, check_going_on, check_same, checkpoints_of, found_checkpoint, identity
 from production.training.step_numbers import StepNumbers
 from production.training.summary import close_run
 from production.training.tokenizer import vocabulary_size
@@ -110,8 +109,7 @@ class _Run:
             vocabulary = vocabulary_size(job, feed.tokenizer)
             self._identity = identity(job, feed, self._place, vocab_size=vocabulary, run_steps=self._total_steps())
             check_same(self._identity, self._place)
-            if found is not None:
-                check_resume(found[1].fingerprint, self._identity)
+            is_resharded = found is not None and check_going_on(job, found[1].fingerprint, self._identity)
             self._ending = Ending(
                 asked=self._asked,
                 must_save_by=job.checkpointing.checkpoint_must_save_by,
@@ -120,7 +118,12 @@ class _Run:
             # Before the model: a logger that cannot log in ends the job without having built one.
             with self._loggers() as self._log:
                 self._engine = build(
-                    job, self._place, vocab_size=vocabulary, found=found, run_steps=self._total_steps()
+                    job,
+                    self._place,
+                    vocab_size=vocabulary,
+                    found=found,
+                    run_steps=self._total_steps(),
+                    is_resharded=is_resharded,
                 )
                 self._metrics = StepMetrics(
                     group=Group.of_parallel_state(),

@@ -18,7 +18,7 @@ from production.training.config import Job
 from production.training.config.settings import uses_distributed_optimizer
 from production.training.engine import Engine
 from production.training.feed import Feed
-from production.training.identity import BUCKETS, MISSING, option
+from production.training.identity import BUCKETS, MISSING, check_resume, option
 from production.training.manifest import CheckpointRefused, Manifest, verify
 
 _FREE = ("recompute", "overlap", "log_", "barrier", "timers")
@@ -109,6 +109,31 @@ def _packing(job: Job) -> dict[str, Any]:
     }
 
 
+_OF_THE_WORLD = ("world_size", "data_parallel_size")
+
+
+def check_going_on(job: Job, saved: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    """Hold this run against what a checkpoint's was; True where it goes on in another layout (`checkpointing.reshard`).
+
+    Rows come in an order that consumed samples alone decide, and weights and optimizer are laid out anew; what a rank draws is not, and
+    bins of the online path are packed by the data-parallel size. Raises ResumeRefused for what may not differ.
+    """
+    if not job.checkpointing.reshard or not job.is_packed:
+        check_resume(saved, now)
+        return False
+    free = _OF_THE_WORLD if uses_distributed_optimizer(job) else (*_OF_THE_WORLD, "tensor_parallel_size")
+    changed = check_resume(saved, now, free=free)
+    draws = [name for name in ("hidden_dropout", "attention_dropout") if getattr(job.model, name) > 0]
+    draws += [name for name in ("moe_input_jitter_eps",) if job.megatron.transformer.get(name)]
+    if changed and draws:
+        raise CheckpointRefused(
+            what=f"{', '.join(changed)} differ, and {', '.join(draws)} draws on each rank for itself: nobody can go on with those draws",
+            where=job.where("checkpointing.reshard"),
+            mend="start as many ranks in the layout as before, or start a new run from the weights (model.initial: megatron)",
+        )
+    return bool(changed)
+
+
 def check_same(identity: Mapping[str, Any], place: Place) -> None:
     """All ranks must read the same rows: nothing is broadcast later. One exchange, before the model is built.
 
@@ -145,6 +170,7 @@ def build(
     vocab_size: int,
     found: tuple[Path, Manifest] | None,
     run_steps: int | None = None,
+    is_resharded: bool = False,
 ) -> Engine:
     """Model, optimizer and schedule: as the checkpoint left them, or with the weights that the job begins with.
 
@@ -152,7 +178,7 @@ def build(
     """
     if found is not None:
         engine = Engine(job, place, vocab_size=vocab_size, run_steps=run_steps)
-        restore(found[0], engine, found[1])
+        restore(found[0], engine, found[1], is_resharded=is_resharded)
         return engine
     prepare = None if job.model.initial == "scratch" else lambda model: _load(job, model)
     return Engine(job, place, vocab_size=vocab_size, prepare=prepare, run_steps=run_steps)

@@ -245,3 +245,45 @@ def test_weights_of_a_checkpoint_start_a_run_in_another_layout(world, rows, tmp_
     begun = world(2 if after else 1, "weights", {"config": str(started), "overrides": start})
     assert begun[0][0]["step"] == 1
     assert jobs.together(ended) == jobs.together(begun)
+
+
+RESHARDED = {
+    "dp 1 to 2, distributed": (1, {}, DISTRIBUTED),
+    "dp 2 to 1, distributed": (2, {}, DISTRIBUTED),
+    "dp 1 to 2, plain": (1, {}, {}),
+    "dp 1 to tp 2, plain": (1, split("tensor_model"), {}),
+}
+
+
+def test_a_resume_in_another_layout_goes_on_as_that_layout_would_and_only_where_it_is_asked_for(world, rows, tmp_path):
+    """Sums over ranks add up in another order, and nothing else differs: bounds are those of float32 over 64 positions."""
+    no_draws = {"model.hidden_dropout": 0.0, f"{MEGATRON}.scheduler.lr_decay_iters": 4}
+    payloads = {1: [], 2: []}
+    for name, (size, _, changes) in RESHARDED.items():
+        config = str(jobs.write_job(tmp_path / name, rows, **MTP | no_draws | changes))
+        payloads[size].append({"config": config, "overrides": ["sft.max_num_steps=2"]})
+    for size, payload in payloads.items():
+        assert all(each["step"] == 2 for each in world(size, "train_in_turn", payload)[0])
+    for other in (2, 1):
+        cases = {name: case for name, case in RESHARDED.items() if case[0] != other}
+        payload = []
+        for name, (_, layout, changes) in cases.items():
+            whole = str(jobs.write_job(tmp_path / f"{name} whole", rows, **MTP | no_draws | changes | layout))
+            config = str(tmp_path / name / "job.yaml")
+            moved = [f"{key}={value}" for key, value in layout.items()]
+            payload += [{"config": whole}, {"config": config, "overrides": moved}]
+            payload += [{"config": config, "overrides": [*moved, "checkpointing.reshard=true"]}]
+        found = world(other, "train_in_turn", payload)[0]
+        for name, whole, refused, gone_on in zip(cases, found[::3], found[1::3], found[2::3], strict=True):
+            assert refused["kind"] == "ResumeRefused", name
+            assert list(gone_on["losses"]) == [3, 4], (name, gone_on)
+            for step in (3, 4):
+                for one, two in zip(gone_on["losses"][step], whole["losses"][step], strict=True):
+                    assert one == pytest.approx(two, rel=2e-6), (name, step)
+
+
+def test_a_resume_in_another_layout_is_refused_where_each_rank_draws(world, stopped):
+    payload = {"config": str(stopped), "overrides": ["checkpointing.reshard=true"]}
+    (found,) = world(1, "train", payload)
+    assert found["kind"] == "CheckpointRefused"
+    assert "hidden_dropout draws on each rank for itself" in found["refused"]

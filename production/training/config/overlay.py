@@ -150,7 +150,7 @@ def _put(values: Any, parts: Iterable[str], new: Any, key: str, where: str) -> A
             what = f"{key} names entry {index} of a list of {count}"
             raise ConfigRefused(kind="override", key=key, what=what, where=where, mend="name an entry that is there")
         return [_put(each, rest, new, key, where) if at == index else each for at, each in enumerate(values)]
-    if isinstance(values, list):
+    if isinstance(values, list) and values:  # an empty one is a split that no file has: it may be one dataset
         what = f"{key} asks a list for {name!r}"
         raise ConfigRefused(kind="override", key=key, what=what, where=where, mend="name an entry, such as [0]")
     below = values if isinstance(values, dict) else {}

@@ -69,6 +69,8 @@ class Checkpointing:
     """megatron-core's `sharding_type` of the distributed optimizer; validation refuses those that do not hold for a layout. The plain optimizer needs none."""
     resume: bool = True
     """Whether to go on from the newest checkpoint in `checkpoint_dir`, if there is one."""
+    reshard: bool = False
+    """Whether a resume may have another number of data-parallel ranks or, with the plain optimizer, another tensor parallel size (docs/checkpoints.md)."""
 
 
 @dataclass(frozen=True, kw_only=True)
