@@ -241,13 +241,21 @@ class Checkpoints:
                     remove(path)
 
 
-def restore(path: Path, engine: Engine, manifest: Manifest, *, is_resharded: bool = False) -> None:
+def restore(path: Path, engine: Engine, manifest: Manifest) -> None:
     """Load weights, optimizer, schedule and random states, so that the run goes on to the bit. Collective over the world.
 
-    `is_resharded` says that the ranks are laid out otherwise than those that saved: nobody's random states are there then.
-
-    Verify the files first (`verify`). Raises CheckpointRefused for one without optimizer.
+    Verify the files first (`manifest.verify`). Raises CheckpointRefused for one without optimizer.
     """
+    _restore(path, engine, manifest, with_random=True)
+
+
+def restore_resharded(path: Path, engine: Engine, manifest: Manifest) -> None:
+    """Load all but the random states, of which ranks that are laid out otherwise have none. Collective and raises as `restore`."""
+    _restore(path, engine, manifest, with_random=False)
+
+
+def _restore(path: Path, engine: Engine, manifest: Manifest, *, with_random: bool) -> None:
+    """Load weights, optimizer and schedule, and random states where asked for."""
     if not manifest.has_optimizer:
         raise CheckpointRefused(
             what="it was written without the optimizer's state",
@@ -257,14 +265,14 @@ def restore(path: Path, engine: Engine, manifest: Manifest, *, is_resharded: boo
     with torch.no_grad(), engine.settled():
         allocate(engine.optimizer)
         wanted = sharded_state(engine, with_optimizer=True, sharding_type=manifest.sharding_type, loading=True)
-        if is_resharded:
+        if not with_random:
             del wanted["random"]
         state = load_state(wanted, path)
         unwrap(engine.model).load_state_dict(state["model"])
         engine.optimizer.load_state_dict(state["optimizer"])
         set_steps(engine.optimizer)
         engine.scheduler.load_state_dict(state["scheduler"])
-        if not is_resharded:
+        if with_random:
             set_random(state["random"])
 
 

@@ -12,7 +12,7 @@ from torch import distributed
 
 from production.errors import PackproofError
 from production.parallel import Place
-from production.training.checkpoint import Checkpoints, restore
+from production.training.checkpoint import Checkpoints, restore, restore_resharded
 from production.training.checkpoint_weights import load_weights
 from production.training.config import Job
 from production.training.config.settings import uses_distributed_optimizer
@@ -178,7 +178,7 @@ def build(
     """
     if found is not None:
         engine = Engine(job, place, vocab_size=vocab_size, run_steps=run_steps)
-        restore(found[0], engine, found[1], is_resharded=is_resharded)
+        (restore_resharded if is_resharded else restore)(found[0], engine, found[1])
         return engine
     prepare = None if job.model.initial == "scratch" else lambda model: _load(job, model)
     return Engine(job, place, vocab_size=vocab_size, prepare=prepare, run_steps=run_steps)
