@@ -25,7 +25,7 @@ from equivalence.mutants.matrix import CHECKS, Kills, failures, kill_matrix
 from equivalence.plan import shard_of
 from equivalence.pool import default_workers
 from equivalence.report import html, kills, summary, terminal
-from equivalence.run import Options, count_rows, execute
+from equivalence.run import Options, count_rows, execute, sample_notes
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 
@@ -146,6 +146,8 @@ def _run(asked: Run, command: str, console: Console) -> int:
         rows=asked.rows,
         models=asked.models,
     )
+    for note in sample_notes(options.sample, options.tokenizer):
+        console.print(f"note: {note}", highlight=False, markup=False, soft_wrap=True)
     with terminal.Reporter(console) as progress:
         outcome = execute(options, progress)
     document = summary.summarise(outcome, command)

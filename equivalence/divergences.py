@@ -185,11 +185,24 @@ REGISTRY: tuple[Divergence, ...] = (
     Divergence(
         field="unknown_pad_token",
         permissive="unk",
-        strict="refuse",
-        why="transformers gives the unknown id for a token that the vocabulary lacks; nobody is told.",
-        predict=predictions.refusing(predictions.unknown_pad),
-        smallest=((System, "w0"),),
-        settings=_identity(2, pad_token="<nowhere>"),
+        strict="unk_early",
+        why="Megatron-LM notices that it has no pad id where the row becomes a tensor; the direct path before it reads a conversation.",
+        predict=predictions.refusing(predictions.missing_pad),
+        smallest=((Assistant, ""),),
+        settings=RowSettings(prompt_format="nemotron-nano-v2", pack_length=2),
+        tokenizer="plain",
+    ),
+    *(
+        Divergence(
+            field="unknown_pad_token",
+            permissive=permissive,
+            strict="refuse",
+            why="transformers gives the unknown id for a token that the vocabulary lacks; nobody is told.",
+            predict=predictions.refusing(predictions.unknown_pad),
+            smallest=((System, "w0"),),
+            settings=_identity(2, pad_token="<nowhere>"),
+        )
+        for permissive in ("unk", "unk_early")
     ),
 )
 

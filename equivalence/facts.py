@@ -6,6 +6,7 @@ Refusals have a stage, their place in SPEC section 9's order of checks, so that 
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,8 +22,9 @@ Stage = tuple[int, ...]
     UNSUPPORTED,
     EARLY_PAD,
     NO_MESSAGE,
-    SPLIT,
     ENDS,
+    PAD,
+    SPLIT,
     CONVERSATIONS,
     NO_TOKEN,
     LATE_PAD,
@@ -30,7 +32,7 @@ Stage = tuple[int, ...]
     DIVISIBLE,
     DROPPED,
     TRUNCATED,
-) = range(12)
+) = range(13)
 """The stages of a row, in SPEC section 9's order."""
 
 WHOLE, AFTER = -1, 1 << 30
@@ -50,8 +52,6 @@ TURN_STEPS = {
 
 _ROW_STAGES = {
     "unsupported_format": UNSUPPORTED,
-    "row_start": ENDS,
-    "row_end": ENDS,
     "too_many_boundaries": BOUNDARIES,
     "indivisible_segment": DIVISIBLE,
     "dropped": DROPPED,
@@ -147,6 +147,8 @@ def stage_of(refusal: Refusal, messages: Messages, settings: RowSettings) -> Sta
     kind, conversation, turn = refusal.kind, refusal.conversation, refusal.turn
     if kind in _ROW_STAGES:
         return (_ROW_STAGES[kind],)
+    if kind in ("row_start", "row_end"):
+        return (ENDS, int(kind == "row_end"))
     if conversation is not None:
         if turn is not None:
             exact = kind == "unknown_role" and row_settings(settings).semantics.turn_rules == "every_format"
@@ -154,8 +156,18 @@ def stage_of(refusal: Refusal, messages: Messages, settings: RowSettings) -> Sta
         if kind in ("turn_mismatch", "empty_conversation"):
             return (CONVERSATIONS, conversation, AFTER, int(kind == "empty_conversation"))
         return (CONVERSATIONS, conversation, WHOLE, 0)
+    semantics = row_settings(settings).semantics
     if kind == "no_pad_token":
-        return (EARLY_PAD if row_settings(settings).semantics.unknown_pad_token == "refuse" else LATE_PAD,)
+        return ({"refuse": EARLY_PAD, "unk_early": PAD, "unk": LATE_PAD}[semantics.unknown_pad_token],)
     if kind == "empty_row":
         return (NO_TOKEN if messages else NO_MESSAGE,)
+    if semantics.row_ends == "system_to_assistant":
+        for place, message in enumerate((messages[0], messages[-1])):
+            if not is_message(message):
+                return (ENDS, place)
     return (SPLIT,)
+
+
+def is_message(message: object) -> bool:
+    """Whether a message is one that R-SPLIT-2 takes."""
+    return isinstance(message, Mapping) and "role" in message

@@ -46,13 +46,13 @@ class Job:
     """One piece of a run."""
 
     kind: str
-    """corpus, model_corpus, files, sample, rows, batches, divergences, layouts, models, trainer or smallest."""
+    """corpus, model_corpus, files, recorded, sample, rows, batches, divergences, layouts, models, trainer or smallest."""
     subjects: tuple[str, ...]
     prompt_format: str = ""
     seed: int = 0
     examples: int = 0
     aim: str | None = None
-    """The fault class of `rows`, the check of `layouts`, the kind of model of `trainer`."""
+    """The fault class of `rows`, the check of `layouts`, the kind of model of `trainer`, the outcomes of `recorded`."""
     paths: tuple[str, ...] = ()
     """Saved cases; or the packed file of `sample`, the folder of `files`."""
     tokenizer: str = ""
@@ -60,7 +60,7 @@ class Job:
     context_parallel_size: int = 1
     pack_length: int = 0
     first: int = 0
-    """Of `sample`: the first row, then every `step`th, `examples` in all. Of `trainer`: the number of ranks, 0 for a few layouts."""
+    """Of `sample`: the first row, then every `step`th, `examples` in all. Of `recorded`: the first outcome. Of `trainer`: the number of ranks, 0 for a few layouts."""
     step: int = 1
     layout: Layout | None = None
     """Of `models`."""
@@ -272,6 +272,14 @@ def _search(job: Job, strategy: SearchStrategy[Any], check: Check, tally: Tally)
         tally.errors.append(f"{job.title}: {found}\non the case\n{case.to_json()}")
 
 
+def _recorded(job: Job, sides: list[Subject], tally: Tally) -> None:
+    assert job.aim is not None
+    from equivalence import recorded_jobs  # noqa: PLC0415 - megatron-core's training code takes seconds
+
+    with _named_errors(tally, job.title):
+        recorded_jobs.run(job.aim, range(job.first, job.first + job.examples), sides, tally)
+
+
 def _layouts(job: Job, sides: list[Subject], tally: Tally) -> None:
     del sides
     assert job.aim is not None
@@ -335,6 +343,7 @@ def _named_errors(tally: Tally, where: str) -> Iterator[None]:
 RUNNERS: dict[str, Callable[[Job, list[Subject], Tally], None]] = {
     "corpus": _corpus,
     "files": _files,
+    "recorded": _recorded,
     "sample": _sample,
     "rows": _rows,
     "batches": _batches,

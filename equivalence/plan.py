@@ -120,7 +120,15 @@ SIZES = {
 """On two idle cores: some three minutes, some twenty, and as many rounds as the asked-for rows need; training steps are two thirds of it."""
 
 
-COST = {"rows": 1.0, "batches": 1.5, "divergences": 4.0, "sample": 5.5, "layouts": 1.4, "trainer": 1000.0}
+COST = {
+    "rows": 1.0,
+    "recorded": 0.7,
+    "batches": 1.5,
+    "divergences": 4.0,
+    "sample": 5.5,
+    "layouts": 1.4,
+    "trainer": 1000.0,
+}
 MODEL_COST = {1: 30.0, 2: 70.0, 4: 140.0, 8: 250.0}
 """What a training step costs, by the number of ranks."""
 """What an example costs, in generated rows; to tell the time left."""
@@ -223,6 +231,27 @@ def _round(size: Size, seed: str, subjects: tuple[str, ...]) -> Iterator[Job]:
                     seed=_seed(seed, kind, prompt_format, str(number)),
                     examples=len(some),
                 )
+
+
+RECORDED = {
+    "packings": 2768,
+    "partitions": 938,
+    "batches": 60,
+    "nemo-rl-direct": 1697,
+    "megatron-lm-0.19": 435,
+    "megatron-lm-main": 435,
+}
+"""Recorded outcomes by what they are held to (`recorded_jobs.run`), and how many there are."""
+RECORDED_AT_ONCE = 700
+"""Recorded outcomes of one job."""
+
+
+def recorded_jobs(subjects: tuple[str, ...]) -> Iterator[Job]:
+    """Every recorded outcome, in every size: some to a job."""
+    for name, count in RECORDED.items():
+        for first in range(0, count, RECORDED_AT_ONCE):
+            examples = min(RECORDED_AT_ONCE, count - first)
+            yield Job(kind="recorded", subjects=subjects, aim=name, first=first, examples=examples)
 
 
 def layout_jobs(size: Size, seed: int, subjects: tuple[str, ...]) -> Iterator[Job]:

@@ -183,11 +183,13 @@ def turn_rules(facts: Facts, rules: str, all_reached: list[Reached]) -> Iterator
 
 def row_ends(facts: Facts) -> Iterator[Violation]:
     """A row that does not run from a system to an assistant message."""
-    if facts.messages and facts.reached:
-        if facts.messages[0]["role"] != System:
-            yield (stages.ENDS, 0), "row_start"
-        if facts.messages[-1]["role"] != Assistant:
-            yield (stages.ENDS, 1), "row_end"
+    if facts.messages:
+        ends = ((facts.messages[0], System, "row_start"), (facts.messages[-1], Assistant, "row_end"))
+        for place, (message, role, kind) in enumerate(ends):
+            if not stages.is_message(message):
+                yield (stages.ENDS, place), "bad_message"
+            elif message["role"] != role:
+                yield (stages.ENDS, place), kind
 
 
 def _mismatches(facts: Facts, all_reached: list[Reached]) -> Iterator[Violation]:
@@ -277,6 +279,12 @@ def losses(facts: Facts) -> Iterator[Violation]:
     for kind, stage in (("dropped", stages.DROPPED), ("truncated", stages.TRUNCATED)):
         if facts.outcome.report is not None and facts.outcome.report[kind]:
             yield (stage,), kind
+
+
+def missing_pad(facts: Facts) -> Iterator[Violation]:
+    """A pad token that the vocabulary lacks, where there is no unknown token to take its place."""
+    if prompts.pad_id(facts.tokenizer, facts.prompt) is None:
+        yield (stages.PAD,), "no_pad_token"
 
 
 def unknown_pad(facts: Facts) -> Iterator[Violation]:

@@ -29,6 +29,7 @@ from equivalence.plan import (
     layout_jobs,
     model_corpus_jobs,
     model_jobs,
+    recorded_jobs,
     sample_jobs,
     spread,
     trainer_jobs,
@@ -37,6 +38,9 @@ from equivalence.pool import run_jobs
 from equivalence.tally import MODEL_CHECKS, Differing, Tally
 from equivalence.witnesses import Witness, witnesses
 from equivalence.workers import MOST_WORKERS
+from production.files.head import first_rows
+from production.format_fit import format_misfits, misfit_text
+from production.prompts import FORMATS
 
 STOP_AFTER = 20
 """Differences after which a run stops: more of the same would only take time."""
@@ -202,6 +206,7 @@ def _planned(options: Options, size: Size) -> Iterator[Job]:
     yield Job(kind="smallest", subjects=options.subjects)
     if "megatron_lm" in options.subjects:  # its reader is one of the two
         yield Job(kind="files", subjects=options.subjects, paths=(str(options.out / "files"),))
+    yield from recorded_jobs(options.subjects)
     yield from layout_jobs(size, options.seed, options.subjects)
     steps = list(model_jobs(size, options.seed, options.subjects)) if options.models else []
     rows = _row_jobs(options, size)
@@ -237,6 +242,7 @@ def _preload(options: Options, size: Size) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of megatron-core, that CUDA and optional kernels are absent
         importlib.import_module("equivalence.layouts")
+        importlib.import_module("equivalence.recorded_jobs")
         if options.models:
             importlib.import_module("equivalence.model_jobs").preload_models()
             importlib.import_module("equivalence.training_runs").preload_training()
@@ -245,13 +251,25 @@ def _preload(options: Options, size: Size) -> None:
 
 def count_rows(path: Path) -> int:
     """Lines of a packed file. InputError if it is not there, or empty."""
+    if path.is_dir():
+        raise InputError(f"{path} is a folder; give a packed JSONL file with --sample, or --sample none")
     if not path.is_file():
         raise InputError(f"{path}: no such file; give a packed JSONL file with --sample, or --sample none")
     with path.open("rb") as file:
         count = sum(1 for _ in file)
     if not count:
         raise InputError(f"{path} is empty; give a packed JSONL file with --sample, or --sample none")
+    next(first_rows(str(path), 1, "messages", skip=True), None)  # BadInput for what is no JSON lines
     return count
+
+
+def sample_notes(sample: Path | None, tokenizer: str) -> list[str]:
+    """Prompt formats that do not fit the sample's tokenizer: rows of them are compared all the same, and nothing else says so."""
+    if sample is None:
+        return []
+    loaded = tokenizers.load(tokenizer)
+    found = {name: format_misfits(loaded, name) for name in FORMATS}
+    return [misfit_text(name, misfits) for name, misfits in found.items() if misfits]
 
 
 def _saved(differing: Differing, options: Options) -> Differing:

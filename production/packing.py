@@ -7,6 +7,7 @@ bin in turn takes minutes.
 from __future__ import annotations
 
 import heapq
+import itertools
 import random
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Sequence
@@ -124,7 +125,8 @@ PACKERS: dict[str, Callable[[Sequence[int], int], Bins]] = {
 def raise_bin_count(bins: Bins, multiple_of: int) -> Bins:
     """The bins, and as many more as make their number a multiple (R-PACK-5); bins given are not changed.
 
-    Each new bin takes the last sequence of the bin with most. Raises PackproofError for fewer sequences than bins.
+    The given bin with the most sequences gives its last ones away, one to each new bin, until it has one left; then the next
+    fullest does. Raises PackproofError for fewer sequences than bins.
     """
     if multiple_of < 1:
         raise PackproofError(what=f"a multiple of {multiple_of}", where="number of bins", mend="give at least 1")
@@ -137,14 +139,10 @@ def raise_bin_count(bins: Bins, multiple_of: int) -> Bins:
             mend="give at least one sequence per data-parallel rank: a larger batch, or fewer ranks",
         )
     raised = [list(each) for each in bins]
-    most = [(-len(each), -number) for number, each in enumerate(raised)]
-    heapq.heapify(most)
-    for _ in range(missing):
-        number = -most[0][1]
-        raised.append([raised[number].pop()])
-        # A bin of one, such as each new one, never has the most: there are more sequences than bins.
-        heapq.heapreplace(most, (-len(raised[number]), -number))
-    return raised
+    by_size = sorted(((len(each), number) for number, each in enumerate(bins)), reverse=True)
+    # There are enough sequences, so the spare ones of all given bins never run out before the new bins are filled.
+    spare = (number for count, number in by_size for _ in range(count - 1))
+    return raised + [[raised[number].pop()] for number in itertools.islice(spare, missing)]
 
 
 def take_rank(bins: Bins, *, rank: int, size: int) -> Bins:

@@ -29,6 +29,10 @@ class PromptFormat:
     """Appends the text of each message; None where only the tokenizer's template knows."""
     turn_starts: tuple[str, ...] = ()
     """Special tokens that a rendered message may begin with."""
+    markers: tuple[str, ...] = ()
+    """Texts that the format writes around contents, each of which must be one token of the tokenizer (R-FIT-1)."""
+    assistant_header: str = ""
+    """What an assistant turn begins with; its tokens are the prefix that is not trained (R-FIT-2)."""
     rendered_roles: tuple[str, ...] | None = None
     """Roles that render; None if all do."""
     pad_token: str | None = None
@@ -79,12 +83,14 @@ def split_conversations(messages: Sequence[Any]) -> RowMessages:
     return RowMessages(messages=messages, roles=roles, bounds=[0, *starts, len(messages)])
 
 
-def check_row_ends(row: RowMessages) -> None:
-    """Refuse a row that does not run from a system to an assistant message (R-ENDS-1)."""
-    if row.roles[0] != "system":
-        raise refusal("row_start", f"the first message has the role {row.roles[0]!r}")
-    if row.roles[-1] != "assistant":
-        raise refusal("row_end", f"the last message has the role {row.roles[-1]!r}")
+def check_row_ends(messages: Sequence[Any]) -> None:
+    """Refuse a row that does not run from a system to an assistant message, or whose first or last message has no role (R-ENDS-1)."""
+    for index, role, kind, name in ((0, "system", "row_start", "first"), (-1, "assistant", "row_end", "last")):
+        message = messages[index]
+        if not isinstance(message, Mapping) or "role" not in message:
+            raise refusal("bad_message", f"the row's {name} message {_lacks(message)}")
+        if message["role"] != role:
+            raise refusal(kind, f"the {name} message has the role {message['role']!r}")
 
 
 def count_unrendered(row: RowMessages, prompt_format: PromptFormat) -> tuple[int | None, int | None]:
@@ -186,13 +192,16 @@ def _identity(conversation: Conversation, texts: list[str]) -> None:
 def _roles_one_by_one(messages: Sequence[Any]) -> Iterator[Any]:
     conversation = start = 0
     for index, message in enumerate(messages):
-        is_message = isinstance(message, Mapping)
-        if not is_message or "role" not in message:
-            what = "a message without a role" if is_message else f"a {type(message).__name__} in place of a message"
+        if not isinstance(message, Mapping) or "role" not in message:
+            what = f"the message {_lacks(message)}"
             raise refusal("bad_message", what, conversation=conversation, turn=index - start)
         if message["role"] == "system" and index:
             conversation, start = conversation + 1, index
         yield message["role"]
+
+
+def _lacks(message: object) -> str:
+    return "has no role" if isinstance(message, Mapping) else f"is a {type(message).__name__}, no object"
 
 
 def _has_unknown_key(message: Message) -> bool:
@@ -206,6 +215,8 @@ FORMATS: dict[str, PromptFormat] = {
             name="nemotron-nano-v2",
             render=_nemotron_nano_v2,
             turn_starts=("<SPECIAL_10>", "<SPECIAL_11>"),
+            markers=("<SPECIAL_10>", "<SPECIAL_11>", "<SPECIAL_12>"),
+            assistant_header="<SPECIAL_11>Assistant\n",
             rendered_roles=_RENDERED_ROLES,
             pad_token="<unk>",
             assistant_prefix_len=3,
@@ -214,6 +225,7 @@ FORMATS: dict[str, PromptFormat] = {
             name="nemotron-h-aligned",
             render=_nemotron_h_aligned,
             turn_starts=("<SPECIAL_10>", "<SPECIAL_11>"),
+            markers=("<SPECIAL_10>", "<SPECIAL_11>"),
             rendered_roles=_RENDERED_ROLES,
             pad_token="<SPECIAL_233>",
         ),

@@ -72,6 +72,11 @@ class RowSettings:
                 where="pack_length, context_parallel_size",
                 mend=f"keep P and 2·cp below {LONGEST}: boundaries are int32",
             )
+        try:
+            (self.pad_token or "").encode()
+        except UnicodeEncodeError as error:
+            what = f"{self.pad_token!r} cannot be encoded ({error.reason})"
+            raise PackproofError(what=what, where="pad_token", mend="name a token of the tokenizer") from None
         prefix = self.assistant_prefix_len or 0
         if prefix < 0 or (prefix and self.prompt_format == "identity"):
             why = "identity renders no prefix" if prefix > 0 else "a prefix has no negative length"
@@ -109,7 +114,8 @@ class RowBuilder:
         self._settings = settings
         self._semantics = settings.semantics
         self._format = FORMATS[settings.prompt_format]
-        self._pad, self._knows_pad = self._find_pad(tokenizer)
+        pad = find_pad(tokenizer, settings)
+        self._pad, self._knows_pad = pad.id, pad.is_known
         prefix = settings.assistant_prefix_len
         self._conversations = ConversationTokenizer(
             tokenizer=tokenizer,
@@ -171,10 +177,11 @@ class RowBuilder:
             raise refusal("no_pad_token", "the vocabulary lacks the pad token")
         if not len(messages):
             raise refusal("empty_row", "the row has no message")
-        row = split_conversations(messages)
         if semantics.row_ends == "system_to_assistant":
-            check_row_ends(row)
-        return row
+            check_row_ends(messages)
+        if self._pad is None and semantics.unknown_pad_token == "unk_early":
+            raise refusal("no_pad_token", "the tokenizer has neither the pad token nor an unknown token")
+        return split_conversations(messages)
 
     def _close(self, row: RowMessages, first: Tokenized) -> Row:
         return self._finish(self._lay_out(row, first), row)
@@ -191,20 +198,6 @@ class RowBuilder:
     def pad_token_id(self) -> int | None:
         """The id that padding gets, and targets of padding (R-PAD-1); None where the tokenizer has none to give."""
         return self._pad
-
-    def _find_pad(self, tokenizer: Any) -> tuple[int | None, bool]:
-        """The pad id, if any, and whether the vocabulary has the pad token itself (R-PAD-1)."""
-        token = self._format.pad_token if self._settings.pad_token is None else self._settings.pad_token
-        if token is None:
-            token = tokenizer.eos_token if tokenizer.pad_token is None else tokenizer.pad_token
-        if token is None:
-            return None, False
-        pad: int | None = tokenizer.convert_tokens_to_ids(token)
-        unknown = tokenizer.unk_token_id
-        # The whole vocabulary is only asked for where the id alone does not tell.
-        return pad, pad is not None and (
-            pad != unknown or token == tokenizer.unk_token or token in tokenizer.get_vocab()
-        )
 
     def _lay_out(self, row: RowMessages, found: Tokenized) -> Laid:
         """Conversation after conversation until the row is full (R-LAYOUT-1 to 5); the first of them are found already."""
@@ -302,6 +295,32 @@ class RowBuilder:
             for kind in ("dropped", "truncated"):
                 if losses[kind]:
                     raise refusal(kind, f"{losses[kind]} of {losses['conversations']} conversations {kind}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pad:
+    """The token that padding gets (R-PAD-1)."""
+
+    token: str | None
+    """Its text; None where the tokenizer has none to give."""
+    id: int | None
+    """Its id, the unknown one where the vocabulary lacks it; None where there is none."""
+    is_known: bool
+    """Whether the vocabulary has the token itself."""
+
+
+def find_pad(tokenizer: Any, settings: RowSettings) -> Pad:
+    """Return the pad token of rows with these settings (R-PAD-1)."""
+    token = FORMATS[settings.prompt_format].pad_token if settings.pad_token is None else settings.pad_token
+    if token is None:
+        token = tokenizer.eos_token if tokenizer.pad_token is None else tokenizer.pad_token
+    if token is None:
+        return Pad(token=None, id=None, is_known=False)
+    pad: int | None = tokenizer.convert_tokens_to_ids(token)
+    unknown = tokenizer.unk_token_id
+    # The whole vocabulary is only asked for where the id alone does not tell.
+    is_known = pad is not None and (pad != unknown or token == tokenizer.unk_token or token in tokenizer.get_vocab())
+    return Pad(token=token, id=pad, is_known=is_known)
 
 
 def _or_refusal[**Arguments, Value](

@@ -44,8 +44,9 @@ class Semantics:
     """Whether the tokenizer's own chat template may be used (R-FORMAT-1)."""
     lost_conversations: Literal["allow", "refuse"] = "allow"
     """Whether a row may lose what does not fit (R-LAYOUT-7)."""
-    unknown_pad_token: Literal["unk", "refuse"] = "unk"
-    """A pad token that the vocabulary lacks (R-PAD-1)."""
+    unknown_pad_token: Literal["unk", "unk_early", "refuse"] = "unk"
+    """A pad token that the vocabulary lacks: the unknown id, or a refusal. Where there is no unknown id the row is refused after its
+    conversations (`unk`) or before them (`unk_early`) (R-PAD-1)."""
 
     def __post_init__(self) -> None:
         """Refuse values that no field has."""
@@ -109,6 +110,7 @@ PRESETS: dict[str, Semantics] = {
         exact_fill="stop",
         indivisible_segment="refuse",
         default_format="refuse",
+        unknown_pad_token="unk_early",
     ),
     "strict": Semantics(
         identity_prompt="masked",

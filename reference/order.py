@@ -1,9 +1,11 @@
-"""Which row comes when: epochs, shuffling, blends and the last batch, as a person would write them (SPEC section 19)."""
+"""Which row comes when: epochs, shuffling, cyclic runs, blends and the last batch, as a person would write them (SPEC section 19)."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
+
+import torch
 
 Sample = tuple[int, int, int]
 """Source, row of it and epoch of it, all from 0."""
@@ -59,6 +61,18 @@ def one_source(
                 break
             yield source, row, epoch
             given += 1
+
+
+def cyclic(rows: int, *, run_samples: int, data_parallel_size: int, is_sharded: bool) -> Iterator[Sample]:
+    """The samples of a whole run, permuted as one, as Megatron-LM's driver draws them. R-ORDER-5."""
+    if run_samples % data_parallel_size:
+        raise OrderError(f"{run_samples} samples over {data_parallel_size} ranks; take a global batch that dp divides")
+    share = run_samples // data_parallel_size if is_sharded else run_samples
+    for number in torch.randperm(share, generator=torch.Generator().manual_seed(0)).tolist():
+        # Sharded, the ranks draw alike, each from its own run of samples.
+        for first in range(0, run_samples, share):
+            epoch, row = divmod(first + number, rows)
+            yield 0, row, epoch
 
 
 def blend(rows: Sequence[int], weights: Sequence[float], *, kind: str, seed: int | None) -> Iterator[Sample]:

@@ -100,18 +100,21 @@ def modified_first_fit_decreasing(lengths: Sequence[int], capacity: int) -> Bins
 
 
 def raise_bin_count(bins: Bins, multiple: int) -> Bins:
-    """As many bins as a multiple of dp: each new one takes single items from the bins with the most. R-PACK-5."""
+    """As many bins as a multiple of dp: the fullest of the given bins give their last items away, one a new bin. R-PACK-5."""
     bins = [list(members) for members in bins]
     missing = -len(bins) % multiple
-    if sum(len(members) for members in bins) < len(bins) + missing:
-        have = sum(len(members) for members in bins)
+    have = sum(len(members) for members in bins)
+    if have < len(bins) + missing:
         raise PackingError(
             f"{have} sequences cannot fill {len(bins) + missing} bins; give more, or fewer data-parallel ranks"
         )
-    for _ in range(missing):
-        donor = max(range(len(bins)), key=lambda number: (len(bins[number]), number))
-        bins.append([bins[donor].pop()])
-    return bins
+    # The order of the donors is settled before any of them gives, and a new bin is never one.
+    donors = sorted(range(len(bins)), key=lambda number: (len(bins[number]), number), reverse=True)
+    added: Bins = []
+    for donor in donors:
+        while len(bins[donor]) > 1 and len(added) < missing:
+            added.append([bins[donor].pop()])
+    return bins + added
 
 
 def bins_of_rank(bins: Bins, rank: int, data_parallel_size: int) -> Bins:

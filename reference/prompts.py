@@ -84,19 +84,26 @@ def split_conversations(messages: Sequence[Message]) -> list[list[Message]]:
     """Split a row before every system message. R-SPLIT-1, R-SPLIT-2."""
     conversations: list[list[Message]] = []
     for number, message in enumerate(messages):
-        if not isinstance(message, Mapping) or "role" not in message:
-            raise RowRefused("bad_message", f"message {number} of the row is no mapping with a role; give it one")
+        check_message(message, number)
         if message["role"] == "system" or not conversations:
             conversations.append([])
         conversations[-1].append(message)
     return conversations
 
 
+def check_message(message: object, number: int) -> None:
+    """Refuse what is no message. R-SPLIT-2."""
+    if not isinstance(message, Mapping) or "role" not in message:
+        raise RowRefused("bad_message", f"message {number} of the row is no mapping with a role; give it one")
+
+
 def check_row_ends(messages: Sequence[Message], semantics: Semantics) -> None:
     """Refuse a row that does not run from a system to an assistant message, where that is asked. R-ENDS-1."""
     if semantics.row_ends == "system_to_assistant":
+        check_message(messages[0], 0)
         if messages[0]["role"] != "system":
             raise RowRefused("row_start", f"the row starts with role {messages[0]['role']!r}; it must be 'system'")
+        check_message(messages[-1], len(messages) - 1)
         if messages[-1]["role"] != "assistant":
             raise RowRefused("row_end", f"the row ends with role {messages[-1]['role']!r}; it must be 'assistant'")
 

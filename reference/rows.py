@@ -94,10 +94,12 @@ def build_row(messages: Sequence[Message], tokenizer: Tokenizer, settings: RowSe
     prompts.check_pad_token(tokenizer, prompt, semantics)
     if not messages:
         raise RowRefused("empty_row", "the row has no message; remove it")
-    conversations = prompts.split_conversations(messages)
     prompts.check_row_ends(messages, semantics)
-
     pad = prompts.pad_id(tokenizer, prompt)
+    if pad is None and semantics.unknown_pad_token == "unk_early":
+        raise RowRefused("no_pad_token", "the vocabulary has neither the pad token nor an unknown one; set pad_token")
+    conversations = prompts.split_conversations(messages)
+
     pack = fill(conversations, tokenizer, settings, pad)
     hidden = finish_boundaries(pack, settings, pad)
     report = count_conversations(conversations, pack, pack_length) | {"hidden_segments": hidden}

@@ -38,8 +38,9 @@ class Semantics:
     """Whether the format `default` is there at all (R-FORMAT-1)."""
     lost_conversations: Literal["allow", "refuse"] = "allow"
     """Whether a row may lose conversations, or part of one (R-LAYOUT-7)."""
-    unknown_pad_token: Literal["unk", "refuse"] = "unk"
-    """A pad token that the vocabulary lacks is the unknown id, or refused (R-PAD-1)."""
+    unknown_pad_token: Literal["unk", "unk_early", "refuse"] = "unk"
+    """A pad token that the vocabulary lacks is the unknown id, or refused; `unk_early` refuses before the conversations where there is
+    no unknown id either, `unk` after them (R-PAD-1)."""
 
     def __post_init__(self) -> None:
         """Refuse a value that its field does not know."""
@@ -68,6 +69,7 @@ PRESETS = {
         exact_fill="stop",
         indivisible_segment="refuse",
         default_format="refuse",
+        unknown_pad_token="unk_early",
     ),
     "strict": Semantics(
         identity_prompt="masked",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +35,8 @@ class OrderCase:
     """Compared at most."""
     consumed_steps: int = 0
     """Global batches consumed before."""
+    run_steps: int | None = None
+    """Of a cyclic run, which may be longer than what is compared."""
 
     @property
     def consumed_samples(self) -> int:
@@ -43,14 +45,10 @@ class OrderCase:
 
 
 def check_order(case: OrderCase) -> CheckResult:
-    """Compare source and row of every rank at every step on all sides that have such an order; at least two have."""
-    sides: dict[str, Side] = {"production": _of_production(case)}
-    if not case.kind.startswith("megatron"):
-        sides["reference"] = _of_reference(case)
+    """Compare source and row of every rank at every step on both sides, and with what the installed samplers draw where they have such an order."""
+    sides: dict[str, Side] = {"production": _of_production(case), "reference": _of_reference(case)}
     if (drawn := _drawn_by_megatron(case)) is not None:
         sides["megatron_lm"] = drawn
-    if len(sides) < 2:
-        raise ValueError(f"nothing to compare {case} with")
     return compare_sides("order", sides)
 
 
@@ -64,6 +62,7 @@ def _of_production(case: OrderCase) -> Side:
             seed=case.seed,
             max_epochs=case.max_epochs,
             weights=case.weights,
+            run_steps=case.run_steps,
         )
         ours = Order(case.rows, settings)
     except PackproofError:
@@ -81,7 +80,14 @@ def _of_production(case: OrderCase) -> Side:
 
 def _of_reference(case: OrderCase) -> Side:
     try:
-        if case.weights is not None:
+        if case.run_steps is not None:
+            samples = order.cyclic(
+                case.rows[0],
+                run_samples=case.run_steps * case.global_batch_size,
+                data_parallel_size=case.data_parallel_size,
+                is_sharded=case.kind == "megatron-cyclic-sharded",
+            )
+        elif case.weights is not None:
             samples = order.blend(case.rows, case.weights, kind=case.kind, seed=case.seed)
         else:
             samples = order.one_source(
@@ -110,7 +116,7 @@ def _drawn_by_megatron(case: OrderCase) -> Side | None:
     if case.seed is not None or (case.max_epochs is not None and case.last_batch == "wrap"):
         return None
     ranks = range(case.data_parallel_size)
-    if case.kind.startswith("megatron"):
+    if case.run_steps is not None:
         return _rows_only([_cyclic(case, rank) for rank in ranks])
     if case.last_batch != "wrap":
         # One epoch, of which the sampler of whole global batches drops the rest.
@@ -156,22 +162,20 @@ def _one_epoch(case: OrderCase, rank: int) -> list[tuple[int, int]]:
 
 
 def _cyclic(case: OrderCase, rank: int) -> list[tuple[int, int]]:
+    """The driver gives the sampler the dataset's length, which is the run's number of samples (`train_iters · global_batch_size`)."""
+    assert case.run_steps is not None
     sampler = _samplers().MegatronPretrainingRandomSampler(
         None,
-        total_samples=case.rows[0],
+        total_samples=case.run_steps * case.global_batch_size,
         consumed_samples=case.consumed_samples,
         micro_batch_size=1,
         data_parallel_rank=rank,
         data_parallel_size=case.data_parallel_size,
         data_sharding=case.kind == "megatron-cyclic-sharded",
     )
-
-    def again_and_again() -> Iterator[int]:  # as megatron.training.training.cyclic_iter
-        while True:
-            yield from itertools.chain(*sampler)
-
     own = case.steps * case.global_batch_size // case.data_parallel_size
-    return [(0, row) for row in itertools.islice(again_and_again(), own)]
+    numbers = itertools.islice(itertools.chain(*sampler), own)
+    return [(0, number % case.rows[0]) for number in numbers]  # as SFTDataset, which has the rows in `indices`
 
 
 def _blended(weights: Sequence[float], count: int) -> tuple[Any, Any]:

@@ -1,4 +1,4 @@
-"""Packing on the online path: both sides fill the same bins in the same order (R-PACK). No third witness can be installed."""
+"""Packing on the online path: both sides fill the same bins in the same order (R-PACK). The third side is recorded (`checks/recorded.py`)."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from equivalence.checks.shares import SharesCase
 
 @st.composite
 def order_cases(draw: st.DrawFn) -> OrderCase:
-    """One source or a blend, in order or shuffled, from any step, with every end of an epoch; Megatron-LM's draws at sizes that it takes."""
+    """One source or a blend, in order, shuffled or cyclic, from any step, with every end of an epoch and of a cyclic run."""
     ranks = draw(st.integers(1, 4))
     kind = draw(st.sampled_from(["sequential", "shuffle", "megatron-cyclic", "megatron-cyclic-sharded"]))
     is_cyclic = kind.startswith("megatron")
@@ -20,8 +20,8 @@ def order_cases(draw: st.DrawFn) -> OrderCase:
     wraps = is_cyclic or is_blend or draw(st.booleans())
     count = draw(st.integers(1, 5)) if is_blend else 1
     rows = [draw(st.integers(1, 30)) for _ in range(count)]
-    if is_cyclic:
-        rows = [ranks * draw(st.integers(1, 6)) + (draw(st.integers(0, ranks - 1)) if kind.endswith("sharded") else 0)]
+    steps, consumed_steps = draw(st.integers(1, 12)), draw(st.integers(0, 12)) if wraps else 0
+    run_steps = consumed_steps + draw(st.integers(1, 24)) if is_cyclic else None
     weight = st.integers(1, 9).map(float) | st.floats(0.01, 5)
     return OrderCase(
         rows=tuple(rows),
@@ -32,8 +32,9 @@ def order_cases(draw: st.DrawFn) -> OrderCase:
         seed=draw(st.integers(0, 2**64 - 1)) if kind == "shuffle" else None,
         max_epochs=None if is_blend or is_cyclic else draw(st.sampled_from([None, 1, 3])),
         weights=tuple(draw(weight) for _ in range(count)) if is_blend else None,
-        steps=draw(st.integers(1, 12)),
-        consumed_steps=draw(st.integers(0, 12)) if wraps else 0,
+        steps=steps,
+        consumed_steps=consumed_steps,
+        run_steps=run_steps,
     )
 
 

@@ -19,6 +19,7 @@ SCHEMA = 1
 WHAT = {
     "corpus": "saved cases",
     "files": "file readers",
+    "recorded": "recorded outcomes",
     "sample": "packed sample",
     "rows": "generated rows",
     "batches": "batches",

@@ -30,6 +30,11 @@ def is_compressed(path: Path) -> bool:
     return path.suffix.lower() in _SUFFIXES
 
 
+def compression_of(path: Path) -> str | None:
+    """What the file's name says that it is packed with; None for nothing."""
+    return _SUFFIXES.get(path.suffix.lower())
+
+
 def unpack(target: Path, descriptor: int, *, suffix: str, name: str) -> Identity:
     """Write the unpacked bytes of the open file to `target`, atomically; the identity of the compressed file.
 

@@ -33,6 +33,9 @@ MENDS = {
     "missing_file": "check the path",
     "not_a_file": "name a regular file; a folder's files must be named one by one, in order",
     "unreadable_file": "give this user leave to read it",
+    "other_format": "write its rows as JSON lines, one row a line",
+    "json_array": "write each row of the array on one line",
+    "indented_json": "write each row on one line",
     "empty_file": "write the rows again, or leave the file out",
     "no_rows_left": "mend the file, or leave it out",
     "file_changed": "open the source again once nobody writes to the file any more; the rows may have moved",
@@ -46,21 +49,21 @@ MENDS = {
 class LineError(ValueError):
     """A fault within one line, not yet placed in a file."""
 
-    def __init__(self, kind: str, offset: int, what: str, *, at_end: bool = False) -> None:
+    def __init__(self, kind: str, offset: int, what: str, *, at_end: bool = False, mend: str | None = None) -> None:
         super().__init__(what)
         self.kind = kind
         self.offset = offset
         """0-based byte within the line."""
         self.what = what
+        self.mend = MENDS[kind] if mend is None else mend
+        """What a person does about it."""
         self.at_end = at_end
         """Nothing is wrong but that the line ends too early."""
 
 
 def bad_line(fault: LineError, *, file: str, line: int, start: int) -> BadInput:
     """Place a line's fault: `line` is 1-based, `start` the byte at which the line begins."""
-    return BadInput(
-        kind=fault.kind, what=fault.what, mend=MENDS[fault.kind], file=file, line=line, byte=start + fault.offset
-    )
+    return BadInput(kind=fault.kind, what=fault.what, mend=fault.mend, file=file, line=line, byte=start + fault.offset)
 
 
 def bad_file(kind: str, what: str, *, file: str, line: int | None = None, byte: int | None = None) -> BadInput:

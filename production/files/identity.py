@@ -52,19 +52,28 @@ class Identity:
         return cls(size=size, mtime_ns=mtime_ns, sample=sample, content=content)
 
 
+def is_there(path: str | Path) -> bool:
+    """Whether there is something of this name; False for a name that nothing can have, such as one that is too long or holds a NUL byte."""
+    return os.path.exists(path)  # noqa: PTH110 - Path.exists raises for some of them
+
+
 def open_for_reading(path: Path, name: str) -> int:
     """A descriptor of a regular file; `name` is what errors call it. Raises BadInput where there is none to be read."""
     try:
-        if not stat.S_ISREG(path.stat().st_mode):
-            raise bad_file("not_a_file", "it is a folder" if path.is_dir() else "it is no regular file", file=name)
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        mode = path.stat().st_mode
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC) if stat.S_ISREG(mode) else None
     except FileNotFoundError:
         what = "the link leads nowhere" if path.is_symlink() else "there is no such file"
         raise bad_file("missing_file", what, file=name) from None
     except NotADirectoryError:
         raise bad_file("missing_file", "there is no such file", file=name) from None
+    except ValueError as error:  # a NUL byte or half a surrogate pair, of which the file system is never asked
+        raise bad_file("missing_file", f"no file can have this name ({error})", file=repr(name)[1:-1]) from None
     except OSError as error:
         raise bad_file("unreadable_file", f"it cannot be opened ({error.strerror})", file=name) from error
+    if descriptor is None:
+        raise bad_file("not_a_file", "it is a folder" if path.is_dir() else "it is no regular file", file=name)
+    return descriptor
 
 
 def stamp_of(status: os.stat_result) -> tuple[int, int]:

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
-from production.files.compressed import is_compressed, unpack
+from production.files.compressed import compression_of, is_compressed, unpack
+from production.files.contents import FIRST_BYTES, check_contents, check_packed
 from production.files.faults import LineError, bad_file
 from production.files.identity import Identity, content_of, open_for_reading, sample_of, stamp_of
 from production.files.index import HEADER_BYTES, IndexHeader, build_index, load_index, read_offsets
@@ -46,6 +47,9 @@ class LineFile:
         self._descriptors: dict[str, int] = {}
         self._lock = threading.Lock()
         self._find_or_build(verify=verify)
+        if is_compressed(self._path):
+            with self.plain_path.open("rb") as plain:
+                check_contents(plain.read(FIRST_BYTES), file=self.name)
 
     def __len__(self) -> int:
         return self.header.lines
@@ -160,6 +164,8 @@ class LineFile:
     def _find_or_build(self, *, verify: bool) -> None:
         descriptor = open_for_reading(self._path, self.name)
         try:
+            # Before an index of it is built, which reads all of a file that is no JSON lines.
+            check_packed(os.pread(descriptor, FIRST_BYTES, 0), compression_of(self._path), file=self.name)
             places = cache_places(self._path, INDEX_SUFFIX, self._cache_folder)
             copies = cache_places(self._path, _COPY_SUFFIX, self._cache_folder)
             for index_path, copy in zip(places, copies, strict=True):

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from production.errors import BadInput
+from production.files.identity import is_there
 
 _KINDS: dict[str, type] = {"pack_length": int, "prompt_format": str, "context_parallel_size": int, "semantics": str}
 _PACKED = (".gz", ".zst")
@@ -35,6 +36,8 @@ def read_manifest(file: Path) -> Manifest | None:
 
     Raises BadInput (kind `manifest`) for one that cannot be read, or that is of a file of another size.
     """
+    if not is_there(file) or not file.name:
+        return None  # told by whoever opens it
     names = [file.name, *([file.stem] if file.suffix in _PACKED else [])]
     path = next((path for name in names if (path := file.with_name(f"{name}.manifest.json")).exists()), None)
     if path is None:

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from production.files.contents import likeness, message_likeness
 from production.files.faults import LineError
 from production.files.strict import MAX_DEPTH, StrictJson
 
@@ -50,9 +51,22 @@ def _parse_strictly(line: bytes, chat_key: str) -> list[Message]:
     fault_of_shape, _ = _check_shape(parsed.value, chat_key)
     if fault_of_shape is not None:
         kind, what, path = fault_of_shape
-        raise LineError(kind, parsed.offset_of(*path), what)
+        looks = _looks_like(parsed.value, kind, path, chat_key)
+        said, mend = (what, None) if looks is None else (f"{what}; {looks[0]}", looks[1])
+        raise LineError(kind, parsed.offset_of(*path), said, mend=mend)
     messages: list[Message] = parsed.value[chat_key]
     return messages
+
+
+def _looks_like(row: Any, kind: str, path: tuple[str | int, ...], chat_key: str) -> tuple[str, str] | None:
+    """What a row of another shape looks like, and how to mend it."""
+    if kind == "missing_chat_key":
+        return likeness(row, chat_key)
+    if kind in ("missing_role", "missing_content"):
+        return message_likeness(row[chat_key][path[1]], chat_key)
+    if kind == "row_not_object" and type(row) is list and row and type(row[0]) is dict:
+        return "it looks like the bare messages", f'write {{"{chat_key}": [ … ]}} around them'
+    return None
 
 
 def _text(line: bytes) -> str:

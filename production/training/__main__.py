@@ -15,6 +15,7 @@ from pathlib import Path
 from production.errors import PackproofError
 from production.training.config import (
     Job,
+    SetupRefused,
     blocked_folders,
     held_checkpoints,
     load,
@@ -30,6 +31,7 @@ from production.training.door import reasons_against
 from production.training.environment import started_ranks
 from production.training.lost import TOLD
 from production.training.quiet import quiet
+from production.training.token_checks import dry_run_tokens
 from production.training.tokenizer import unloadable
 
 
@@ -61,7 +63,10 @@ def _dry_run(job: Job, world_size: int | None) -> int:
     asked = job
     if world_size is not None and (job.cluster.ranks or 0) > 0:
         asked = dataclasses.replace(job, cluster=dataclasses.replace(job.cluster, num_nodes=None))
-    found = refusals(asked, ranks)
+    found: list[PackproofError] = [*refusals(asked, ranks)]
+    of_tokens: list[str] = []
+    if not found:  # else what the rows are made with may be no setting at all
+        found, of_tokens = dry_run_tokens(job)
     if found:
         return _refuse(found, f" against this job on {ranks} ranks")
     print(plan(job, ranks).text(), end="")
@@ -72,7 +77,7 @@ def _dry_run(job: Job, world_size: int | None) -> int:
         *blocked_folders(job),
         *held_checkpoints(job),
     ]
-    told = [*notes(asked, ranks), *(each.what for each in here), *packed_otherwise(job)]
+    told = [*notes(asked, ranks), *(each.what for each in here), *packed_otherwise(job), *of_tokens]
     for note in told:
         print(f"note: {note}")
     print(f"nothing against this job on {ranks} ranks" + (", but for the notes above" if told else ""))
@@ -96,6 +101,8 @@ def _run(job: Job) -> int:
 
     try:
         run(job)
+    except SetupRefused as error:  # what only the tokenizer and the first rows tell, on every rank alike
+        return _refuse([error])
     except PackproofError as error:
         return _fail(error)
     except Exception as error:

@@ -31,6 +31,10 @@ class RowCounts:
     """Rows that end within a conversation."""
     dropped_conversations: int = 0
     """Conversations of which no token is in a row, though they have some or were never tokenized."""
+    control_tokens: int = 0
+    """Control tokens that stand in contents as text (SPEC R-TOLD-2)."""
+    labels_masked_as_padding: int = 0
+    """Labels of contents that do not count because they are the pad token's id (SPEC R-TOLD-2)."""
     square_sum: int = 0
     """Σ L² over segments without their padding: what attention costs (`flops.segment_squares`)."""
 
@@ -45,6 +49,8 @@ class RowCounts:
             trained_tokens=report["trained_tokens"],
             truncated_rows=int(report["truncated"] > 0),
             dropped_conversations=report["dropped"],
+            control_tokens=report.get("control_tokens", 0),
+            labels_masked_as_padding=report.get("labels_masked_as_padding", 0),
             square_sum=segment_squares(row.cu_seqlens, report["padding_tokens"]),
         )
 

@@ -17,9 +17,11 @@ import torch
 from production.batches import Batch, BatchSettings, collate_checked
 from production.errors import BadInput, PackproofError, RowRefused
 from production.files.source import Location, PackedSource
+from production.message_keys import MessageKeys
 from production.rectangle import Conversation
 from production.refusals import refusal
 from production.rows import GROUP_TOKENS, Row, RowBuilder, RowSettings
+from production.token_facts import ControlTokens
 from production.training.counts import RowCounts
 from production.training.order import Sample
 
@@ -76,24 +78,36 @@ class PackedData:
     """Packed rows (the direct path): a batch is `production.batches.Batch` of this rank's rows, guarded by R-GUARD-1."""
 
     def __init__(
-        self, *, sources: Sequence[PackedSource], tokenizer: Any, settings: RowSettings, guards: BatchSettings
+        self,
+        *,
+        sources: Sequence[PackedSource],
+        tokenizer: Any,
+        settings: RowSettings,
+        guards: BatchSettings,
+        keys: MessageKeys | None = None,
     ) -> None:
-        """`guards` are the job's; the number of rows is the order's affair and is not asked of a rank's share."""
+        """`guards` are the job's; the number of rows is the order's affair and is not asked of a rank's share.
+
+        `keys` refuses rows with keys that no row honours; None: nothing is asked of them.
+        """
         self.settings = settings
         self.rows = tuple(map(len, sources))
         self.group = max(1, GROUP_TOKENS // settings.pack_length)
         self._sources = tuple(sources)
         self._builder = RowBuilder(tokenizer=tokenizer, settings=settings)
+        self._keys = keys
+        self._control_tokens = ControlTokens(tokenizer)
         self._guards = dataclasses.replace(guards, global_batch_size=None, data_parallel_size=1)
 
     def prepare(self, samples: Sequence[Sample]) -> list[Row | PackproofError]:
         """The row of each sample, or its BadRow."""
-        read = [_read(self._sources, sample) for sample in samples]
+        read = [_read(self._sources, sample, self._keys) for sample in samples]
         good = [messages for messages in read if not isinstance(messages, PackproofError)]
         try:
             built: Iterator[Row | Exception] = iter(self._builder.build_group(good))
         except Exception:  # noqa: BLE001 - each by itself says which one it is
             built = iter([self._build_alone(messages) for messages in good])
+        built = map(self._counted, built, good)
         return [
             found if isinstance(found, PackproofError) else _placed(next(built), self._sources, sample)
             for found, sample in zip(read, samples, strict=True)
@@ -120,6 +134,20 @@ class PackedData:
         for row, weight in zip(items, weights, strict=True):
             counts += RowCounts.of_row(row) if weight else RowCounts()
         return dataclasses.replace(batch, sample_mask=torch.tensor(list(weights), dtype=torch.float32)), counts
+
+    def _counted(self, row: Row | Exception, messages: Sequence[Any]) -> Row | Exception:
+        """The row with what its tokens are not what their author may have meant counted in its report (SPEC section 22)."""
+        if isinstance(row, Exception):
+            return row
+        masked = 0
+        pad = self._builder.pad_token_id
+        if self.settings.semantics.padding_mask == "by_value" and pad is not None:
+            # Padding's own labels: one for each padded position, and that of the row's last.
+            padding = (row.report["padding_tokens"] or 0) + 1
+            masked = max(0, int(torch.count_nonzero(row.target_ids.eq(pad))) - padding)
+        control = self._control_tokens.count(messages)
+        more: dict[str, int | None] = {"control_tokens": control, "labels_masked_as_padding": masked}
+        return dataclasses.replace(row, report=row.report | more)
 
     def _build_alone(self, messages: Sequence[Any]) -> Row | Exception:
         try:
@@ -149,19 +177,22 @@ class ConversationData:
         tokenize_many: Callable[[Sequence[Sequence[Any]]], Sequence[Conversation]] | None = None,
         most_tokens: int,
         group: int = 16,
+        keys: MessageKeys | None = None,
     ) -> None:
         """`tokenize` takes the messages of a line, and may refuse them; `tokenize_many` gives the same for several at once, which takes a
-        quarter less (`chat.ChatTokenizer.tokenize`). A conversation of no token, or of more than `most_tokens`, is refused here.
+        quarter less (`chat.ChatTokenizer.tokenize`). A conversation of no token, or of more than `most_tokens`, is refused here, and so is
+        one with keys that are not honoured, if `keys` are given.
         """
         self.rows = tuple(map(len, sources))
         self.group = group
         self._sources = tuple(sources)
         self._tokenize, self._tokenize_many = tokenize, tokenize_many
         self._most_tokens = most_tokens
+        self._keys = keys
 
     def prepare(self, samples: Sequence[Sample]) -> list[Conversation | PackproofError]:
         """The conversation of each sample, or its BadRow."""
-        read = [_read(self._sources, sample) for sample in samples]
+        read = [_read(self._sources, sample, self._keys) for sample in samples]
         good = [messages for messages in read if not isinstance(messages, PackproofError)]
         made = iter(self._tokenize_all(good))
         return [
@@ -220,10 +251,13 @@ class ConversationData:
         return conversation
 
 
-def _read(sources: Sequence[PackedSource], sample: Sample) -> Any:
+def _read(sources: Sequence[PackedSource], sample: Sample, keys: MessageKeys | None) -> Any:
     """The messages of a row, or its BadRow."""
     try:
-        return sources[sample.source][sample.row]
+        messages = sources[sample.source][sample.row]
+        if keys is not None:
+            keys.check(messages)
+        return messages  # noqa: TRY300 - what follows places errors
     except BadInput as error:
         return BadRow(
             kind=error.kind,

@@ -32,6 +32,7 @@ from production.training.identity import fingerprint
 from production.training.loader import Loader, LoaderSettings, Prepared
 from production.training.order import Order, Sample, ValidationOrder
 from production.training.step import split_rows
+from production.training.token_checks import check_tokens, message_keys
 from production.training.tokenizer import load_tokenizer
 
 
@@ -65,6 +66,8 @@ class Feed:
         self.skipped_in_validation: list[SkippedRow] = []
         """Of the last validation, what `skipped` is of training."""
         self.tokenizer = load_tokenizer(job)
+        self.token_notes = check_tokens(job, self.tokenizer)
+        """What must be known of all rows: what their tokens are, whatever stands in them (SPEC section 22)."""
         train = _as_one(job)
         self.sources = _open(job, train, apart=any(file.weight is not None for file in train.data_path))
         self._rows = row_settings(job, train)
@@ -177,6 +180,7 @@ class Feed:
                 tokenize=lambda messages: chat.tokenize([messages])[0],
                 tokenize_many=chat.tokenize,
                 most_tokens=most,
+                keys=message_keys(dataset, settings, self.tokenizer),
             )
         from production.rows import RowBuilder  # noqa: PLC0415 - only here is its pad id asked for
 
@@ -188,7 +192,13 @@ class Feed:
             multi_token_prediction=multi_token_depths(job) > 0,
             pad_token_id=pad,
         )
-        return PackedData(sources=sources, tokenizer=self.tokenizer, settings=settings, guards=guards)
+        return PackedData(
+            sources=sources,
+            tokenizer=self.tokenizer,
+            settings=settings,
+            guards=guards,
+            keys=message_keys(dataset, settings, self.tokenizer),
+        )
 
     def _loader_settings(self, global_batch_size: int) -> LoaderSettings:
         """`data.prefetch` counts microbatches; the loader counts global batches, of which this rank has its share."""

@@ -28,6 +28,8 @@ MEND = {
     "world_size": "start as many ranks as before, or begin a new run",
     "scheduler.weight_decay_steps": "let the run be as long as it was to be (sft.max_num_steps, sft.max_num_epochs), since its weight "
     "decay grows over it, or begin a new run",
+    "run_steps": "let the run be as long as it was to be (sft.max_num_steps), since its order permutes the samples of all its steps at "
+    "once, or begin a new run",
     "data_parallel_size": "start with as many data-parallel ranks as before, or begin a new run",
 }
 """How a user mends a key that differs; the others are set back to the saved value."""
@@ -79,7 +81,10 @@ class ResumeRefused(PackproofError):  # noqa: N818 - reads as the verdict it is
 def fingerprint(
     *, sources: Sequence[PackedSource], tokenizer: Any, rows: RowSettings, order: OrderSettings
 ) -> dict[str, Any]:
-    """All that decides which row each rank gets at each step, as plain JSON. How long the run is (`max_epochs`) is not part of it."""
+    """All that decides which row each rank gets at each step, as plain JSON.
+
+    How long the run is (`max_epochs`) is not part of it, but where the order permutes the whole run (`run_steps`).
+    """
     return {
         "files": [{"fingerprint": source.fingerprint, "rows": len(source)} for source in sources],
         "tokenizer": tokenizer_identity(tokenizer),
@@ -95,6 +100,7 @@ def fingerprint(
         "last_batch": order.last_batch,
         "seed": order.seed,
         "weights": None if order.weights is None else list(order.weights),
+        **({} if order.run_steps is None else {"run_steps": order.run_steps}),
     }
 
 

@@ -141,6 +141,8 @@ class _Run:
 
     def _say_where(self, found: tuple[Path, Manifest] | None) -> None:
         """What is passed over, and where the run goes on."""
+        for note in self._feed.token_notes:
+            self._progress.say(f"note: {note.text}")
         for path in self._checkpoints.incomplete():
             self._progress.say(f"passed over {path}: it was not written to its end")
         if skipped := self._feed.skipped:
@@ -352,7 +354,12 @@ class _Run:
 
     def _loggers(self) -> Loggers:
         return open_run_loggers(
-            self._job, self._rank, run=self._name, finished_steps=self._step, skipped_rows=len(self._feed.skipped)
+            self._job,
+            self._rank,
+            run=self._name,
+            finished_steps=self._step,
+            skipped_rows=len(self._feed.skipped),
+            notes={f"note_{note.kind}": note.text for note in self._feed.token_notes},
         )
 
     def _bar(self) -> RunProgress:

@@ -1,6 +1,6 @@
 """What a step measures: device tensors until the reporting boundary, then one or two small collectives and one transfer to the host.
 
-A microbatch costs two small device operations and no synchronisation. A report all-reduces 4·(37 + 7·D) bytes a step for D depths
+A microbatch costs two small device operations and no synchronisation. A report all-reduces 4·(47 + 7·D) bytes a step for D depths
 and 4·A for A losses of routers over dp × cp, and 16 bytes a step and 4 more for each rank of the world over all of them (`everyone`): in one message where these are the same.
 """
 
@@ -205,6 +205,8 @@ class StepMetrics:
             padding_share=counts.padding_tokens / max(counts.tokens, 1),
             rows_truncated=counts.truncated_rows,
             conversations_dropped=counts.dropped_conversations,
+            control_tokens=counts.control_tokens,
+            labels_masked_as_padding=counts.labels_masked_as_padding,
             slowest_rank=ranks.slowest,
             slowest_rank_place=self._group.place(ranks.slowest),
             slowest_rank_behind_seconds=ranks.behind_seconds,

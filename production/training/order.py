@@ -1,6 +1,7 @@
 """Which row goes where (SPEC section 19): `consumed_samples` alone says what comes next, on every rank alike, with nothing sent.
 
-A shuffled epoch costs 8 bytes and 0.2 µs a row when it begins; a blend is replayed from its start at a resume, 0.4 µs a sample.
+A shuffled epoch costs 8 bytes and 0.2 µs a row when it begins, a cyclic run 8 bytes a sample of the whole run; a blend is replayed from its
+start at a resume, 0.4 µs a sample.
 """
 
 from __future__ import annotations
@@ -63,8 +64,8 @@ class OrderSettings:
     """How a job goes through its rows. Nothing that changes a number has a default. Raises PackproofError."""
 
     kind: Kind
-    """`sequential` as Megatron-LM's sampler (R-ORDER-1), `shuffle` seeded by epoch (R-ORDER-4), or what `--dataloader-type cyclic`
-    draws, without and with `--data-sharding` (R-ORDER-5); the draw of the last two is torch's own."""
+    """`sequential` as Megatron-LM's sampler (R-ORDER-1), `shuffle` seeded by epoch (R-ORDER-4), or what Megatron-LM's driver draws with
+    `--dataloader-type cyclic`, without and with `--data-sharding` (R-ORDER-5); the draw of the last two is torch's own."""
     last_batch: LastBatch
     """What happens where an epoch ends inside a global batch: `drop` its last rows, `wrap` into the next epoch, or `stop` before them (R-ORDER-3)."""
     global_batch_size: int
@@ -75,6 +76,8 @@ class OrderSettings:
     """Of `shuffle`, from 0 to 2**64 - 1; the other kinds take none."""
     max_epochs: int | None = None
     """Stop after so many epochs; None goes on as long as it is asked."""
+    run_steps: int | None = None
+    """Steps of the whole run, which the cyclic kinds permute as one; the other kinds take none."""
     weights: tuple[float, ...] | None = None
     """One of each source of a blend (R-ORDER-6); None where there is one source."""
 
@@ -83,7 +86,7 @@ class OrderSettings:
         for name, choices in (("kind", get_args(Kind)), ("last_batch", get_args(LastBatch))):
             if (value := getattr(self, name)) not in choices:
                 raise _refused(f"{value!r} is no {name}", name, f"choose one of {', '.join(choices)}")
-        for name in ("global_batch_size", "data_parallel_size", "max_epochs"):
+        for name in ("global_batch_size", "data_parallel_size", "max_epochs", "run_steps"):
             if (size := getattr(self, name)) is not None and size < 1:
                 raise _refused(f"{size} is no size", name, "give at least 1")
         if self.global_batch_size % self.data_parallel_size:
@@ -91,16 +94,31 @@ class OrderSettings:
             raise _refused(what, "global_batch_size", "make it a multiple of data_parallel_size")
         if (self.kind == "shuffle") != (self.seed is not None):
             why = (
-                "needs a seed" if self.seed is None else "takes no seed: Megatron-LM's draw depends on the epoch alone"
+                "needs a seed"
+                if self.seed is None
+                else "takes no seed: what Megatron-LM draws never depends on one here"
             )
             raise _refused(f"{self.kind} {why}", "seed", "give one to shuffle only")
         if self.seed is not None and not 0 <= self.seed <= _WORD:
             raise _refused(f"{self.seed} is beyond 64 bits", "seed", "give one from 0 to 2**64 - 1")
-        if self.kind in _CYCLIC and self.last_batch != "wrap":
-            what = f"{self.kind} goes on from epoch to epoch inside a global batch, as Megatron-LM's sampler does"
-            raise _refused(what, "last_batch", "say wrap, or choose sequential or shuffle")
+        self._check_cyclic()
         if self.weights is not None:
             self._check_blend(self.weights)
+
+    def _check_cyclic(self) -> None:
+        if self.kind not in _CYCLIC:
+            if self.run_steps is not None:
+                raise _refused(f"{self.kind} does not depend on the length of the run", "run_steps", "leave it out")
+            return
+        if self.last_batch != "wrap":
+            what = f"{self.kind} permutes the samples of the whole run, in which no epoch ends, as Megatron-LM's driver does"
+            raise _refused(what, "last_batch", "say wrap, or choose sequential or shuffle")
+        if self.max_epochs is not None:
+            what = f"{self.kind} permutes the samples of the whole run, which has no epochs to count"
+            raise _refused(what, "max_epochs", "leave it out (in a job: null) and say how many steps to train")
+        if self.run_steps is None:
+            what = f"{self.kind} permutes the samples of the whole run, whose number of steps is not given"
+            raise _refused(what, "run_steps", "say how many steps to train, or choose sequential or shuffle")
 
     def _check_blend(self, weights: tuple[float, ...]) -> None:
         if not weights or not all(0 < weight < float("inf") for weight in weights):
@@ -128,14 +146,15 @@ class Order:
         self.dropped_per_epoch = 0 if self.samples_per_epoch is None else self.rows[0] - self.samples_per_epoch
         """Rows of an epoch that nobody sees."""
         self.total_samples = self._total_samples()
-        """Samples until `max_epochs` are done, or `stop` stops; None without an end."""
+        """Samples until `max_epochs` or `run_steps` are done, or `stop` stops; None without an end."""
         self._permutations: dict[tuple[int, int], NDArray[np.int64]] = {}
+        self._run = self._permute_run() if settings.run_steps is not None else None
         self._blend = None if settings.weights is None else _Blend(settings.weights)
         self._last: GlobalBatch | None = None  # a blend that is asked for it again would begin from its start
 
     @property
     def total_steps(self) -> int | None:
-        """Global batches until `max_epochs` are done; None without an end."""
+        """Global batches until `max_epochs` or `run_steps` are done; None without an end."""
         return None if self.total_samples is None else self.total_samples // self.settings.global_batch_size
 
     def batch_at(self, consumed_samples: int) -> GlobalBatch | None:
@@ -158,11 +177,11 @@ class Order:
         if self.settings.weights is not None:
             return None
         rows, settings = self.rows[0], self.settings
-        if settings.kind in _CYCLIC:
-            return rows - rows % settings.data_parallel_size
         return rows if settings.last_batch == "wrap" else rows - rows % settings.global_batch_size
 
     def _total_samples(self) -> int | None:
+        if self.settings.run_steps is not None:
+            return self.settings.run_steps * self.settings.global_batch_size
         if self.settings.last_batch == "stop" and self.dropped_per_epoch:
             return self.samples_per_epoch
         if self.settings.max_epochs is None or self.samples_per_epoch is None:
@@ -173,7 +192,8 @@ class Order:
     def _of_source(self, start: int, end: int) -> Iterator[Sample]:
         assert self.samples_per_epoch is not None
         for number in range(start, end):
-            epoch, place = divmod(number, self.samples_per_epoch)
+            drawn = number if self._run is None else int(self._run[number])
+            epoch, place = divmod(drawn, self.samples_per_epoch)
             yield Sample(0, self._row(0, epoch, place), epoch)
 
     def _blended(self, start: int) -> Iterator[Sample]:
@@ -183,7 +203,7 @@ class Order:
             yield Sample(source, self._row(source, epoch, place), epoch)
 
     def _row(self, source: int, epoch: int, place: int) -> int:
-        if self.settings.kind == "sequential":
+        if self.settings.kind != "shuffle":
             return place
         if (permutation := self._permutations.get((source, epoch))) is None:
             # A global batch may reach into the next epoch: the last one is kept beside it.
@@ -194,16 +214,18 @@ class Order:
         return int(permutation[place])
 
     def _permute(self, source: int, epoch: int) -> NDArray[np.int64]:
-        rows, settings = self.rows[source], self.settings
-        if settings.seed is not None:
-            return shuffled(rows, seed=settings.seed, source=source, epoch=epoch)
-        if settings.kind == "megatron-cyclic":
-            return _torch_permutation(rows, epoch)
-        ranks = settings.data_parallel_size
-        bucket = rows // ranks
-        # Rank r draws from its own bucket; its t-th row is the epoch's sample t·dp + r.
-        drawn = _torch_permutation(bucket, epoch)
-        return (drawn[:, None] + np.arange(ranks) * bucket).reshape(-1)
+        assert self.settings.seed is not None
+        return shuffled(self.rows[source], seed=self.settings.seed, source=source, epoch=epoch)
+
+    def _permute_run(self) -> NDArray[np.int64]:
+        """The numbers of all samples of a cyclic run in the order in which they are drawn (R-ORDER-5)."""
+        assert self.total_samples is not None
+        if self.settings.kind == "megatron-cyclic":
+            return _torch_permutation(self.total_samples)
+        ranks = self.settings.data_parallel_size
+        share = self.total_samples // ranks
+        # Rank r draws from its own run of samples; its t-th one is sample t·dp + r of all ranks.
+        return (_torch_permutation(share)[:, None] + np.arange(ranks) * share).reshape(-1)
 
 
 class ValidationOrder:
@@ -296,18 +318,10 @@ def _check_rows(rows: tuple[int, ...], settings: OrderSettings) -> None:
         raise _refused(f"{len(rows)} sources with {have}", "weights", mend)
     if min(rows) < 1:
         raise _refused("a source without a row", f"source {rows.index(min(rows))}", "leave it out")
-    size, ranks = settings.global_batch_size, settings.data_parallel_size
+    size = settings.global_batch_size
     if settings.last_batch != "wrap" and rows[0] < size:
         what = f"{rows[0]} rows are no global batch of {size}, and what fills none is not trained on"
         raise _refused(what, "last_batch", "say wrap, or make the global batch smaller")
-    if settings.kind in _CYCLIC and rows[0] < ranks:
-        what = f"{rows[0]} rows for {ranks} data-parallel ranks"
-        raise _refused(what, settings.kind, "give at least one row to each rank")
-    if settings.kind == "megatron-cyclic" and rows[0] % ranks:
-        what = f"{rows[0]} rows over {ranks} data-parallel ranks: Megatron-LM's sampler lets its ranks fall out of step there"
-        raise _refused(
-            what, settings.kind, "choose megatron-cyclic-sharded or shuffle, or a number of rows that dp divides"
-        )
 
 
 def _mixed(value: int) -> int:
@@ -318,8 +332,9 @@ def _mixed(value: int) -> int:
     return value ^ (value >> 31)
 
 
-def _torch_permutation(count: int, epoch: int) -> NDArray[np.int64]:
-    permutation: NDArray[np.int64] = torch.randperm(count, generator=torch.Generator().manual_seed(epoch)).numpy()
+def _torch_permutation(count: int) -> NDArray[np.int64]:
+    """What Megatron-LM's random sampler draws in its first pass, which is as long as the run."""
+    permutation: NDArray[np.int64] = torch.randperm(count, generator=torch.Generator().manual_seed(0)).numpy()
     return permutation
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import secrets
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import msgspec
 import xxhash
@@ -30,8 +32,19 @@ def config_hash(job: Job) -> str:
     return xxhash.xxh3_64_hexdigest(msgspec.json.encode(job.describe(), order="sorted"))
 
 
-def open_run_loggers(job: Job, rank: Launched, *, run: str, finished_steps: int, skipped_rows: int) -> Loggers:
-    """Open the job's loggers on the first rank, none on the others. Raises PackproofError where one cannot start."""
+def open_run_loggers(
+    job: Job,
+    rank: Launched,
+    *,
+    run: str,
+    finished_steps: int,
+    skipped_rows: int,
+    notes: Mapping[str, str] = MappingProxyType({}),
+) -> Loggers:
+    """Open the job's loggers on the first rank, none on the others. Raises PackproofError where one cannot start.
+
+    `notes` are further facts of the run's first record, by name.
+    """
     given, place = job.logger, rank.place
     wandb = WandbSettings(**dataclasses.asdict(given.wandb), run_id=run) if given.wandb_enabled else None
     settings = LoggerSettings(
@@ -50,6 +63,7 @@ def open_run_loggers(job: Job, rank: Launched, *, run: str, finished_steps: int,
         **{f"{name}_parallel_size": size for name, size in dataclasses.asdict(sizes(job)).items()},
         "rows_skipped": skipped_rows,
         **{f"version_of_{name}": version for name, version in versions().items()},
+        **notes,
     }
     return open_loggers(settings, rank=place.rank, run=facts, finished_steps=finished_steps)
 

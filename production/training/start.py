@@ -116,9 +116,9 @@ def check_going_on(job: Job, saved: Mapping[str, Any], now: Mapping[str, Any]) -
     """Hold this run against what a checkpoint's was; True where it goes on in another layout (`checkpointing.reshard`).
 
     Rows come in an order that consumed samples alone decide, and weights and optimizer are laid out anew; what a rank draws is not, and
-    bins of the online path are packed by the data-parallel size. Raises ResumeRefused for what may not differ.
+    bins of the online path and the order `megatron-cyclic-sharded` are made by the data-parallel size. Raises ResumeRefused for what may not differ.
     """
-    if not job.checkpointing.reshard or not job.is_packed:
+    if not job.checkpointing.reshard or not job.is_packed or job.data.order == "megatron-cyclic-sharded":
         check_resume(saved, now)
         return False
     free = _OF_THE_WORLD if uses_distributed_optimizer(job) else (*_OF_THE_WORLD, "tensor_parallel_size")

@@ -54,6 +54,10 @@ class StepNumbers:
     """Rows of the global batch that end within a conversation."""
     conversations_dropped: int
     """Conversations of the global batch of which no token is in a row."""
+    control_tokens: int = 0
+    """Control tokens that stand in contents of the global batch as text (SPEC R-TOLD-2)."""
+    labels_masked_as_padding: int = 0
+    """Labels of contents that do not count because they are the pad token's id (SPEC R-TOLD-2)."""
     slowest_rank: int
     """The rank, of the whole world, with the longest `Timing.own_seconds`. Ranks of one replica wait for each other within the
     passes (tp, cp, ep, pp), so that a slow one makes its replica slow: the replica is what is certain."""

@@ -58,6 +58,12 @@ class Summary:
     """Of all steps together."""
     conversations_dropped: int
     """Of all steps together."""
+    control_tokens: int
+    """Control tokens that stood in contents as text, of all steps together."""
+    labels_masked_as_padding: int
+    """Labels of contents that did not count because they are the pad token's id, of all steps together."""
+    notes: Sequence[str]
+    """What the run said of all its rows when it began."""
     tflops_per_second: float | None
     """Median over steps; None where not measured, as the next."""
     mfu: float | None
@@ -88,9 +94,11 @@ def summarize(records: Iterable[Record]) -> Summary | None:
     validations: dict[int, float] = {}
     firsts: list[int] = []
     ended = ""
+    notes: list[str] = []
     for record in records:
         if record.kind == "run":
             firsts.append(record.step + 1)
+            notes = [str(value) for name, value in record.values.items() if name.startswith("note_")]
             ended = ""
             # What was measured beyond the checkpoint that the run went on from is run again.
             steps = {step: values for step, values in steps.items() if step <= record.step}
@@ -101,7 +109,7 @@ def summarize(records: Iterable[Record]) -> Summary | None:
             validations[record.step] = float(record.values["validation_loss"])
         elif record.kind == "end":
             ended = ": ".join(str(record.values[name]) for name in ("reason", "why") if name in record.values)
-    return _summary(steps, validations, firsts, ended) if steps else None
+    return _summary(steps, validations, firsts, ended, notes) if steps else None
 
 
 def show(summary: Summary, console: Console, *, folder: Path) -> None:
@@ -150,7 +158,11 @@ def close_run(folder: Path, console: Console) -> Summary | None:
 
 
 def _summary(
-    steps: dict[int, dict[str, Value]], validations: dict[int, float], firsts: Sequence[int], ended: str
+    steps: dict[int, dict[str, Value]],
+    validations: dict[int, float],
+    firsts: Sequence[int],
+    ended: str,
+    notes: Sequence[str],
 ) -> Summary:
     order = sorted(steps)
 
@@ -190,6 +202,9 @@ def _summary(
         data_wait_share=sum(of("data_wait_seconds")) / seconds if seconds else 0.0,
         rows_truncated=int(sum(of("rows_truncated"))),
         conversations_dropped=int(sum(of("conversations_dropped"))),
+        control_tokens=int(sum(of("control_tokens"))),
+        labels_masked_as_padding=int(sum(of("labels_masked_as_padding"))),
+        notes=notes,
         tflops_per_second=statistics.median(found) if (found := of("tflops_per_second")) else None,
         mfu=statistics.median(found) if (found := of("mfu")) else None,
         memory_mebibytes=max(of("memory_mebibytes"), default=0.0),
@@ -223,6 +238,13 @@ def _lines(summary: Summary) -> list[tuple[str, str]]:
         ("conversations dropped", f"{summary.conversations_dropped:,}"),
         ("memory", f"{summary.memory_mebibytes:,.0f} MiB a rank at most" + _of_rank(summary.memory_rank)),
     ]
+    if summary.control_tokens:
+        lines.append(("control tokens in contents", f"{summary.control_tokens:,}"))
+    if summary.labels_masked_as_padding:
+        lines.append(
+            ("labels masked as padding", f"{summary.labels_masked_as_padding:,}, since contents hold the pad token")
+        )
+    lines += [("note", note) for note in summary.notes]
     if summary.slowest_rank_behind_seconds > 0:  # else there is one rank
         where = f"{summary.slowest_rank} ({summary.slowest_rank_place}) at {summary.slowest_rank_steps:,} steps"
         behind = f"{duration(summary.slowest_rank_behind_seconds)} behind the mean (median)"

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from production.errors import PackproofError
+from production.files.identity import is_there
 from production.rectangle import round_up
 from production.training.config import Job
 
@@ -55,12 +56,16 @@ def unloadable(job: Job) -> list[PackproofError]:
     A name that Hugging Face may have is not looked up.
     """
     name = job.policy.tokenizer.name
-    if name and Path(name).is_dir():
-        is_bare = not (Path(name) / _CONFIG).is_file()
-        why = _missing(Path(name), _CONFIG) if is_bare else next(_faults(Path(name)), None)
+    if name and is_there(name) and Path(name).is_dir():
+        why = folder_fault(Path(name))
     else:
-        why = _absent(name) if name and _is_a_path(name) and not Path(name).exists() else None
+        why = _absent(name) if name and _is_a_path(name) and not is_there(name) else None
     return [] if why is None else [_refused(job, why)]
+
+
+def folder_fault(folder: Path) -> str | None:
+    """Why a folder can be no tokenizer: the file that is missing or damaged; None where nothing is seen."""
+    return _missing(folder, _CONFIG) if not (folder / _CONFIG).is_file() else next(_faults(folder), None)
 
 
 def vocabulary_size(job: Job, tokenizer: Any) -> int:

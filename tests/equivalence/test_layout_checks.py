@@ -112,3 +112,15 @@ def test_sides_that_share_no_name_are_not_equal():
     assert not compare_sides(
         "context_parallel", {"left": {"a": torch.zeros(1)}, "right": {"a": torch.zeros(1).int()}}
     ).equal
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_r_cp_4_contiguous_is_what_megatron_cores_state_space_layers_make_of_the_zigzag(size):
+    from megatron.core.ssm.mamba_context_parallel import _undo_attention_load_balancing
+
+    boundaries = torch.tensor([0, 12 * size], dtype=torch.int32)
+    zigzag = [context_parallel.production.shard_index(boundaries, rank, size) for rank in range(size)]
+    for rank, share in enumerate(_undo_attention_load_balancing(torch.cat(zigzag), size).chunk(size)):
+        ours = context_parallel.production.shard_index(boundaries, rank, size, layout="contiguous")
+        theirs = context_parallel.reference.owned_positions(boundaries.tolist(), rank, size, "contiguous")
+        assert share.tolist() == ours.tolist() == theirs

@@ -3,6 +3,7 @@
 import dataclasses
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -64,23 +65,44 @@ def test_r_order_3_an_epoch_without_its_partial_batch_is_megatron_lms_sampler_of
 
 
 @pytest.mark.parametrize("consumed", [0, 3, 11])
-@pytest.mark.parametrize(
-    ("kind", "rows"), [("megatron-cyclic", 12), ("megatron-cyclic-sharded", 12), ("megatron-cyclic-sharded", 14)]
-)
-def test_r_order_5_cyclic_is_megatron_lms_random_sampler_through_epochs(consumed, kind, rows):
-    one = case(rows=(rows,), kind=kind, global_batch_size=8, data_parallel_size=4, consumed_steps=consumed)
+@pytest.mark.parametrize("kind", ["megatron-cyclic", "megatron-cyclic-sharded"])
+@pytest.mark.parametrize("rows", [1, 12, 14, 500])
+def test_r_order_5_cyclic_is_what_megatron_lms_driver_draws(consumed, kind, rows):
+    one = case(
+        rows=(rows,), kind=kind, global_batch_size=8, data_parallel_size=4, consumed_steps=consumed, run_steps=30
+    )
     assert drawn_rows(one) == 72
     assert check_order(one).findings == []
 
 
-def test_r_order_5_megatron_lms_ranks_fall_out_of_step_where_dp_does_not_divide_the_rows():
-    one = case(rows=(10,), kind="megatron-cyclic", global_batch_size=4, data_parallel_size=4, steps=4)
-    by_rank = [[row for _, row in order._cyclic(one, rank)] for rank in range(4)]
-    # Rank 0 takes a third row of epoch 0 while ranks 2 and 3 are in epoch 1: rows come twice and others not at all.
-    epochs = [[row for rank in by_rank for row in rank[first : first + 2]] for first in (0, 2)]
-    assert len(set(epochs[0])) == 8
-    assert len(set(epochs[1])) < 8
-    assert order._of_production(one) == "order"
+def test_r_order_5_the_sampler_is_given_the_samples_of_the_run_and_the_dataset_turns_them_into_rows():
+    """The installed classes that `pretrain` puts together: SFTDataset is as long as the run, and permuted once."""
+    from megatron.training.datasets.sft_dataset import SFTDataset
+
+    dataset = SFTDataset.__new__(SFTDataset)
+    dataset.num_samples = 24
+    permuted = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(0)).tolist()
+    one = case(rows=(5,), kind="megatron-cyclic", global_batch_size=4, data_parallel_size=2, run_steps=6, steps=6)
+    for side in (order._of_production(one), order._of_reference(one), order._drawn_by_megatron(one)):
+        for rank in range(2):
+            assert side[f"rows of rank {rank}"].tolist() == [[0, number % 5] for number in permuted[rank::2]]
+
+
+@pytest.mark.parametrize("kind", ["megatron-cyclic", "megatron-cyclic-sharded"])
+def test_r_order_5_every_sample_of_a_run_comes_once_and_a_longer_run_is_another_order(kind):
+    one = case(rows=(7,), kind=kind, run_steps=14, steps=99)
+    sides = [order._of_production(one), order._of_reference(one)]
+    for side in sides:
+        taken = [
+            (row, epoch)
+            for rank in range(2)
+            for (_, row), epoch in zip(
+                side[f"rows of rank {rank}"].tolist(), side[f"epochs of rank {rank}"].tolist(), strict=True
+            )
+        ]
+        assert sorted(taken) == sorted((number % 7, number // 7) for number in range(56))
+    longer = order._of_production(dataclasses.replace(one, run_steps=15))
+    assert not torch.equal(longer["rows of rank 0"][:28], sides[0]["rows of rank 0"])
 
 
 @pytest.mark.parametrize(
@@ -116,11 +138,6 @@ def test_the_check_finds_one_row_that_is_another(monkeypatch, changes):
     result = check_order(case(**changes))
     assert [difference.tensor for finding in result.findings for difference in finding.differences]
     assert all("production" in (finding.left, finding.right) for finding in result.findings)
-
-
-def test_an_order_that_only_one_side_has_is_not_called_equal():
-    with pytest.raises(ValueError, match="nothing to compare"):
-        check_order(case(kind="megatron-cyclic", max_epochs=2))
 
 
 def drawn_rows(one):

@@ -95,15 +95,17 @@ def parse(module, given):
     """As the command's own `main` parses it, without running it."""
     from equivalence.__main__ import Run
     from tools.compare_runs import live, recorded
-    from tools.diff_row.__main__ import Arguments
+    from tools.diff_row.__main__ import parse as parse_diff_row
 
     kinds = {
         ("equivalence", "run"): Run,
         ("tools.compare_runs", "recorded"): recorded.Arguments,
         ("tools.compare_runs", "live"): live.Arguments,
     }
-    kind = Arguments if module == "tools.diff_row" else kinds[module, given[0]]
-    tyro.cli(kind, args=given if module == "tools.diff_row" else given[1:])
+    if module == "tools.diff_row":
+        parse_diff_row(given)
+    else:
+        tyro.cli(kinds[module, given[0]], args=given[1:])
 
 
 def megatron_log(path, losses):

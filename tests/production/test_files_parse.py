@@ -91,6 +91,7 @@ FAULTS = [
 KINDS_OF_FILES = {
     *("no_files", "missing_file", "not_a_file", "unreadable_file", "empty_file", "no_rows_left", "file_changed"),
     *("truncated_compressed", "corrupt_compressed", "no_space", "no_cache_folder", "line_too_long"),
+    *("other_format", "json_array", "indented_json"),
 }
 
 

@@ -161,27 +161,31 @@ def test_r_pack_1_to_4_every_packer_packs_all_sequences_once_and_within_capacity
     assert all(each == bins[rank::multiple_of] for rank, each in enumerate(ranks))
 
 
-def test_r_pack_5_takes_from_the_bin_with_most_and_the_larger_index():
+def test_r_pack_5_the_fullest_given_bin_gives_until_it_has_one_left_and_of_equal_ones_the_larger_index_goes_first():
     bins = [[0, 1, 2], [3, 4, 5], [6]]
     assert raise_bin_count(bins, 4) == [[0, 1, 2], [3, 4], [6], [5]]
-    assert raise_bin_count(bins, 6) == [[0, 1], [3], [6], [5], [2], [4]]
+    assert raise_bin_count(bins, 6) == [[0, 1], [3], [6], [5], [4], [2]]
     assert bins == [[0, 1, 2], [3, 4, 5], [6]]
     assert raise_bin_count(bins, 3) == bins
 
 
+def test_r_pack_5_the_published_packer_adds_bins_so():
+    assert pack([1] * 5, 3, algorithm="concatenative", multiple_of=4) == [[0], [3, 4], [2], [1]]
+
+
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=6), st.integers(1, 9))
-def test_r_pack_5_step_by_step(sizes, multiple_of):
+def test_r_pack_5_loses_and_repeats_nothing_and_added_bins_hold_one(sizes, multiple_of):
     numbers = iter(range(100))
     bins = [[next(numbers) for _ in range(size)] for size in sizes]
-    expected = [list(each) for each in bins]
     if sum(sizes) < multiple_of * -(-len(sizes) // multiple_of):
         with pytest.raises(PackproofError, match=f"{sum(sizes)} sequences for"):
             raise_bin_count(bins, multiple_of)
         return
-    while len(expected) % multiple_of:
-        most = max(range(len(expected)), key=lambda number: (len(expected[number]), number))
-        expected.append([expected[most].pop()])
-    assert raise_bin_count(bins, multiple_of) == expected
+    raised = raise_bin_count(bins, multiple_of)
+    assert sorted(index for each in raised for index in each) == list(range(sum(sizes)))
+    assert len(raised) == multiple_of * -(-len(sizes) // multiple_of)
+    assert all(len(each) == 1 for each in raised[len(bins) :])
+    assert all(each == given[: len(each)] and each for each, given in zip(raised, bins, strict=False))
 
 
 @pytest.mark.parametrize("algorithm", [*PACKERS, "first_fit_shuffle"])

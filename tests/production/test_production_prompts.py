@@ -96,11 +96,17 @@ def test_a_mapping_that_is_no_dict_is_a_message():
         ([user(), assistant()], "row_start"),
         ([system(), user()], "row_end"),
         ([{"role": "System"}, user()], "row_start"),
+        ([{"role": ["system"]}, user()], "row_start"),
+        ([user(), {"content": "w1"}, assistant()], "row_start"),
+        ([system(), "w0", user()], "row_end"),
+        ([{"content": "w0"}, user()], "bad_message"),
+        ([system(), "w0"], "bad_message"),
+        ([user(), "w0"], "row_start"),
     ],
 )
 def test_row_ends(messages, kind):
-    """R-ENDS-1"""
-    assert refused(check_row_ends, split_conversations(messages)).kind == kind
+    """R-ENDS-1: the first message, then the last one, before any message between them."""
+    assert refused(check_row_ends, messages).kind == kind
 
 
 def rendered(name, *messages):

@@ -735,6 +735,18 @@ def test_r_order_8_a_resume_with_other_data_is_refused_with_both_values(data, tm
         check_resume({key: value for key, value in saved.items() if key != "seed"}, now())
 
 
+def test_r_order_8_a_cyclic_run_of_another_length_or_of_an_older_meaning_is_refused(data):
+    cyclic = dataclasses.replace(SHUFFLED, kind="megatron-cyclic", seed=None, run_steps=5)
+    given = {"sources": data._sources, "tokenizer": load("word"), "rows": SETTINGS}
+    saved = fingerprint(**given, order=cyclic)
+    check_resume(saved, fingerprint(**given, order=cyclic))
+    longer = fingerprint(**given, order=dataclasses.replace(cyclic, run_steps=6))
+    for before in (saved, {key: value for key, value in saved.items() if key != "run_steps"}):
+        with pytest.raises(ResumeRefused, match="permutes the samples of all its steps") as caught:
+            check_resume(before, longer)
+        assert set(caught.value.differing) == {"run_steps"}
+
+
 def test_a_tokenizers_identity_is_what_it_does_and_not_how_it_was_used_last(tmp_path):
     one, other = load("word"), load("bos")
     before = tokenizer_identity(one)

@@ -27,15 +27,27 @@ def rows_of(order, steps, start=0):
         ({"max_epochs": 0}, "max_epochs", "0 is no size"),
         ({"kind": "shuffle"}, "seed", "shuffle needs a seed"),
         ({"seed": 1}, "seed", "sequential takes no seed"),
-        ({"kind": "megatron-cyclic", "last_batch": "wrap", "seed": 1}, "seed", "takes no seed"),
+        ({"kind": "megatron-cyclic", "last_batch": "wrap", "run_steps": 3, "seed": 1}, "seed", "takes no seed"),
+        ({"kind": "megatron-cyclic", "last_batch": "wrap"}, "run_steps", "number of steps is not given"),
+        ({"kind": "megatron-cyclic", "last_batch": "wrap", "run_steps": 0}, "run_steps", "0 is no size"),
+        (
+            {"kind": "megatron-cyclic", "last_batch": "wrap", "run_steps": 3, "max_epochs": 1},
+            "max_epochs",
+            "no epochs to count",
+        ),
+        ({"run_steps": 3}, "run_steps", "does not depend on the length of the run"),
         ({"kind": "shuffle", "seed": -1}, "seed", "-1 is beyond 64 bits"),
         ({"kind": "shuffle", "seed": 1 << 64}, "seed", "beyond 64 bits"),
-        ({"kind": "megatron-cyclic-sharded"}, "last_batch", "goes on from epoch to epoch"),
+        ({"kind": "megatron-cyclic-sharded"}, "last_batch", "no epoch ends"),
         ({"weights": (1.0, 0.0), "last_batch": "wrap"}, "weights", "(1.0, 0.0)"),
         ({"weights": (float("nan"),), "last_batch": "wrap"}, "weights", "nan"),
         ({"weights": (1.0, 1.0)}, "last_batch", "each for itself"),
         ({"weights": (1.0, 1.0), "last_batch": "wrap", "max_epochs": 2}, "max_epochs", "no epoch of its own"),
-        ({"weights": (1.0,), "last_batch": "wrap", "kind": "megatron-cyclic"}, "kind", "a blend in the order"),
+        (
+            {"weights": (1.0,), "last_batch": "wrap", "kind": "megatron-cyclic", "run_steps": 3},
+            "kind",
+            "a blend in the order",
+        ),
     ],
 )
 def test_settings_that_would_have_to_be_guessed_are_refused_by_name(changes, where, what):
@@ -54,8 +66,6 @@ def test_settings_that_would_have_to_be_guessed_are_refused_by_name(changes, whe
         ((0,), {}, "without a row"),
         ((5, 5), {}, "2 sources with no weights"),
         ((5,), {"weights": (1.0, 1.0), "last_batch": "wrap"}, "1 sources with 2 weights"),
-        ((1,), {"kind": "megatron-cyclic-sharded", "last_batch": "wrap"}, "1 rows for 2"),
-        ((5,), {"kind": "megatron-cyclic", "last_batch": "wrap"}, "fall out of step"),
     ],
 )
 def test_rows_that_cannot_be_gone_through_as_asked_are_refused(rows, changes, what):
@@ -95,6 +105,17 @@ def test_r_order_2_any_step_can_be_asked_for_in_any_order():
         for consumed in (40, 4, 76, 0, 40):
             assert order.batch_at(consumed) == whole[consumed // 4]
             assert Order(rows, settings(**changes)).batch_at(consumed) == whole[consumed // 4]
+
+
+@pytest.mark.parametrize("kind", ["megatron-cyclic", "megatron-cyclic-sharded"])
+def test_r_order_5_a_cyclic_run_ends_with_its_steps_and_any_of_them_can_be_asked_for(kind):
+    cyclic = settings(kind=kind, last_batch="wrap", run_steps=6)
+    order = Order((5,), cyclic)
+    assert (order.total_samples, order.total_steps, order.dropped_per_epoch) == (24, 6, 0)
+    whole = [order.batch_at(consumed) for consumed in range(0, 24, 4)]
+    assert order.batch_at(24) is None
+    assert sorted(sample.row + 5 * sample.epoch for batch in whole for sample in batch.samples) == list(range(24))
+    assert Order((5,), cyclic).batch_at(12) == whole[3]
 
 
 @pytest.mark.parametrize("consumed", [-4, 1, 6])

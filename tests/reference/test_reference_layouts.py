@@ -116,7 +116,10 @@ def test_r_pack_4_pairs_of_small_items_in_reverse():
 
 def test_r_pack_5_and_6_bin_counts():
     assert packing.raise_bin_count([[0, 1, 2], [3, 4, 5], [6]], 2) == [[0, 1, 2], [3, 4], [6], [5]]
+    assert packing.raise_bin_count([[0, 1, 2], [3, 4, 5], [6]], 6) == [[0, 1], [3], [6], [5], [4], [2]]
     assert packing.raise_bin_count([[0, 1, 2]], 3) == [[0], [2], [1]]
+    # NeMo-RL's concatenative packer at capacity 3, its number of bins raised to a multiple of 4.
+    assert packing.raise_bin_count(packing.concatenative([1] * 5, 3), 4) == [[0], [3, 4], [2], [1]]
     assert packing.bins_of_rank([[0], [1], [2]], 0, 2) == [[0], [2]]
     with pytest.raises(packing.PackingError, match="1 sequences cannot fill 2 bins"):
         packing.raise_bin_count([[0]], 2)

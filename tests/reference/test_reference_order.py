@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from reference.order import OrderError, blend, epoch_rows, global_batches, mix, one_source
+from reference.order import OrderError, blend, cyclic, epoch_rows, global_batches, mix, one_source
 
 
 def take(count, **how):
@@ -59,6 +59,18 @@ def test_r_order_4_a_shuffled_epoch_has_every_row_once_and_no_two_epochs_seeds_o
 
 def test_r_order_4_a_shuffled_epoch_is_this_one_for_ever():
     assert epoch_rows(10, kind="shuffle", seed=42, source=0, epoch=0) == [9, 8, 7, 2, 3, 6, 1, 5, 0, 4]
+
+
+def test_r_order_5_a_cyclic_run_is_one_permutation_of_its_samples():
+    permuted = [4, 1, 7, 5, 3, 9, 0, 8, 6, 2]  # torch.randperm(10), seed 0
+    whole = list(cyclic(4, run_samples=10, data_parallel_size=2, is_sharded=False))
+    assert whole == [(0, number % 4, number // 4) for number in permuted]
+    # Two runs of five samples, both drawn as [4, 0, 1, 3, 2].
+    sharded = list(cyclic(4, run_samples=10, data_parallel_size=2, is_sharded=True))
+    drawn = [number for place in (4, 0, 1, 3, 2) for number in (place, 5 + place)]
+    assert sharded == [(0, number % 4, number // 4) for number in drawn]
+    with pytest.raises(OrderError, match="10 samples over 3 ranks"):
+        next(cyclic(4, run_samples=10, data_parallel_size=3, is_sharded=False))
 
 
 def test_r_order_6_a_blend_of_three_to_one():

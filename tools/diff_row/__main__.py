@@ -30,6 +30,7 @@ from tools.diff_row.dump_reader import Conventions, field_of
 from tools.diff_row.findings import Findings
 from tools.diff_row.inputs import Request, find
 from tools.diff_row.machine import as_json
+from tools.diff_row.notes import token_notes
 from tools.diff_row.page import render_page
 from tools.diff_row.problems import BadInput
 from tools.diff_row.ranks.asked import RankRequest, find_rank
@@ -190,8 +191,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return exits.run(_main, arguments)
 
 
-def _main(arguments: Sequence[str] | None) -> int:
-    asked = tyro.cli(
+def parse(arguments: Sequence[str] | None) -> Arguments:
+    """The command line as values; argparse's way out where it cannot be read."""
+    return tyro.cli(
         Arguments,
         args=arguments,
         description=__doc__,
@@ -199,6 +201,10 @@ def _main(arguments: Sequence[str] | None) -> int:
         use_underscores=False,
         config=(tyro.conf.OmitArgPrefixes,),
     )
+
+
+def _main(arguments: Sequence[str] | None) -> int:
+    asked = parse(arguments)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     # Says at import that there is no CUDA, which nothing here needs.
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
@@ -207,6 +213,8 @@ def _main(arguments: Sequence[str] | None) -> int:
         if (way := _rank_request(asked)).is_asked:
             return _show_rank(asked, way)
         findings = find(_request(asked))
+        for note in token_notes(_request(asked), findings):
+            print(f"note: {note}", file=sys.stderr)
         if output.html is not None:
             _write_page(output.html, findings)
         if output.write_dump is not None:

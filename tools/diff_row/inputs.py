@@ -21,6 +21,7 @@ from equivalence.generators import tokenizers as named_tokenizers
 from equivalence.subjects import BUILT_IN, Messages, Row, RowSettings, Subject, load
 from equivalence.subjects.tokenizers import load_folder
 from production.errors import PackproofError
+from production.files.identity import is_there
 from production.files.manifest import read_manifest
 from tools.diff_row.dump_reader import LABELS, Conventions, Dump, read_dump
 from tools.diff_row.dump_search import Match, find_row
@@ -163,7 +164,7 @@ def build_rows(request: Request, rows: Sequence[int], sides: Sequence[str]) -> d
         raise BadInput("several rows come from a file: give FILE")
     asked = _asked(replace(request, row=rows[0]), {})
     assert asked is not None
-    every = [replace(asked, messages=_messages(request.file, row, request.chat_key)[0]) for row in rows]
+    every = [replace(asked, messages=messages_of(request.file, row, request.chat_key)[0]) for row in rows]
     return {side: [_build(side, one).row for one in every] for side in sides}
 
 
@@ -182,7 +183,7 @@ class Beside:
             assert asked is not None
             tokenizer = load_named(asked.tokenizer_name, self._chat_template)
             self._known = replace(asked, tokenizer=tokenizer)
-        messages, line = _messages(file, row, self._request.chat_key)
+        messages, line = messages_of(file, row, self._request.chat_key)
         asked = replace(self._known, messages=messages)
         return findings_of(
             (_build("reference", asked), side),
@@ -276,7 +277,7 @@ def _asked(request: Request, dumped: Mapping[str, Any]) -> _Asked | None:
         settings = RowSettings(**chosen)
     except ValueError as error:
         raise BadInput(str(error)) from error
-    messages, line = _messages(request.file, request.row, request.chat_key)
+    messages, line = messages_of(request.file, request.row, request.chat_key)
     return _Asked(
         messages=messages,
         tokenizer=_tokenizer(request.tokenizer),
@@ -329,11 +330,11 @@ def _chosen(
     return {**said, **given}, {name: origin for name, origin in where.items() if name not in given}
 
 
-def _messages(file: Path, row: int, chat_key: str) -> tuple[Messages, int]:
+def messages_of(file: Path, row: int, chat_key: str) -> tuple[Messages, int]:
     """The messages of a row and its line (from 1), by production's reader, which names file, line and byte of what it refuses."""
     from production.files.source import open_source  # noqa: PLC0415 - cases and dumps need no file reader
 
-    if not file.is_file():
+    if not is_there(file):
         raise BadInput(f"there is no file {file}: give a packed file, one row a line")
     try:
         with open_source([file], chat_key=chat_key) as source:

@@ -1,5 +1,6 @@
 """The command line of pack_rows: packs chat files, says what it left out and why, and writes all or nothing."""
 
+import errno
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ from rich.text import Text
 
 from equivalence import exits
 from production.errors import PackproofError
+from production.files.identity import is_there
 from production.semantics import DEFAULT_PRESET
 from tools.pack_rows.conversations import Refusal
 from tools.pack_rows.lengths import PromptFormat
@@ -55,6 +57,12 @@ class PackRows:
     """Refused conversations: write nothing and exit 1, or leave them out, listed."""
     on_long: Literal["error", "skip", "truncate"] = "error"
     """Conversations longer than a row: write nothing and exit 1, leave them out, or let Megatron-LM cut them."""
+    pad_token: str | None = None
+    """Pad token of the job, where it is not the prompt format's."""
+    ignore_keys: tuple[str, ...] = ()
+    """Keys that say what to train (weight, loss, …) or hold text that is not rendered (reasoning_content, tools, …): pass over these; conversations with others are refused."""
+    allow_format_misfit: bool = False
+    """Pack for a tokenizer that lacks the prompt format's markers, which are then trained as text."""
     seed: int | None = None
     """Shuffle by this seed; without it the input's order is kept."""
     overwrite: bool = False
@@ -73,9 +81,19 @@ def _main(argv: Sequence[str] | None) -> int:
     screen, complaints = Console(), Console(stderr=True)
     try:
         return _run(options, screen, complaints)
-    except (PackproofError, OSError) as error:
+    except PackproofError as error:
         complaints.print(Text(f"packproof-pack-rows: {error}"), soft_wrap=True)
-        return 2
+    except OSError as error:
+        place = error.filename or options.out
+        mend = (
+            "free some disk"
+            if error.errno in {errno.ENOSPC, errno.EDQUOT}
+            else "give paths that this user can read and write"
+        )
+        complaints.print(
+            Text(f"packproof-pack-rows: {place}: {error.strerror or error}. To mend it: {mend}"), soft_wrap=True
+        )
+    return 2
 
 
 def _run(options: PackRows, screen: Console, complaints: Console) -> int:
@@ -91,11 +109,14 @@ def _run(options: PackRows, screen: Console, complaints: Console) -> int:
         middle_system=options.middle_system,
         on_bad=options.on_bad,
         on_long=options.on_long,
+        pad_token=options.pad_token,
+        ignore_keys=options.ignore_keys,
+        allow_format_misfit=options.allow_format_misfit,
         seed=options.seed,
     )
     with complaints.status("packing"):  # shows on a terminal only
         packing = pack_files(options.inputs, options.tokenizer, settings)
-    _list_refused(packing, complaints, options.list_refused)
+    _list_refused(packing, complaints, max(0, options.list_refused))
     if packing.failures:
         complaints.print(
             f"{len(packing.failures):,} conversations are refused, so nothing was written; mend them, or leave them "
@@ -110,6 +131,8 @@ def _run(options: PackRows, screen: Console, complaints: Console) -> int:
             mend="give other chat files, or mend the conversations listed above",
         )
     screen.print(_table(packing))
+    for note in packing.notes:
+        screen.print(Text(f"note: {note.text}"), soft_wrap=True)
     for path in write_rows(packing, options.out):
         screen.print(Text(f"wrote {path}"), soft_wrap=True)
     return 0
@@ -126,13 +149,30 @@ def _check_places(options: PackRows) -> None:
             where=str(options.out),
             mend="give another --out, and compress the file afterwards",
         )
+    for path in (*options.inputs, options.tokenizer, options.out):
+        _check_name(path)
+    if options.out.is_dir():
+        mend = "give the name of a file, such as train.jsonl.packed, in it"
+        raise PackproofError(what="it is a folder", where=str(options.out), mend=mend)
     for place in (options.out, manifest_path(options.out)):
-        if place.exists() and not options.overwrite:
+        if is_there(place) and not options.overwrite:
             raise PackproofError(
                 what="the file exists", where=str(place), mend="choose another --out, or replace it with --overwrite"
             )
     if options.out.resolve() in {path.resolve() for path in options.inputs}:
         raise PackproofError(what="--out is one of the inputs", where=str(options.out), mend="choose another --out")
+
+
+def _check_name(path: Path) -> None:
+    """Refuse a path that no manifest can name, or no file system knows."""
+    text = str(path)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        what, mend = "the path is no UTF-8, and a manifest could not name it", "rename the file"
+        raise PackproofError(what=what, where=ascii(text), mend=mend) from None
+    if "\0" in text:
+        raise PackproofError(what="the path holds a NUL byte", where=ascii(text), mend="give a path without it")
 
 
 def _list_refused(packing: Packing, complaints: Console, shown: int) -> None:

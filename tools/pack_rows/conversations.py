@@ -3,19 +3,19 @@
 What a packed file holds is trained on, so nothing here is repaired in silence.
 """
 
-import gzip
 import hashlib
 import json
-import zlib
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Literal, cast
+from typing import Literal
 
 from production.errors import PackproofError
-from production.files.faults import MENDS, LineError
+from production.files.faults import LineError
+from production.files.head import stream_lines
 from production.files.parse import Message, parse_row
+from production.message_keys import MessageKeys
 
 MissingSystem = Literal["insert", "refuse"]
 MiddleSystem = Literal["refuse", "split"]
@@ -72,7 +72,7 @@ class InputFile:
     dropped_keys: Counter[str] = field(default_factory=Counter)
     """Keys beside the messages: a row joins conversations and cannot keep them."""
     message_keys: Counter[str] = field(default_factory=Counter)
-    """Keys of messages beside role and content: kept, though only a chat template of the tokenizer's own reads them."""
+    """Keys of messages beside role and content that name nothing to train and no text: kept, though only a chat template reads them."""
 
 
 class ConversationError(ValueError):
@@ -90,16 +90,17 @@ def read_conversations(
     chat_key: str,
     missing_system: MissingSystem,
     middle_system: MiddleSystem,
+    keys: MessageKeys,
 ) -> Iterator[Conversation | Refusal]:
     r"""Yield the conversations of `file`, the input number `index`, in order; counts are kept in `file`.
 
-    Lines end at `\n` only: real contents hold U+2028 and its like. Raises OSError
-    where the file cannot be read, PackproofError where it is no whole gzip file.
+    Lines end at `\n` only: real contents hold U+2028 and its like. Raises BadInput
+    where the file cannot be read, or is no JSON lines.
     """
     for number, line in enumerate(_lines(file.path), 1):
         file.lines = number
         try:
-            messages = _parse(line, file, chat_key)
+            messages = _parse(line, file, chat_key, keys)
             pieces = _at_systems(messages, file, missing_system, middle_system)
         except ConversationError as error:
             yield Refusal(place=Place(input=index, line=number), kind=error.kind, detail=str(error))
@@ -116,24 +117,21 @@ def _lines(path: Path) -> Iterator[bytes]:
         raise PackproofError(
             what="only plain and gzipped chat files are read", where=str(path), mend="unpack it, or pack it with gzip"
         )
-    try:
-        with cast("IO[bytes]", gzip.open(path)) if path.suffix == ".gz" else path.open("rb") as stream:
-            yield from stream
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise PackproofError(
-            what=f"the gzip file is damaged or cut short: {error}", where=str(path), mend="copy or write it again"
-        ) from error
+    yield from stream_lines(str(path))
 
 
-def _parse(line: bytes, file: InputFile, chat_key: str) -> list[Message]:
+def _parse(line: bytes, file: InputFile, chat_key: str, keys: MessageKeys) -> list[Message]:
     """Return the messages of a line: by the parser that reads packed files, since the shape of a line is the same."""
     ended = line.endswith(b"\n")
     line = line.removesuffix(b"\n")
     try:
         messages = parse_row(line, chat_key=chat_key, unterminated=not ended)
     except LineError as error:
-        raise ConversationError(error.kind, f"{error.what}; {MENDS[error.kind]}") from None
-    file.dropped_keys.update(key for key in json.loads(line) if key != chat_key)
+        raise ConversationError(error.kind, f"{error.what}; {error.mend}") from None
+    beside = {key: value for key, value in json.loads(line).items() if key != chat_key}
+    if (fault := keys.fault_of_line(beside)) is not None:
+        raise ConversationError(fault[0], f"{fault[1]}; {keys.mend(fault[0])}")
+    file.dropped_keys.update(list(beside))
     file.message_keys.update(key for message in messages for key in message if key not in {"role", "content"})
     return messages
 

@@ -11,15 +11,23 @@ import numpy as np
 
 from production.conversations import ConversationTokenizer
 from production.errors import PackproofError, RowRefused
+from production.files.identity import is_there
+from production.format_fit import MISFIT_MEND, format_misfits, misfit_text
+from production.message_keys import MessageKeys
 from production.prompts import FORMATS, TURN_ROLES, Message, RowMessages, count_unrendered
 from production.refusals import refusal
+from production.rows import LONGEST, RowSettings, find_pad
 from production.semantics import parse
+from production.token_facts import ControlTokens, removed_switches, tokenizer_notes
+from production.training.tokenizer import folder_fault
 from production.turns import IGNORE_INDEX
 from tools.pack_rows.conversations import Conversation, Refusal
 
 PromptFormat = Literal["nemotron-nano-v2", "nemotron-h-aligned", "identity", "default"]
 _MOST_CHARACTERS = 1 << 22
 """Text tokenized at once: enough for the tokenizer's threads."""
+_NO_ID = -1
+"""An id that no token has."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,16 +37,37 @@ class Measured:
     tokens: int
     """Tokens."""
     trained: int
-    """Tokens that the format does not mask."""
+    """Labels that count in a row, but for the first token's, as far as a row holds them."""
+    trained_first: int
+    """1 if the first token's label counts in a row where another conversation stands before this one, else 0."""
+    masked_as_padding: int
+    """Labels that would count if they were not the pad token's id (`padding_mask=by_value`)."""
     silent_messages: int
     """Messages with content of which nothing is rendered, such as tool messages in the Nemotron formats."""
+    control_tokens: int
+    """Control tokens that stand in contents as text."""
+    removed_switches: int
+    """Messages that lose `/think` or `/no_think`, also within a word."""
 
 
 class LengthMeter:
     """Measures conversations in one prompt format with one tokenizer."""
 
-    def __init__(self, tokenizer_folder: Path, prompt_format: str, semantics: str) -> None:
-        """Load the tokenizer; PackproofError where the folder, the format or the semantics are of no use."""
+    def __init__(
+        self,
+        tokenizer_folder: Path,
+        prompt_format: str,
+        semantics: str,
+        *,
+        pack_length: int = LONGEST - 1,
+        allow_format_misfit: bool = False,
+        ignore_keys: Sequence[str] = (),
+        pad_token: str | None = None,
+    ) -> None:
+        """Load the tokenizer; PackproofError where the folder, the format or the semantics are of no use, or do not fit each other.
+
+        Labels beyond `pack_length` are not counted: a row cuts them off.
+        """
         if prompt_format not in FORMATS:
             raise PackproofError(
                 what=f"unknown prompt format {prompt_format!r}",
@@ -64,6 +93,23 @@ class LengthMeter:
                 where=str(tokenizer_folder),
                 mend="add chat_template.jinja, or choose another format",
             )
+        if (misfits := format_misfits(tokenizer, prompt_format)) and not allow_format_misfit:
+            raise PackproofError(
+                what=misfit_text(prompt_format, misfits),
+                where=str(tokenizer_folder),
+                mend=f"{MISFIT_MEND}; --allow-format-misfit packs all the same",
+            )
+        settings = RowSettings(
+            pack_length=pack_length, prompt_format=prompt_format, semantics=parse(semantics), pad_token=pad_token
+        )
+        self._pack_length, self._pad = pack_length, _pad(tokenizer, settings, tokenizer_folder)
+        self.notes = tuple(tokenizer_notes(tokenizer, settings))
+        """What must be known of the rows whatever stands in them."""
+        self.keys = MessageKeys.of_format(
+            prompt_format, self._semantics, tokenizer, ignored=ignore_keys, ignore="--ignore-keys"
+        )
+        """What is asked of keys."""
+        self._control_tokens = ControlTokens(tokenizer)
         self._tokenizer = ConversationTokenizer(
             tokenizer=tokenizer,
             prompt_format=self._format,
@@ -81,13 +127,20 @@ class LengthMeter:
         while done < len(left):
             found = self._tokenizer.tokenize(row, first=done, last=row.count, characters=characters)
             ends = np.cumsum(found.lengths)
-            trained = np.concatenate([[0], np.cumsum(found.targets != IGNORE_INDEX)])
+            counts = found.targets != IGNORE_INDEX
+            is_pad = counts & (found.targets == self._pad)
+            counts &= ~is_pad
             for end, length in zip(ends.tolist(), found.lengths.tolist(), strict=True):
+                conversation, start = conversations[left[done]], end - length
+                in_row = slice(start + 1, start + min(length, self._pack_length))
                 results[left[done]] = Measured(
                     tokens=length,
-                    trained=int(trained[end] - trained[end - length]),
-                    silent_messages=count_unrendered(_as_row([conversations[left[done]].messages]), self._format)[0]
-                    or 0,
+                    trained=int(np.count_nonzero(counts[in_row])),
+                    trained_first=int(counts[start] and self._semantics.boundary_label == "next"),
+                    masked_as_padding=int(np.count_nonzero(is_pad[in_row])),
+                    silent_messages=count_unrendered(_as_row([conversation.messages]), self._format)[0] or 0,
+                    control_tokens=self._control_tokens.count(conversation.messages),
+                    removed_switches=removed_switches(conversation.messages, self._format.name),
                 )
                 done += 1
             characters = min(8 * characters, _MOST_CHARACTERS)
@@ -103,6 +156,9 @@ class LengthMeter:
         is_masked = self._format.is_masked(self._semantics)
         for turn, message in enumerate(conversation.messages):
             role = message["role"]
+            if len(message) > 2 and (fault := self.keys.fault(message)) is not None:
+                number = turn - conversation.system_inserted
+                return _refuse(conversation, fault[0], f"message {number}: {fault[1]}; {self.keys.mend(fault[0])}")
             if role not in TURN_ROLES and role.lower() in TURN_ROLES and (is_masked or role.lower() == "system"):
                 return _refuse(
                     conversation,
@@ -121,6 +177,19 @@ class LengthMeter:
         return None
 
 
+def _pad(tokenizer: Any, settings: RowSettings, folder: Path) -> int:
+    """The pad id where labels that equal it do not count, else an id that no token has. PackproofError where the job's rows would have none."""
+    pad = find_pad(tokenizer, settings)
+    if pad.id is None or not (pad.is_known or settings.semantics.unknown_pad_token == "unk"):
+        lacks = "has no pad token and no end-of-text token" if pad.token is None else f"lacks the pad token {pad.token}"
+        raise PackproofError(
+            what=f"the tokenizer {lacks}, so a job refuses every row (no_pad_token)",
+            where=str(folder),
+            mend="name a token that it has with --pad-token, and with megatron_sft_pad_token in the job",
+        )
+    return pad.id if settings.semantics.padding_mask == "by_value" else _NO_ID
+
+
 def _placed(conversation: Conversation, error: RowRefused) -> Refusal:
     # Messages are numbered as in the file, where an inserted one does not stand.
     turn = "" if error.turn is None else f"message {error.turn - conversation.system_inserted}: "
@@ -132,19 +201,22 @@ def _refuse(conversation: Conversation, kind: str, detail: str) -> Refusal:
 
 
 def _load(folder: Path) -> Any:
-    if not folder.is_dir():
+    if not (is_there(folder) and folder.is_dir()):
         raise PackproofError(
             what="no such tokenizer folder",
             where=str(folder),
             mend="give the folder that holds tokenizer.json; packproof-build-tokenizer writes one",
         )
+    if (why := folder_fault(folder)) is not None:
+        mend = "give the folder that holds tokenizer.json and tokenizer_config.json"
+        raise PackproofError(what=f"no tokenizer can be loaded from it: {why}", where=str(folder), mend=mend)
     from transformers import AutoTokenizer  # noqa: PLC0415 - its import takes seconds, and --help needs none of it
 
     try:
         return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
     except (OSError, ValueError) as error:
         raise PackproofError(
-            what=f"not a tokenizer that transformers can load: {error}",
+            what=f"not a tokenizer that transformers can load: {' '.join(str(error).split())}",
             where=str(folder),
             mend="give the folder that holds tokenizer.json and tokenizer_config.json",
         ) from error

@@ -79,6 +79,7 @@ def manifest(packing: Packing) -> dict[str, Any]:
         ],
         "tokenizer": describe_tokenizer(packing.tokenizer, packing.vocab_size),
         "settings": settings,
+        "notes": {note.kind: note.text for note in packing.notes},
         "counts": packing.counts(),
         "refused": dict(sorted(packing.refused_by_kind().items())),
         "versions": {"python": platform.python_version(), **_versions(_VERSIONED)},

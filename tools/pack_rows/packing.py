@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Literal
 
 from production.errors import PackproofError
-from production.semantics import DEFAULT_PRESET
+from production.message_keys import MessageKeys
+from production.semantics import DEFAULT_PRESET, parse
+from production.token_facts import Note
 from tools.pack_rows.bins import first_fit_decreasing, sequential
 from tools.pack_rows.conversations import (
     Conversation,
@@ -52,11 +54,23 @@ class PackSettings:
     """A refused conversation: write nothing, or leave it out."""
     on_long: Literal["error", "skip", "truncate"] = "error"
     """A conversation longer than a row: write nothing, leave it out, or let a row of its own be cut by Megatron-LM."""
+    pad_token: str | None = None
+    """Pad token of the job; None: the prompt format's. Labels of its id do not count under `padding_mask=by_value`."""
+    ignore_keys: tuple[str, ...] = ()
+    """Keys that say what to train, or hold text that is not rendered, and are passed over all the same; others are refused."""
+    allow_format_misfit: bool = False
+    """Whether to pack for a tokenizer that lacks the prompt format's markers, which are then trained as text."""
     seed: int | None = None
     """Shuffles: the conversations before packing in order, the finished rows otherwise. None keeps the input's order."""
 
     def __post_init__(self) -> None:
-        """Refuse what no row can have."""
+        """Refuse what no row can have, and what no job takes."""
+        if self.on_long == "truncate" and parse(self.semantics).lost_conversations == "refuse":
+            raise PackproofError(
+                what=f"rows that are cut are refused by the semantics {self.semantics}",
+                where="on_long",
+                mend="choose skip or error, or semantics with lost_conversations=allow",
+            )
         if self.pack_length < 1:
             raise PackproofError(
                 what=f"it is {self.pack_length}, and a row needs a token", where="pack_length", mend="make it 1 or more"
@@ -109,6 +123,8 @@ class Packing:
     """The tokenizer's folder."""
     vocab_size: int
     """Ids in its vocabulary."""
+    notes: tuple[Note, ...]
+    """What must be known of the rows whatever stands in them."""
     conversations: int
     """Conversations read, pieces of split ones counted each; refused lines count as one."""
     rows: tuple[tuple[PackedConversation, ...], ...]
@@ -129,20 +145,25 @@ class Packing:
         fills = [sum(conversation.padded for conversation in row) for row in self.rows]
         cut = [conversation for conversation in packed if conversation.padded > length]
         tokens = sum(conversation.measured.tokens for conversation in packed)
+        trained = [[_trained(conversation, place) for place, conversation in enumerate(row)] for row in self.rows]
         return {
             "conversations_read": self.conversations,
             "conversations_packed": len(packed),
             "conversations_refused": len(self.refused),
             "conversations_truncated": len(cut),
-            "conversations_that_train_nothing": sum(not conversation.measured.trained for conversation in packed),
+            "conversations_that_train_nothing": sum(not count for row in trained for count in row),
             "conversations_split_at_a_system_message": sum(file.split for file in self.inputs),
             "empty_system_messages_inserted": sum(conversation.system_inserted for conversation in packed),
             "messages_packed": sum(conversation.messages for conversation in packed),
             "messages_that_render_to_nothing": sum(conversation.measured.silent_messages for conversation in packed),
+            "messages_that_lose_think_switches": sum(conversation.measured.removed_switches for conversation in packed),
+            "control_tokens_in_contents": sum(conversation.measured.control_tokens for conversation in packed),
             "rows": len(self.rows),
+            "rows_that_train_nothing": sum(not any(row) for row in trained),
             "row_tokens": length * len(self.rows),
             "conversation_tokens": tokens,
-            "trained_tokens": sum(conversation.measured.trained for conversation in packed),
+            "trained_tokens": sum(map(sum, trained)),
+            "labels_masked_as_padding": sum(conversation.measured.masked_as_padding for conversation in packed),
             "truncated_tokens": sum(conversation.measured.tokens - length for conversation in cut),
             "context_parallel_padding": sum(conversation.padded for conversation in packed) - tokens,
             "tail_padding": sum(max(length - fill, 0) for fill in fills),
@@ -168,12 +189,20 @@ def pack_files(inputs: Sequence[Path], tokenizer: Path, settings: PackSettings) 
             where=twice[0],
             mend="give it once",
         )
-    meter = LengthMeter(tokenizer, settings.prompt_format, settings.semantics)
+    meter = LengthMeter(
+        tokenizer,
+        settings.prompt_format,
+        settings.semantics,
+        pack_length=settings.pack_length,
+        allow_format_misfit=settings.allow_format_misfit,
+        ignore_keys=settings.ignore_keys,
+        pad_token=settings.pad_token,
+    )
     files = tuple(InputFile(path=Path(path)) for path in inputs)
     accepted: list[PackedConversation] = []
     refused: list[Refusal] = []
     total = 0
-    for chunk in itertools.batched(_read(files, settings), _CHUNK):
+    for chunk in itertools.batched(_read(files, settings, meter.keys), _CHUNK):
         total += len(chunk)
         for outcome in _measure(chunk, meter, settings):
             if isinstance(outcome, Refusal):
@@ -185,6 +214,7 @@ def pack_files(inputs: Sequence[Path], tokenizer: Path, settings: PackSettings) 
         inputs=files,
         tokenizer=tokenizer,
         vocab_size=meter.vocab_size,
+        notes=meter.notes,
         conversations=total,
         rows=tuple(_rows(accepted, settings)),
         refused=tuple(refused),
@@ -196,7 +226,12 @@ def row_line(row: Iterable[PackedConversation]) -> bytes:
     return f'{{"messages": [{", ".join(conversation.json for conversation in row)}]}}\n'.encode()
 
 
-def _read(files: Sequence[InputFile], settings: PackSettings) -> Iterator[Conversation | Refusal]:
+def _trained(conversation: PackedConversation, place: int) -> int:
+    """Labels of a conversation that count in its row: the first token is a label only behind another conversation (R-SHIFT-1)."""
+    return conversation.measured.trained + (conversation.measured.trained_first if place else 0)
+
+
+def _read(files: Sequence[InputFile], settings: PackSettings, keys: MessageKeys) -> Iterator[Conversation | Refusal]:
     for index, file in enumerate(files):
         yield from read_conversations(
             file,
@@ -204,6 +239,7 @@ def _read(files: Sequence[InputFile], settings: PackSettings) -> Iterator[Conver
             chat_key=settings.chat_key,
             missing_system=settings.missing_system,
             middle_system=settings.middle_system,
+            keys=keys,
         )
 
 

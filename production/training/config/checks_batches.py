@@ -175,6 +175,7 @@ def _check_order(setup: Setup) -> Iterator[SetupRefused]:
             "kind": "data.order",
             "weights": files[0][0],
             "max_epochs": "sft.max_num_epochs",
+            "run_steps": "sft.max_num_steps",
         }
         key = next((key for name, key in known.items() if name in error.where), "data.order")
         yield setup.refuse("order", key, error.what, error.mend)

@@ -41,6 +41,11 @@ class DatasetDefaults:
     """Tokens of an assistant turn that are not trained; None: the format's."""
     megatron_sft_context_parallel_size: int | None = None
     """Context parallel size that rows are laid out for; None: derived, `policy.megatron_cfg.context_parallel_size`. Must equal it."""
+    ignore_keys: tuple[str, ...] = ()
+    """Keys of messages that say what to train (`weight`, `loss`, …) or hold text that is not rendered (`reasoning_content`, …) and are passed over
+    all the same; rows with others are refused (SPEC R-KEYS-1)."""
+    allow_format_misfit: bool = False
+    """Whether to train although the tokenizer lacks the prompt format's markers, which are then text (SPEC R-FIT-1)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +70,11 @@ class Dataset:
     """Tokens of an assistant turn that are not trained; None: the format's."""
     megatron_sft_context_parallel_size: int = 1
     """Context parallel size that rows are laid out for; derived from `policy.megatron_cfg` where nothing else is said."""
+    ignore_keys: tuple[str, ...] = ()
+    """Keys of messages that say what to train (`weight`, `loss`, …) or hold text that is not rendered (`reasoning_content`, …) and are passed over
+    all the same; rows with others are refused (SPEC R-KEYS-1)."""
+    allow_format_misfit: bool = False
+    """Whether to train although the tokenizer lacks the prompt format's markers, which are then text (SPEC R-FIT-1)."""
 
     @property
     def is_packed(self) -> bool:
@@ -87,7 +97,8 @@ class Data:
     seed: int | None = None
     """Seed of the shuffle, 0 or more; None: derived, `sft.seed`."""
     order: Literal["sequential", "shuffle", "megatron-cyclic", "megatron-cyclic-sharded"] | None = None
-    """Order of SPEC section 19; None: derived from `shuffle`."""
+    """Order of SPEC section 19; None: derived from `shuffle`. `megatron-cyclic`: what Megatron-LM's driver draws with `--dataloader-type cyclic`, one permutation of
+    the samples of all `sft.max_num_steps`; `megatron-cyclic-sharded`: with `--data-sharding` too. Both need `last_batch: wrap` and `sft.max_num_epochs: null`."""
     last_batch: Literal["drop", "wrap", "stop"] = "drop"
     """Where an epoch ends inside a global batch: its last rows are left out and the next epoch begins (`drop`), the next epoch fills it up (`wrap`, Megatron-LM's
     sampler), or the job ends before it (`stop`; SPEC R-ORDER-3). A validation takes every row and fills its last batch up (R-ORDER-7)."""

@@ -70,6 +70,7 @@ def order_settings(job: Job, data_parallel_size: int) -> OrderSettings:
         data_parallel_size=data_parallel_size,
         seed=job.data.seed if job.data.order == "shuffle" else None,
         max_epochs=job.sft.max_num_epochs,
+        run_steps=job.sft.max_num_steps if (job.data.order or "").startswith("megatron-cyclic") else None,
         weights=weights or None,
     )
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from production.errors import PackproofError
+from production.files.identity import is_there
 from production.files.manifest import other_files, read_manifest
 from production.training.config.checks_batches import check_batches, check_data, check_length
 from production.training.config.checks_layers import check_pattern
@@ -138,8 +139,8 @@ def missing_files(job: Job) -> list[SetupRefused]:
         wanted[template] = "policy.tokenizer.chat_template"
     found = []
     for path, key in wanted.items():
-        is_folder = Path(path).is_dir()
-        if not path or not Path(path).exists():
+        is_folder = is_there(path) and Path(path).is_dir()
+        if not path or not is_there(path):
             mend = "name one that is there; paths are relative to where the job is started"
             found.append(
                 setup.refuse("no_file", key, f"{path or 'a file without a name'} is not on this machine", mend)

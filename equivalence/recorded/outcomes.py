@@ -1,0 +1,215 @@
+"""Reads the recorded outcomes of other people's code, the third side of rules that nothing installed can judge (README.md beside this file).
+
+A file that is missing, damaged or another one than was recorded raises InputError: what is held to nothing must never pass.
+"""
+
+from __future__ import annotations
+
+import functools
+import gzip
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from equivalence.cases import RowCase
+from equivalence.errors import InputError
+from equivalence.subjects.protocol import ROW_TENSORS, Refusal, Row, RowSettings
+
+FOLDER = Path(__file__).resolve().parent
+"""Where the files lie."""
+SHA256 = {
+    "nemorl_packers.jsonl.gz": "1886f1ab69888bd631142a36389b8cf7b6196ab7e2dee09b977d1bf6f2b9ebdc",
+    "nemorl_rows.jsonl.gz": "aa15b2d196952209036621eb9cab77a3aedf3bd4616b3380929e0e201b208060",
+    "nemorl_overrides.jsonl.gz": "0b30948764ee76e64ba917fc77eefb764aee4d4d7e1f7c178fb49a549905b1e3",
+    "nemorl_batches.jsonl.gz": "0c9458cb67024689e0501ae907b2448b91fbf6b73f19b3e46a9c73275d97719a",
+    "megatron_lm_rows.jsonl.gz": "663005b2d6de491cf06f1850c6681886930be7fc943308a851155c563b4999f9",
+    "te_partition.jsonl.gz": "67549893b601b3289418c8f65afd412f486b5f4d5aa65a7cc6c917e61bea40cd",
+}
+"""The files by name, and what each must hash to."""
+DIRECT_PRESET = "nemo-rl-direct"
+"""The semantics that NeMo-RL's recorded rows are a witness of."""
+MEGATRON_VERSIONS = {"megatron-lm-0.19": "0.19.0", "megatron-lm-main": "main-2026-08-22"}
+"""The recorded version of Megatron-LM that is a witness of each preset."""
+_MEGATRON_NAMES = ("tokens", "labels", "loss_mask", "position_ids", "cu_seqlens")
+"""What Megatron-LM calls the tensors of ROW_TENSORS, in that order."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Packing:
+    """One call of a packer of NeMo-RL."""
+
+    algorithm: str
+    lengths: tuple[int, ...]
+    capacity: int
+    multiple_of: int
+    order: tuple[int, ...] | None
+    """The order that the shuffle of `first_fit_shuffle` drew; None for the other packers."""
+    bins: tuple[tuple[int, ...], ...] | None
+    """Indices in order, bin by bin; None where the packer refused."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Partition:
+    """The positions that Transformer Engine's kernel gives one context-parallel rank."""
+
+    cu_seqlens: tuple[int, ...]
+    size: int
+    rank: int
+    index: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RecordedBatch:
+    """Rows that NeMo-RL collated, and padded as its last validation batch."""
+
+    rows: tuple[Row, ...]
+    context_parallel_size: int
+    """What the rows were built for."""
+    data_parallel_size: int
+    """What the batch was padded for."""
+    batch: Mapping[str, torch.Tensor]
+    """The collated batch, by the names of SPEC section 8."""
+    padded: Mapping[str, torch.Tensor]
+    """The same after the padding."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordedRow:
+    """One row, and what the recorded code made of it."""
+
+    case: RowCase
+    outcome: Row | None
+    """The row or its refusal; None where only the class of the exception is known."""
+    error: str = ""
+    """Class of the exception, where `outcome` is None."""
+
+
+@functools.cache
+def packings() -> tuple[Packing, ...]:
+    """NeMo-RL's packings of sequences that have at least one token."""
+    return tuple(
+        Packing(
+            algorithm=read["algorithm"],
+            lengths=tuple(read["lengths"]),
+            capacity=read["capacity"],
+            multiple_of=read["multiple_of"],
+            order=tuple(read["order"]) if "order" in read else None,
+            bins=None if "refused" in read else tuple(map(tuple, read["bins"])),
+        )
+        for read in _read("nemorl_packers.jsonl.gz")
+        if min(read["lengths"]) >= 1
+    )
+
+
+@functools.cache
+def partitions() -> tuple[Partition, ...]:
+    """Transformer Engine's cuts."""
+    return tuple(
+        Partition(cu_seqlens=tuple(read["cu_seqlens"]), size=read["cp"], rank=read["rank"], index=tuple(read["index"]))
+        for read in _read("te_partition.jsonl.gz")
+    )
+
+
+@functools.cache
+def batches() -> tuple[RecordedBatch, ...]:
+    """NeMo-RL's batches, of rows that it built itself."""
+    built = _read("nemorl_rows.jsonl.gz")
+    return tuple(
+        RecordedBatch(
+            rows=tuple(_direct_outcome(built[line]) for line in read["lines"]),
+            context_parallel_size=read["cp"],
+            data_parallel_size=read["dp"],
+            batch=_tensors(read["batch"]),
+            padded=_tensors(read["padded"]),
+        )
+        for read in _read("nemorl_batches.jsonl.gz")
+    )
+
+
+@functools.cache
+def rows(preset: str) -> tuple[RecordedRow, ...]:
+    """The rows recorded for `nemo-rl-direct` or for one of MEGATRON_VERSIONS, with that preset as their semantics.
+
+    They are sorted by tokenizer, so that few of the pieces that they are cut into load the large one.
+    """
+    if preset == DIRECT_PRESET:
+        found = [
+            RecordedRow(case=_case(read, preset), outcome=_direct_outcome(read))
+            for read in (*_read("nemorl_rows.jsonl.gz"), *_read("nemorl_overrides.jsonl.gz"))
+        ]
+    else:
+        found = megatron_rows(MEGATRON_VERSIONS[preset], preset)
+    return tuple(sorted(found, key=lambda row: row.case.tokenizer))
+
+
+def megatron_rows(version: str, preset: str) -> list[RecordedRow]:
+    """The rows as one recorded version of Megatron-LM built them, with `preset` as their semantics."""
+    return [
+        RecordedRow(
+            case=_case(read, preset),
+            outcome=_megatron_outcome(read["outcomes"][version], read["pack_length"]),
+            error=read["outcomes"][version].get("error", ""),
+        )
+        for read in _read("megatron_lm_rows.jsonl.gz")
+    ]
+
+
+def _case(read: Mapping[str, Any], preset: str) -> RowCase:
+    settings = RowSettings(
+        pack_length=read["pack_length"],
+        prompt_format=read["prompt_format"],
+        context_parallel_size=read["cp"],
+        semantics=preset,
+        pad_token=read.get("pad_token"),
+        assistant_prefix_len=read.get("assistant_prefix_len"),
+    )
+    origin = f"recorded: {read['origin']}"
+    return RowCase(messages=tuple(read["messages"]), settings=settings, tokenizer=read["tokenizer"], origin=origin)
+
+
+def _direct_outcome(read: Mapping[str, Any]) -> Row:
+    if "refused" in read:
+        return Row(refusal=Refusal(kind=read["refused"]))
+    return _row([read[name] for name in ROW_TENSORS], read["max_seqlen"])
+
+
+def _megatron_outcome(read: Mapping[str, Any], pack_length: int) -> Row | None:
+    if "error" in read:
+        return None
+    tensors = [read[name] for name in _MEGATRON_NAMES]
+    boundaries = tensors[-1]
+    tensors[-1] = boundaries[: boundaries.index(pack_length) + 1]  # right-filled with P (R-CU-1)
+    return _row(tensors, read["max_seqlen"])
+
+
+def _tensors(read: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Tensors by name from their values and the names of their dtypes."""
+    return {name: torch.tensor(values, dtype=getattr(torch, dtype)) for name, (values, dtype) in read.items()}
+
+
+def _row(values: list[list[int]], max_seqlen: int) -> Row:
+    dtypes = (torch.int64, torch.int64, torch.float32, torch.int64, torch.int32)
+    tensors: dict[str, Any] = {
+        name: torch.tensor(value, dtype=dtype) for name, value, dtype in zip(ROW_TENSORS, values, dtypes, strict=True)
+    }
+    return Row(**tensors, max_seqlen=int(max_seqlen))
+
+
+def _read(name: str) -> list[dict[str, Any]]:
+    """The lines of a recorded file. InputError where it is not the file that was recorded."""
+    path = FOLDER / name
+    mend = "restore it from the repository or install packproof again"
+    try:
+        packed = path.read_bytes()
+    except OSError as error:
+        raise InputError(f"the recorded outcomes {path} cannot be read ({error.strerror}); {mend}") from error
+    found = hashlib.sha256(packed).hexdigest()
+    if found != SHA256[name]:
+        what = f"its sha256 is {found[:12]}… where {SHA256[name][:12]}… was recorded"
+        raise InputError(f"the recorded outcomes {path} are damaged or another file: {what}; {mend}")
+    return [json.loads(line) for line in gzip.decompress(packed).splitlines()]
