@@ -90,14 +90,18 @@ def test_no_number_that_is_none_is_taken_by_any_option(draws):
             assert job is None or reasons, overrides
 
 
-def builds(job):
-    """Whether megatron-core makes model and optimizer of it, in a process of its own that may not take the machine; what it says."""
+def builds(job, folder):
+    """What megatron-core says where it does not make model and optimizer of the job, in a process of its own that may not take the machine.
+
+    The process stands in `folder`: some options are paths that it writes to.
+    """
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
         import resource
         import signal
 
+        os.chdir(folder)
         signal.alarm(60)
         resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))
         said = b""
@@ -120,7 +124,7 @@ def builds(job):
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
-def test_what_is_taken_builds(draws):
+def test_what_is_taken_builds(draws, tmp_path):
     from production.training.engine import Engine
 
     assert Engine
@@ -129,7 +133,7 @@ def test_what_is_taken_builds(draws):
         if job is not None and not reasons and overrides[0].startswith((MEGATRON, "model."))
     ]  # fmt: skip
     for overrides, job in random.Random(1).sample(taken, 8):
-        assert builds(job) == "", overrides
+        assert builds(job, tmp_path) == "", overrides
 
 
 LOOPS = [
