@@ -51,6 +51,8 @@ class Job:
     prompt_format: str = ""
     seed: int = 0
     examples: int = 0
+    plain: int = 0
+    """Of `layouts`: draws of plain random numbers beside the `examples` of Hypothesis."""
     aim: str | None = None
     """The fault class of `rows`, the check of `layouts`, the kind of model of `trainer`, the outcomes of `recorded`."""
     paths: tuple[str, ...] = ()
@@ -286,7 +288,7 @@ def _layouts(job: Job, sides: list[Subject], tally: Tally) -> None:
     from equivalence.layouts import draw_layouts  # noqa: PLC0415 - megatron-core's model code takes seconds: see run._preload
 
     with _named_errors(tally, job.title):
-        for result, where in draw_layouts(job.aim, number=job.seed, examples=job.examples):
+        for result, where in draw_layouts(job.aim, number=job.seed, examples=job.examples, plain=job.plain):
             tally.count(result, "any")
             tally.differences += differing(result, prompt_format="any", where=f"{job.title}: {where}")
 

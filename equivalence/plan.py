@@ -19,8 +19,19 @@ CONTEXT_PARALLEL_SIZES = (1, 2, 3, 4)
 LAYOUT_CHECKS = (
     *("context_parallel", "multi_token", "packing"),
     *("direct_microbatches", "online_microbatches", "meeting", "loss", "online_loss", "cross_entropy"),
-    *("order", "shares"),
+    *("order", "shares", "guards", "loader", "packed_files"),
 )
+HEAVY = {
+    "online_microbatches": 0.2,
+    "meeting": 0.2,
+    "loss": 0.1,
+    "online_loss": 0.2,
+    "packed_files": 0.15,
+    "loader": 0.05,
+}
+"""Checks of layouts that draw only this part of `Size.plain`: they follow each draw through all ranks and depths, or write files, 5 to 20 ms."""
+NEVER_SMALL = ("packed_files", "loader")
+"""Checks of layouts that Hypothesis does not draw for: each draw writes files or forks workers, and shrinking would take minutes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +64,9 @@ class Size:
     divergences: int
     """Rows that walk between presets, for each format and round."""
     layouts: int
-    """Rows that are cut, shifted, packed and divided by their tokens, for each check of layouts and each round."""
+    """Rows that are cut, shifted, packed and divided by their tokens, for each check of layouts and each round: drawn by Hypothesis."""
+    plain: int
+    """The same drawn as plain random numbers; of the checks in HEAVY a part."""
     models: Mapping[int, Steps]
     """Training steps of models, by the number of ranks."""
     trainer: Mapping[str, tuple[int, ...]]
@@ -73,7 +86,8 @@ SIZES = {
         free_rows=50,
         batches=25,
         divergences=12,
-        layouts=150,
+        layouts=50,
+        plain=950,
         models={1: Steps(models=6, others=3), 2: Steps(models=3), 4: Steps(models=2), 8: Steps(layouts=10)},
         trainer={"dense": (0,), "experts": (0,), "float32": (0,)},
         sample_passes=1,
@@ -86,7 +100,8 @@ SIZES = {
         free_rows=200,
         batches=100,
         divergences=40,
-        layouts=500,
+        layouts=150,
+        plain=3000,
         models={
             1: Steps(models=30, others=10),
             2: Steps(models=12, others=4),
@@ -104,7 +119,8 @@ SIZES = {
         free_rows=400,
         batches=200,
         divergences=100,
-        layouts=1000,
+        layouts=300,
+        plain=6000,
         models={
             1: Steps(models=60, others=20),
             2: Steps(models=40, others=10),
@@ -138,7 +154,7 @@ def cost(job: Job) -> float:
     """A job's work in rows' worth."""
     if job.layout is not None:
         return MODEL_COST[job.layout.world_size] * job.examples
-    return COST[job.kind] * job.examples if job.kind in COST else 50.0
+    return COST[job.kind] * (job.examples + job.plain) if job.kind in COST else 50.0
 
 
 def shard_of(text: str) -> tuple[int, int]:
@@ -209,6 +225,10 @@ def generated_jobs(size: Size, seed: int, subjects: tuple[str, ...], *, rows: in
             yield job
 
 
+LIGHT = 0.1
+"""Classes of at most this weight may have a single row: one costs as much as a hundred others."""
+
+
 def _round(size: Size, seed: str, subjects: tuple[str, ...]) -> Iterator[Job]:
     for each, prompt_format in itertools.product(classes().values(), PROMPT_FORMATS):
         if each.applies(prompt_format):
@@ -218,7 +238,7 @@ def _round(size: Size, seed: str, subjects: tuple[str, ...]) -> Iterator[Job]:
                 prompt_format=prompt_format,
                 aim=each.name,
                 seed=_seed(seed, each.name, prompt_format),
-                examples=max(3, round(size.rows_per_class * each.weight)),
+                examples=max(3 if each.weight > LIGHT else 1, round(size.rows_per_class * each.weight)),
             )
     for prompt_format in PROMPT_FORMATS:
         for kind, examples in (("rows", size.free_rows), ("batches", size.batches), ("divergences", size.divergences)):
@@ -262,7 +282,8 @@ def layout_jobs(size: Size, seed: int, subjects: tuple[str, ...]) -> Iterator[Jo
             subjects=subjects,
             aim=check,
             seed=_seed(str(seed), "layouts", check, str(number)),
-            examples=size.layouts,
+            examples=0 if check in NEVER_SMALL else size.layouts,
+            plain=round(size.plain * HEAVY.get(check, 1)),
         )
 
 

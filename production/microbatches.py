@@ -83,7 +83,7 @@ class Microbatch:
     input_ids: torch.Tensor
     """[1, n] int64."""
     position_ids: torch.Tensor | None
-    """[1, n] int64; None online."""
+    """[1, n] int64; None online, also with multi-token prediction (R-ONLINE-7)."""
     labels: torch.Tensor | None
     """[1, n] int64, what the model is given; None online, where the loss is computed outside (R-MEET-2)."""
     loss_mask: torch.Tensor | None
@@ -92,7 +92,7 @@ class Microbatch:
     packed_seq_params: PackedSeqParams
     """`thd`, the same boundaries four times; with depths and tables a `MultiTokenParams`."""
     total_tokens: int
-    """n on the direct path, T online (R-MEET-2)."""
+    """n: tokens of this rank's share."""
     target_ids: torch.Tensor
     """[1, n] int64: this rank's labels, on both paths."""
     target_mask: torch.Tensor
@@ -153,7 +153,7 @@ def _direct_with_tables(
     params = _thd_with_tables(flat, tables, settings, total, device)
     return Microbatch(
         input_ids=tables.input_ids[0],
-        position_ids=tables.position_ids[0],
+        position_ids=None if tables.position_ids is None else tables.position_ids[0],
         labels=tables.target_ids[0],
         loss_mask=None if params.feed is None else params.feed.loss_mask,
         packed_seq_params=params,
@@ -169,18 +169,18 @@ def _online(batch: Rectangle, settings: MicrobatchSettings, device: torch.device
     _check_host({field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)})
     row = squeeze(batch, settings.padding)
     whole = {name: getattr(row, name) for name in ("input_ids", "target_ids", "target_mask")}
-    given = {name: getattr(row, name) for name in ("position_ids", "token_mask")} if settings.depths else {}
+    given = {"token_mask": row.token_mask} if settings.depths else {}
     rank, size = settings.context_parallel_rank, settings.context_parallel_size
     cut = shard_tensors(whole | given, row.cu_seqlens_padded, rank, size, layout=settings.layout)
-    total = row.input_ids.numel()
+    total = row.input_ids.numel() // size
     if settings.depths and settings.mtp == "tables":
         flat = derive_labels(row)
-        tables = depth_tables(flat, settings.depths, rank=rank, size=size, layout=settings.layout)
+        tables = depth_tables(flat, settings.depths, rank=rank, size=size, layout=settings.layout, has_positions=False)
         tables = _moved(dataclasses.replace(tables, own_mask=cut.pop("token_mask")[None]), device)
         params: PackedSeqParams = _thd_with_tables(flat, tables, settings, total, device)
         # What stands in the tables too is given from there: the feed knows it by its memory.
-        del cut["input_ids"], cut["position_ids"]
-        share = _move(cut, device) | {"input_ids": tables.input_ids[0], "position_ids": tables.position_ids[0]}
+        del cut["input_ids"]
+        share = _move(cut, device) | {"input_ids": tables.input_ids[0]}
         share["token_mask"] = params.feed.loss_mask
     else:
         params = _thd(row.cu_seqlens_padded, row.max_seqlen, total, device)
@@ -188,7 +188,7 @@ def _online(batch: Rectangle, settings: MicrobatchSettings, device: torch.device
     outside = _move(whole, device)
     return Microbatch(
         input_ids=share["input_ids"],
-        position_ids=share.get("position_ids"),
+        position_ids=None,
         labels=None,
         loss_mask=share.get("token_mask"),
         packed_seq_params=params,
@@ -207,19 +207,20 @@ _DIRECT_FIELDS = (
     *("input_ids", "position_ids", "target_ids", "token_mask"),
     *("sample_mask", "packed_cu_seqlens", "packed_cu_seqlens_lengths", "packed_max_seqlen"),
 )
-_TABLES = ("input_ids", "position_ids", "target_ids", "token_mask", "rank_counts", "row_counts")
+_TABLES = ("input_ids", "position_ids", "target_ids", "token_mask", "rank_counts", "row_counts", "own_mask")
 
 
 def _one_row(tables: DepthTables) -> DepthTables:
     """Tables of several rows as those of the one sequence that the model is given: [D + 1, 1, B·n]."""
     names = ("input_ids", "position_ids", "target_ids", "token_mask")
-    flat: dict[str, Any] = {name: getattr(tables, name).reshape(tables.depths + 1, 1, -1) for name in names}
+    given = {name: tensor for name in names if (tensor := getattr(tables, name)) is not None}
+    flat: dict[str, Any] = {name: tensor.reshape(tables.depths + 1, 1, -1) for name, tensor in given.items()}
     return dataclasses.replace(tables, **flat)
 
 
 def _moved(tables: DepthTables, device: torch.device | str | None) -> DepthTables:
-    names = _TABLES if tables.own_mask is None else (*_TABLES, "own_mask")
-    moved: dict[str, Any] = {**_move({name: getattr(tables, name) for name in names}, device)}
+    given = {name: tensor for name in _TABLES if (tensor := getattr(tables, name)) is not None}
+    moved: dict[str, Any] = {**_move(given, device)}
     return dataclasses.replace(tables, **moved)
 
 

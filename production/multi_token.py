@@ -22,8 +22,8 @@ class DepthTables:
 
     input_ids: torch.Tensor
     """[D + 1, B, n] int64."""
-    position_ids: torch.Tensor
-    """[D + 1, B, n] int64."""
+    position_ids: torch.Tensor | None
+    """[D + 1, B, n] int64; None where the model is given none, on the online path (R-ONLINE-7)."""
     target_ids: torch.Tensor
     """[D + 1, B, n] int64."""
     token_mask: torch.Tensor
@@ -53,11 +53,12 @@ def depth_tables(
     size: int = 1,
     layout: str | Layout = "zigzag",
     padding_mask: torch.Tensor | None = None,
+    has_positions: bool = True,
 ) -> DepthTables:
     """The tables of rank `rank` of `size` for `depths` layers: at depth k `x[i + k]` inside the segment of i, else 0 (R-MTP-1).
 
     `batch` holds whole rows; each depth is cut with the rank's one index (R-MTP-2). `padding_mask` [B, P] bool is
-    shifted along. Raises PackproofError for a number of depths below 0, BatchRefused as `context_parallel.shard_index`.
+    shifted along; `has_positions` says whether the model is given positions. Raises PackproofError for a number of depths below 0, BatchRefused as `context_parallel.shard_index`.
     """
     if depths < 0:
         raise PackproofError(what=f"{depths} depths", where="mtp_num_layers", mend="give 0 or more")
@@ -86,7 +87,7 @@ def depth_tables(
     token_mask = take(flat.token_mask)
     return DepthTables(
         input_ids=take(flat.input_ids),
-        position_ids=take(flat.position_ids),
+        position_ids=take(flat.position_ids) if has_positions else None,
         target_ids=take(flat.target_ids),
         token_mask=token_mask,
         padding_mask=None if padding_mask is None else take(padding_mask),

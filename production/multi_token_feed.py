@@ -74,6 +74,7 @@ class DepthFeed:
         self._known = {
             getattr(tables, name)[depth].data_ptr(): (name, depth)
             for name in (*embedding, *_LOSS)
+            if getattr(tables, name) is not None
             for depth in range(tables.depths + 1)
         }
         if tables.own_mask is not None:
@@ -115,14 +116,19 @@ class DepthFeed:
 
     def answer(
         self, tensor: torch.Tensor | None, *, shifts: int, dims: int, size: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The next table [B, n] and its sum, for megatron-core's roll of `tensor`. Raises PackproofError where it cannot be that one."""
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """The next table [B, n] and its sum, for megatron-core's roll of `tensor`: None twice for positions that the model is not given.
+
+        Raises PackproofError where it cannot be that one.
+        """
         if not self._slots:
             raise _unexpected("a roll, and the tables have no depth", "no call")
         name, depth = self._slots[self._next]
         if fault := self._fault(tensor, name, depth, shifts=shifts, dims=dims, size=size):
             raise _unexpected(fault, self.expected)
         self._next = (self._next + 1) % len(self._slots)
+        if getattr(self.tables, name) is None:
+            return None, None
         table = getattr(self.tables, name)[depth]
         if name != "token_mask":
             return table, table.sum()
@@ -152,8 +158,9 @@ class DepthFeed:
         size: int,
     ) -> str | None:
         """Why this call cannot be the one expected."""
-        if tensor is None:
-            return "nothing to roll"
+        has_table = getattr(self.tables, name) is not None
+        if tensor is None or not has_table:
+            return None if tensor is None and not has_table else _missing(tensor, name)
         if shifts != -1 or dims not in (-1, tensor.ndim - 1):
             return f"a roll by {shifts} over dimension {dims}"
         if size != self.tables.size:
@@ -256,6 +263,10 @@ def rolls_from_tables() -> Iterator[None]:
         helper.save_metrics_to_tracker = staticmethod(logged)
     for feed in begun:
         raise _unexpected("the end of the pass", feed.expected)
+
+
+def _missing(tensor: torch.Tensor | None, name: str) -> str:
+    return "nothing to roll" if tensor is None else f"a tensor {_describe(tensor)}, and the tables have no {name}"
 
 
 def _describe(tensor: torch.Tensor) -> str:

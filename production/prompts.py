@@ -115,8 +115,13 @@ def render_messages(conversation: Conversation, prompt_format: PromptFormat, num
     return texts
 
 
-def render_template(conversation: Conversation, tokenizer: Any, number: int) -> str:
-    """The text of a conversation through the tokenizer's own template (R-RENDER-4). Raises RowRefused where there is none or it fails."""
+def render_template(
+    conversation: Conversation, tokenizer: Any, number: int, *, tools: Any = None, add_generation_prompt: bool = False
+) -> str:
+    """The text of a conversation through the tokenizer's own template (R-RENDER-4). Raises RowRefused where there is none or it fails.
+
+    `tools` and `add_generation_prompt` are the online path's (R-ONLINE-1).
+    """
     template = tokenizer.chat_template
     if template is None:
         raise refusal("no_chat_template", "the tokenizer has no chat template", conversation=number)
@@ -124,8 +129,9 @@ def render_template(conversation: Conversation, tokenizer: Any, number: int) -> 
         text: str = tokenizer.apply_chat_template(
             conversation,
             chat_template=template,
+            tools=tools,
             tokenize=False,
-            add_generation_prompt=False,
+            add_generation_prompt=add_generation_prompt,
             return_assistant_token_mask=False,  # no option of transformers: a variable that the template sees, as in Megatron-LM
         )
     except Exception as error:  # a template raises what it likes

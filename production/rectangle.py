@@ -15,7 +15,7 @@ from production.errors import PackproofError
 from production.packing import Bins, pack
 
 PAD_TOKEN_ID = 0
-"""What stands in padding on the online path, whatever the tokenizer's pad token is (R-ONLINE-2, R-ONLINE-4)."""
+"""What stands in the padding of a squeezed row, whatever the tokenizer's pad token is (R-ONLINE-4)."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -26,6 +26,8 @@ class Conversation:
     """[L] int64."""
     token_mask: torch.Tensor
     """[L] float32: 1 for the tokens of assistant messages, each at its own position: not shifted."""
+    weight: float = 1.0
+    """0 for a conversation that is too long and was cut to a stub, which counts nowhere (R-ONLINE-8)."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -33,35 +35,39 @@ class Rectangle:
     """B sequences of at most S tokens, right-padded, on the host. It has no `packed_cu_seqlens`: it is not packed yet."""
 
     input_ids: torch.Tensor
-    """[B, S] int64, padded with 0."""
+    """[B, S] int64, padded with the tokenizer's pad token. Nothing reads the padding: a squeezed row has its own."""
     token_mask: torch.Tensor
     """[B, S] float32: of the tokens themselves, not of their targets."""
     input_lengths: torch.Tensor
     """[B] int64: true lengths."""
     sample_mask: torch.Tensor
-    """[B] float32: 0 for a sequence that does not count."""
+    """[B] float32: the weight of each sequence, 0 for one that does not count."""
 
     def valid_tokens(self) -> torch.Tensor:
         """The part of these sequences in the loss's divisor (R-ONLINE-6): Σ token_mask[:, 1:] · sample_mask, a scalar float64."""
         return (self.token_mask[:, 1:].sum(dim=1, dtype=torch.float64) * self.sample_mask).sum()
 
 
-def build_rectangle(conversations: Sequence[Conversation], *, make_sequence_length_divisible_by: int) -> Rectangle:
-    """The conversations as a rectangle whose width is a multiple (R-ONLINE-2). Raises PackproofError for none, or one of no token."""
+def build_rectangle(
+    conversations: Sequence[Conversation], *, make_sequence_length_divisible_by: int, pad_token_id: int = PAD_TOKEN_ID
+) -> Rectangle:
+    """The conversations as a rectangle whose width is a multiple, with their weights as `sample_mask` (R-ONLINE-2).
+
+    Raises PackproofError for none, or one of no token.
+    """
     multiple = _multiple(make_sequence_length_divisible_by)
     lengths = torch.tensor([len(each.token_ids) for each in conversations], dtype=torch.int64)
     if not len(lengths) or not lengths.all():
         where = f"conversation {int(lengths.argmin())}" if len(lengths) else "conversations"
         raise PackproofError(what="no token", where=where, mend="leave it out, and give at least one conversation")
     width = round_up(int(lengths.max()), multiple)
-    ids = torch.full((len(lengths), width), PAD_TOKEN_ID, dtype=torch.int64)
+    ids = torch.full((len(lengths), width), pad_token_id, dtype=torch.int64)
     mask = torch.zeros(len(lengths), width)
     is_own = torch.arange(width) < lengths[:, None]
     ids[is_own] = torch.cat([each.token_ids for each in conversations])
     mask[is_own] = torch.cat([each.token_mask for each in conversations])
-    return Rectangle(
-        input_ids=ids, token_mask=mask, input_lengths=lengths, sample_mask=torch.ones(len(lengths), dtype=torch.float32)
-    )
+    weights = torch.tensor([each.weight for each in conversations], dtype=torch.float32)
+    return Rectangle(input_ids=ids, token_mask=mask, input_lengths=lengths, sample_mask=weights)
 
 
 def fill_bins(
@@ -92,7 +98,10 @@ def take_sequences(rectangle: Rectangle, members: Sequence[int]) -> Rectangle:
 
 
 def longest_bin(rectangle: Rectangle, bins: Bins, *, make_sequence_length_divisible_by: int) -> int:
-    """Tokens of the fullest bin, each sequence rounded up: what rows are padded to where pipeline stages need one length."""
+    """Tokens of the fullest bin, each sequence rounded up: what rows are padded to where pipeline stages need one length.
+
+    `bins` are those of one data-parallel rank (`packing.take_rank`): ranks are padded to lengths of their own (R-ONLINE-5).
+    """
     multiple = _multiple(make_sequence_length_divisible_by)
     lengths = rectangle.input_lengths.tolist()
     return max(sum(round_up(lengths[member], multiple) for member in members) for members in bins)

@@ -23,6 +23,11 @@ MENDS = {
     "turn_mismatch": "leave the conversation out, or choose a format whose turns do not merge with their neighbours",
     "too_many_boundaries": "leave empty conversations out, or pack fewer conversations into a row",
     "indivisible_segment": "make pack_length a multiple of 2·cp, or choose semantics with indivisible_segment=keep",
+    "unjoined_pieces": "use a chat template that renders earlier messages the same whatever follows (one that drops earlier reasoning or counts "
+    "messages does not, nor does one that closes the text behind the last message), or set data.on_unjoined_pieces to allow, which feeds what "
+    "NeMo-RL feeds",
+    "tools_not_rendered": "use a tokenizer with a chat template that renders tools, or take tools and tool_calls out of the line "
+    "(data.train.tool_key null leaves the line's tools out)",
     "dropped": "pack fewer conversations into a row, or raise pack_length",
     "truncated": "pack fewer tokens into a row, or raise pack_length",
 }

@@ -29,7 +29,7 @@ class Padding:
     row_multiple: int = 1
     """Of the whole row, which its last sequence takes."""
     row_length: int | None = None
-    """`pad_packed_seq_to`: the one length of all rows, where there is more than one pipeline stage."""
+    """`pad_packed_seq_to`: the one length of all rows of a data-parallel rank, where there is more than one pipeline stage."""
 
     def __post_init__(self) -> None:
         """Refuse what no row could satisfy."""
@@ -50,7 +50,7 @@ class Squeezed:
     input_ids: torch.Tensor
     """[1, T] int64, 0 in padding."""
     position_ids: torch.Tensor
-    """[1, T] int64: from 0 in each sequence, 0 in padding. Only multi-token prediction is given them."""
+    """[1, T] int64: from 0 in each sequence, 0 in padding. No model is given them (R-ONLINE-7): dumps keep them to be looked at."""
     target_ids: torch.Tensor
     """[1, T] int64: the ids rolled by one within each sequence with its padding, so its last is its first id."""
     target_mask: torch.Tensor
@@ -82,7 +82,8 @@ def choose_padding(
     hybrid_expert_parallel: bool,
     longest_bin: int,
 ) -> Padding:
-    """The padding of a job (R-ONLINE-5). `longest_bin` (`rectangle.longest_bin`) counts where there is more than one pipeline stage.
+    """The padding of a data-parallel rank (R-ONLINE-5). `longest_bin`, that of its own bins (`rectangle.longest_bin`), counts where there is
+    more than one pipeline stage.
 
     Raises PackproofError where the sequences' multiple is none of the domain factor, and for an unknown precision.
     """
@@ -122,7 +123,7 @@ def squeeze(rectangle: Rectangle, padding: Padding) -> Squeezed:
         raise PackproofError(
             what=f"a bin of {total} tokens with padding, and rows of {row}",
             where="pad_packed_seq_to",
-            mend="take the longest bin of the global batch (rectangle.longest_bin)",
+            mend="take the longest bin of the rank (rectangle.longest_bin)",
         )
     padded[-1] += row - total
     ends = padded.cumsum(0)

@@ -62,6 +62,5 @@ def gather(shards: Sequence[torch.Tensor], cu_seqlens: Sequence[int], layout: st
     """The whole tensor `[…, P]` from the shares of all ranks, in rank order. R-CP-5."""
     whole = torch.empty(*shards[0].shape[:-1], cu_seqlens[-1], dtype=shards[0].dtype)
     for rank, part in enumerate(shards):
-        for place, position in enumerate(owned_positions(cu_seqlens, rank, len(shards), layout)):
-            whole[..., position] = part[..., place]
+        whole[..., owned_positions(cu_seqlens, rank, len(shards), layout)] = part
     return whole

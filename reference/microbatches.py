@@ -17,7 +17,7 @@ from reference.multi_token import Depth
 from reference.packing import Bins
 
 PAD_TOKEN_ID = 0
-"""What the online path fills with, whatever the tokenizer's pad token is."""
+"""What a squeezed row is filled with, whatever the tokenizer's pad token is."""
 
 
 class PaddingError(ValueError):
@@ -44,7 +44,7 @@ class Padding:
     sequence_multiple: int
     row_multiple: int
     row_length: int | None
-    """The one length of all rows, where there is more than one pipeline stage."""
+    """The one length of all rows of a data-parallel rank, where there is more than one pipeline stage."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -53,7 +53,7 @@ class Squeezed:
 
     input_ids: torch.Tensor
     position_ids: torch.Tensor
-    """0 in padding."""
+    """0 in padding. No model is given them: they are there to be looked at."""
     target_ids: torch.Tensor
     """Rolled by one within each sequence with its padding."""
     target_mask: torch.Tensor
@@ -77,7 +77,7 @@ class Microbatch:
     """Of the whole row, padding included: what attention gets four times."""
     max_seqlen: int
     total_tokens: int
-    """This rank's share on the direct path, the whole row online."""
+    """Of this rank's share, on both paths."""
     target_ids: torch.Tensor
     target_mask: torch.Tensor
     """Which targets the loss counts."""
@@ -87,13 +87,15 @@ class Microbatch:
     """Online: what the loss outside the model needs."""
 
 
-def rectangle(conversations: Sequence[tuple[Sequence[int], Sequence[int]]], multiple: int) -> Rectangle:
-    """Tokens and masks of conversations, right-padded to a multiple. R-ONLINE-2."""
+def rectangle(
+    conversations: Sequence[tuple[Sequence[int], Sequence[int]]], multiple: int, pad_token_id: int = PAD_TOKEN_ID
+) -> Rectangle:
+    """Tokens and masks of conversations, right-padded to a multiple with the tokenizer's pad token. R-ONLINE-2."""
     lengths = [len(tokens) for tokens, _ in conversations]
     if not lengths or 0 in lengths:
         raise PaddingError("a conversation of no token, or none at all; leave it out")
     width = rounded(max(lengths), multiple)
-    ids = [[*tokens] + [PAD_TOKEN_ID] * (width - len(tokens)) for tokens, _ in conversations]
+    ids = [[*tokens] + [pad_token_id] * (width - len(tokens)) for tokens, _ in conversations]
     masks = [[*mask] + [0] * (width - len(mask)) for _, mask in conversations]
     return Rectangle(
         input_ids=torch.tensor(ids, dtype=torch.int64),
@@ -137,7 +139,7 @@ def padding(
     hybrid_expert_parallel: bool,
     longest_bin: int,
 ) -> Padding:
-    """What a job pads to. R-ONLINE-4, R-ONLINE-5."""
+    """What a data-parallel rank pads to; `longest_bin` is that of its own bins. R-ONLINE-4, R-ONLINE-5."""
     factor = 1
     if context_parallel_size > 1:
         factor *= 2 * context_parallel_size
@@ -158,7 +160,7 @@ def squeeze(batch: Rectangle, how: Padding) -> Squeezed:
     padded = [rounded(length, how.sequence_multiple) for length in batch.input_lengths]
     whole = rounded(sum(padded), how.row_multiple) if how.row_length is None else how.row_length
     if whole < sum(padded):
-        raise PaddingError(f"a bin of {sum(padded)} tokens in rows of {whole}; take the longest bin of the batch")
+        raise PaddingError(f"a bin of {sum(padded)} tokens in rows of {whole}; take the longest bin of the rank")
     padded[-1] += whole - sum(padded)
     ids: list[int] = []
     positions: list[int] = []
@@ -206,12 +208,12 @@ def process_microbatch(
 
     return Microbatch(
         input_ids=share(row.input_ids),
-        position_ids=share(row.position_ids) if depths else None,
+        position_ids=None,  # R-ONLINE-7
         labels=None,
         loss_mask=share(row.token_mask) if depths else None,  # R-ONLINE-7
         cu_seqlens=row.cu_seqlens_padded,
         max_seqlen=longest(row.cu_seqlens_padded),
-        total_tokens=len(row.input_ids),
+        total_tokens=len(row.input_ids) // context_parallel_size,
         target_ids=share(row.target_ids),
         target_mask=share(row.target_mask),
         depths=[cut_depth(each, share) for each in online_depths(row, depths)],
@@ -225,7 +227,7 @@ def online_depths(row: Squeezed, count: int) -> list[Depth]:
         input_ids=row.input_ids,
         target_ids=multi_token.shift(row.input_ids, row.cu_seqlens_padded, 1),
         token_mask=multi_token.shift(row.token_mask, row.cu_seqlens_padded, 1),
-        position_ids=row.position_ids,
+        position_ids=None,
         cu_seqlens=row.cu_seqlens_padded,
         count=count,
     )
@@ -273,7 +275,7 @@ def cut_depth(depth: Depth, share: Callable[[torch.Tensor], torch.Tensor]) -> De
         input_ids=share(depth.input_ids),
         target_ids=share(depth.target_ids),
         token_mask=share(depth.token_mask),
-        position_ids=share(depth.position_ids),
+        position_ids=None if depth.position_ids is None else share(depth.position_ids),
     )
 
 

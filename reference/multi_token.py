@@ -20,7 +20,8 @@ class Depth:
     target_ids: torch.Tensor
     token_mask: torch.Tensor
     """The mask of the shifted *target*: not and-ed with the mask at the position itself."""
-    position_ids: torch.Tensor
+    position_ids: torch.Tensor | None
+    """None on the online path, whose model is given none (R-ONLINE-7)."""
 
 
 def shift(tensor: torch.Tensor, cu_seqlens: Sequence[int], depth: int) -> torch.Tensor:
@@ -36,7 +37,7 @@ def depths(
     input_ids: torch.Tensor,
     target_ids: torch.Tensor,
     token_mask: torch.Tensor,
-    position_ids: torch.Tensor,
+    position_ids: torch.Tensor | None,
     cu_seqlens: Sequence[int],
     count: int,
 ) -> list[Depth]:
@@ -46,7 +47,7 @@ def depths(
             input_ids=shift(input_ids, cu_seqlens, depth),
             target_ids=shift(target_ids, cu_seqlens, depth),
             token_mask=shift(token_mask, cu_seqlens, depth),
-            position_ids=shift(position_ids, cu_seqlens, depth),
+            position_ids=None if position_ids is None else shift(position_ids, cu_seqlens, depth),
         )
         for depth in range(1, count + 1)
     ]

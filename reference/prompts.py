@@ -31,8 +31,11 @@ class Tokenizer(Protocol):
         """Ids of a text: no special token is added, special strings inside become their ids. TypeError if it cannot."""
         ...
 
-    def render(self, conversation: Conversation) -> str:
-        """The tokenizer's own chat template over a conversation. LookupError if it has none."""
+    def render(self, conversation: Conversation, *, tools: Any = None, add_generation_prompt: bool = False) -> str:
+        """The tokenizer's own chat template over a conversation. LookupError if it has none.
+
+        On the online path the template is also given the tools of the line, and may open the assistant's turn behind the last message.
+        """
         ...
 
     def token_to_id(self, token: str) -> int | None:
@@ -138,10 +141,10 @@ def is_masked(prompt: Prompt, semantics: Semantics) -> bool:
     return prompt.format != "default"
 
 
-def render(conversation: Conversation, prompt: Prompt, tokenizer: Tokenizer) -> str:
-    """The text of a conversation. R-RENDER-1 to R-RENDER-4."""
+def render(conversation: Conversation, prompt: Prompt, tokenizer: Tokenizer, **options: Any) -> str:
+    """The text of a conversation; `options` are those of `Tokenizer.render`. R-RENDER-1 to R-RENDER-4."""
     if prompt.format == "default":
-        return render_own_template(conversation, tokenizer)
+        return render_own_template(conversation, tokenizer, **options)
     return "".join(render_message(message, prompt.format) for message in conversation)
 
 
@@ -172,10 +175,10 @@ def render_message(message: Message, prompt_format: str) -> str:
     }[message["role"]]
 
 
-def render_own_template(conversation: Conversation, tokenizer: Tokenizer) -> str:
+def render_own_template(conversation: Conversation, tokenizer: Tokenizer, **options: Any) -> str:
     """The tokenizer's own chat template. R-RENDER-4."""
     try:
-        return tokenizer.render(conversation)
+        return tokenizer.render(conversation, **options)
     except LookupError as error:
         if isinstance(error, (KeyError, IndexError)):  # the template's own, not "there is none"
             raise RowRefused("template_error", f"the tokenizer's chat template failed: {error!r}") from error

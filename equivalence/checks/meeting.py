@@ -30,7 +30,7 @@ from reference import microbatches as reference
 from reference import rows as reference_rows
 from reference.semantics import semantics
 
-CLOSED_LIST = ("loss_outside", "position_ids", "padding_id", "uncounted_label", "total_tokens")
+CLOSED_LIST = ("loss_outside", "position_ids", "padding_id", "uncounted_label")
 """R-MEET-2, by name."""
 BY_PRESET = ("padding_mask", "boundary_label")
 """R-MEET-3, by the field of Semantics."""
@@ -80,9 +80,7 @@ def conversations(case: MeetingCase) -> list[list[dict[str, str]]]:
 
 def _predict(side: Side, case: MeetingCase) -> tuple[list[Share], dict[str, int]]:
     """What the online shares must be by R-MEET, and at how many positions each entry of the list shows."""
-    ids, labels, mask, positions = (
-        side.direct_row[name] for name in ("input_ids", "target_ids", "target_mask", "position_ids")
-    )
+    ids, labels, mask = (side.direct_row[name] for name in ("input_ids", "target_ids", "target_mask"))
     own = torch.zeros_like(ids, dtype=torch.bool)
     has_target = own.clone()  # the next token is of the same conversation
     followers, before = torch.arange(len(ids)) + 1, torch.arange(len(ids)) - 1
@@ -109,17 +107,15 @@ def _predict(side: Side, case: MeetingCase) -> tuple[list[Share], dict[str, int]
             "target_mask": side.cut(predicted_mask, rank),
             "labels": None,
             "loss_mask": side.cut(token_mask, rank) if case.depths else None,  # the tokens' mask: R-ONLINE-7
-            "position_ids": side.cut(torch.where(own, positions, 0), rank) if case.depths else None,
-            "total_tokens": torch.tensor(len(ids)),
+            "position_ids": None,  # R-ONLINE-7
         }
         for rank, share in enumerate(side.direct)
     ]
     return shares, {
         "loss_outside": int(mask.sum()),
-        "position_ids": int((positions != 0)[~own].sum()) if case.depths else len(ids),
+        "position_ids": len(ids),
         "padding_id": int((ids != predicted_ids).sum()),
         "uncounted_label": int((labels != predicted_labels).sum()),
-        "total_tokens": int(case.size > 1),
         "padding_mask": int(dropped.sum()),
         "boundary_label": int(added.sum()),
     }
@@ -169,7 +165,7 @@ def _production(case: MeetingCase) -> Side:
         online=[share(production.process_microbatch(online, settings(rank))) for rank in range(case.size)],
         lengths=lengths,
         padded=boundaries.tolist(),
-        direct_row=_whole(built.input_ids, built.target_ids, built.token_mask, built.position_ids),
+        direct_row=_whole(built.input_ids, built.target_ids, built.token_mask),
         cut=lambda tensor, rank: shard_tensors({"": tensor}, boundaries, rank, case.size)[""],
     )
 
@@ -178,7 +174,7 @@ def _reference(case: MeetingCase) -> Side:
     tokenizer: TransformersTokenizer = adapt(tokenizers.load("word"))
     prompt = prompts.Prompt(format=case.prompt_format)
     tokenized = [
-        reference_chat.tokenize_messages(each, prompt, tokenizer, bos_token=None, eos_token=None)
+        reference_chat.joined(reference_chat.tokenize_messages(each, prompt, tokenizer, reference_chat.ChatSettings()))
         for each in conversations(case)
     ]
     lengths = [len(tokens) for tokens, _ in tokenized]
@@ -214,25 +210,22 @@ def _reference(case: MeetingCase) -> Side:
         online=[share(online, rank) for rank in range(case.size)],
         lengths=lengths,
         padded=boundaries,
-        direct_row=_whole(row.input_ids, row.target_ids, row.token_mask, row.position_ids),
+        direct_row=_whole(row.input_ids, row.target_ids, row.token_mask),
         cut=lambda tensor, rank: context_parallel.shard(tensor, boundaries, rank, case.size),
     )
 
 
 @functools.cache
 def _chat_tokenizer(prompt_format: str) -> chat.ChatTokenizer:
-    return chat.ChatTokenizer(
-        tokenizer=tokenizers.load("word"), prompt_format=prompt_format, add_bos=False, add_eos=False
-    )
+    settings = chat.ChatSettings(prompt_format=prompt_format, add_bos=False, add_eos=False)
+    return chat.ChatTokenizer(tokenizer=tokenizers.load("word"), settings=settings)
 
 
 _NAMES = ("input_ids", "position_ids", "labels", "loss_mask", "target_ids", "target_mask")
 
 
-def _whole(
-    ids: torch.Tensor, labels: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor
-) -> dict[str, torch.Tensor]:
-    return {"input_ids": ids, "target_ids": labels, "target_mask": mask, "position_ids": positions}
+def _whole(ids: torch.Tensor, labels: torch.Tensor, mask: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {"input_ids": ids, "target_ids": labels, "target_mask": mask}
 
 
 def _unit(case: MeetingCase) -> int:

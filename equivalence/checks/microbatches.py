@@ -154,7 +154,7 @@ def _megatron_depths(case: OnlineCase, rows: Sequence[tuple[tuple[int, int], ref
     for place, row in rows:
         boundaries = row.cu_seqlens_padded
         params = PackedSeqParams(qkv_format="thd", cu_seqlens_q=torch.tensor(boundaries, dtype=torch.int32))
-        rolled = {"input_ids": row.input_ids, "position_ids": row.position_ids}
+        rolled = {"input_ids": row.input_ids}
         rolled["target_ids"], _ = roll_tensor(row.input_ids, -1, -1, None, params)
         rolled["token_mask"], _ = roll_tensor(row.token_mask, -1, -1, None, params)
         cuts = [rotary_index(boundaries, rank, case.size) for rank in range(case.size)]
@@ -176,30 +176,37 @@ def _reference_online(case: OnlineCase, rows: list[tuple[tuple[int, int], refere
     except reference_packing.PackingError:
         return "bins"
     lengths = [reference.rounded(length, case.multiple) for length in whole.input_lengths]
+    ranks = [
+        reference_packing.bins_of_rank(bins, data_rank, case.data_parallel_size)
+        for data_rank in range(case.data_parallel_size)
+    ]
     try:
-        how = reference.padding(
-            multiple=case.multiple,
-            context_parallel_size=case.size,
-            tensor_parallel_size=case.tensor_parallel_size,
-            sequence_parallel=case.sequence_parallel,
-            pipeline_parallel_size=case.pipeline_parallel_size,
-            precision=case.precision,
-            hybrid_expert_parallel=case.hybrid_expert_parallel,
-            longest_bin=max(sum(lengths[member] for member in members) for members in bins),
-        )
+        hows = [
+            reference.padding(
+                multiple=case.multiple,
+                context_parallel_size=case.size,
+                tensor_parallel_size=case.tensor_parallel_size,
+                sequence_parallel=case.sequence_parallel,
+                pipeline_parallel_size=case.pipeline_parallel_size,
+                precision=case.precision,
+                hybrid_expert_parallel=case.hybrid_expert_parallel,
+                longest_bin=max(sum(lengths[member] for member in members) for members in own),
+            )
+            for own in ranks
+        ]
     except reference.PaddingError:
         return "padding"
     found = _rectangle(whole.input_ids, whole.token_mask, whole.sample_mask, whole.input_lengths)
     found["divisor"] = torch.tensor(reference.valid_tokens(whole), dtype=torch.float64)
     try:
-        for data_rank in range(case.data_parallel_size):
-            for number, members in enumerate(reference_packing.bins_of_rank(bins, data_rank, case.data_parallel_size)):
+        for data_rank, own in enumerate(ranks):
+            for number, members in enumerate(own):
                 for rank in range(case.size):
                     made = reference.process_microbatch(
                         reference.take(whole, members),
                         rank=rank,
                         context_parallel_size=case.size,
-                        how=how,
+                        how=hows[data_rank],
                         depths=case.depths,
                     )
                     found |= _reference_share(made, (data_rank, number, rank))
@@ -229,17 +236,24 @@ def _production_online(case: OnlineCase, mtp: production.Mtp) -> Side:
         )
     except PackproofError:
         return "bins"
+    ranks = [
+        packing.take_rank(bins, rank=data_rank, size=case.data_parallel_size)
+        for data_rank in range(case.data_parallel_size)
+    ]
     try:
-        padding = squeeze.choose_padding(
-            make_sequence_length_divisible_by=case.multiple,
-            context_parallel_size=case.size,
-            tensor_parallel_size=case.tensor_parallel_size,
-            sequence_parallel=case.sequence_parallel,
-            pipeline_parallel_size=case.pipeline_parallel_size,
-            precision=case.precision,  # type: ignore[arg-type] # one of them
-            hybrid_expert_parallel=case.hybrid_expert_parallel,
-            longest_bin=rectangle.longest_bin(whole, bins, make_sequence_length_divisible_by=case.multiple),
-        )
+        paddings = [
+            squeeze.choose_padding(
+                make_sequence_length_divisible_by=case.multiple,
+                context_parallel_size=case.size,
+                tensor_parallel_size=case.tensor_parallel_size,
+                sequence_parallel=case.sequence_parallel,
+                pipeline_parallel_size=case.pipeline_parallel_size,
+                precision=case.precision,  # type: ignore[arg-type] # one of them
+                hybrid_expert_parallel=case.hybrid_expert_parallel,
+                longest_bin=rectangle.longest_bin(whole, own, make_sequence_length_divisible_by=case.multiple),
+            )
+            for own in ranks
+        ]
     except PackproofError:
         return "padding"
     found = _rectangle(whole.input_ids, whole.token_mask, whole.sample_mask, whole.input_lengths.tolist())
@@ -248,13 +262,13 @@ def _production_online(case: OnlineCase, mtp: production.Mtp) -> Side:
     behind = torch.arange(whole.input_ids.shape[1]) >= whole.input_lengths[:, None]
     whole.input_ids[behind], whole.token_mask[behind] = 999_999, torch.nan
     try:
-        for data_rank in range(case.data_parallel_size):
-            for number, members in enumerate(packing.take_rank(bins, rank=data_rank, size=case.data_parallel_size)):
+        for data_rank, own in enumerate(ranks):
+            for number, members in enumerate(own):
                 for rank in range(case.size):
                     settings = production.MicrobatchSettings(
                         context_parallel_rank=rank,
                         context_parallel_size=case.size,
-                        padding=padding,
+                        padding=paddings[data_rank],
                         depths=case.depths,
                         mtp=mtp,
                     )
@@ -306,7 +320,9 @@ def _production_share(made: production.Microbatch, rank: object) -> dict[str, to
     if isinstance(params, MultiTokenParams) and params.feed is not None:
         tables = params.feed.tables
         for depth in range(1, tables.depths + 1):
-            named |= {f"{name} at depth {depth}": getattr(tables, name)[depth, 0] for name in _FIELDS}
+            for name in _FIELDS:
+                table = getattr(tables, name)
+                named[f"{name} at depth {depth}"] = None if table is None else table[depth, 0]
     if made.row is not None:
         named |= {
             f"{name} of the row": getattr(made.row, name)[0] for name in ("input_ids", "target_ids", "target_mask")

@@ -5,6 +5,7 @@ Two sides: Megatron-LM's sampler is held against the stride by `order`, and it d
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +15,7 @@ from equivalence.checks.result import CheckResult
 from equivalence.model_cases import batch_of
 from production import batches as production
 from production.batches import Batch
+from production.rectangle import Rectangle
 from production.training.order import ValidationOrder
 from reference import batches as reference
 
@@ -31,6 +33,8 @@ class SharesCase:
     """Of each rank in a global batch."""
     seed: int
     """Of tokens and masks."""
+    long: int = 0
+    """Unless 0, targets are also counted where each row is so many times its first token: more than 2**24 are beyond float32."""
 
     @property
     def global_batch_size(self) -> int:
@@ -59,6 +63,9 @@ def _reference(case: SharesCase) -> Side:
         rows, sample_mask = reference.pad_validation(numbers, size)
         weights = torch.tensor(sample_mask)
         found[f"divisor from row {first}"] = _float64(reference.valid_tokens(whole.token_mask[rows], weights))
+        if case.long:
+            count = _float64(case.long * reference.valid_tokens(whole.token_mask[rows, :1], weights))
+            found |= {f"{path} divisor of long rows from row {first}": count for path in ("direct", "online")}
         for rank in range(size):
             places = reference.rows_of_rank(range(len(rows)), rank, size)
             own = [rows[place] for place in places]
@@ -82,6 +89,10 @@ def _production(case: SharesCase) -> Side:
         fields = {name: getattr(whole, name)[first:consumed] for name in names}
         padded = production.pad_validation(Batch(**fields), size=size)
         found[f"divisor from row {first}"] = production.count_trained(padded)
+        if case.long:
+            long = dataclasses.replace(padded, token_mask=padded.token_mask[:, :1].expand(-1, case.long))
+            found[f"direct divisor of long rows from row {first}"] = production.count_trained(long)
+            found[f"online divisor of long rows from row {first}"] = _rectangle(padded, case.long).valid_tokens()
         for rank in range(size):
             own = production.take_rank(padded, rank=rank, size=size)
             samples, weights = taken.of_rank(rank, size)
@@ -92,6 +103,16 @@ def _production(case: SharesCase) -> Side:
             if weights != tuple(own.sample_mask.tolist()):
                 found[f"rows {where}"] = torch.tensor(weights)  # the order weighs them otherwise than the batch does
     return found
+
+
+def _rectangle(batch: Batch, count: int) -> Rectangle:
+    """The first token's mask so many times and once more, since the first token of a conversation is no target."""
+    return Rectangle(
+        input_ids=batch.input_ids,
+        token_mask=batch.token_mask[:, :1].expand(-1, count + 1),
+        input_lengths=batch.input_lengths,
+        sample_mask=batch.sample_mask,
+    )
 
 
 def _float64(value: float) -> torch.Tensor:

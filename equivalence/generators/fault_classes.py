@@ -68,9 +68,14 @@ def fault(
 
 def classes() -> Mapping[str, FaultClass]:
     """All classes by name, in the order of the report."""
-    from equivalence.generators import faults_in_contents, faults_in_layout, faults_in_settings  # noqa: PLC0415 - they register
+    from equivalence.generators import (  # noqa: PLC0415 - they register
+        faults_in_contents,
+        faults_in_layout,
+        faults_in_numbers,
+        faults_in_settings,
+    )
 
-    assert all((faults_in_contents, faults_in_layout, faults_in_settings))
+    assert all((faults_in_contents, faults_in_layout, faults_in_numbers, faults_in_settings))
     return REGISTRY
 
 

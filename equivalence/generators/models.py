@@ -126,6 +126,11 @@ def rows(draw: st.DrawFn, layout: Layout, *, segment_unit: int, most: int = MOST
     row_unit = math.lcm(domain_factor(layout.sizes), segment_unit)
     length = row_unit * draw(st.integers(max(1, 16 // row_unit), max(2, most // row_unit)))
     microbatches = draw(st.integers(1, 3 if layout.data_size <= 2 else 2))
+    stages = layout.sizes.pipeline
+    if stages in (2, 4) and draw(
+        st.booleans()
+    ):  # the schedule's steady state: it begins behind the first microbatch of each stage
+        microbatches = stages + 1
     count = microbatches * layout.data_size
     return tuple(draw(_row(length // segment_unit, segment_unit)) for _ in range(count))
 
@@ -268,6 +273,8 @@ def features(case: ModelCase) -> Iterator[str]:
             yield name
     if case.data_size > 1:
         yield "dp"
+    if layout.pipeline > 1 and len(case.rows) > case.data_size * layout.pipeline:
+        yield "more microbatches than stages"
 
 
 def _row_features(case: ModelCase) -> Iterator[str]:
@@ -291,7 +298,7 @@ FEATURES = (
     *NORMALIZATIONS,
     *("cp, depths weighed by rank", "cp, depths weighed by rows", "cp, tables", "cp, upstream_roll"),
     *("a row all masked", "one long segment", "many short segments", "uneven microbatches"),
-    *("a cp rank's share all masked", "a depth with no target"),
+    *("a cp rank's share all masked", "a depth with no target", "more microbatches than stages"),
     *("tp", "cp", "pp", "dp", "ep", "leaks", "paths", "paths with depths, tables", "paths with depths, upstream_roll"),
 )
 """What a whole run must have had."""

@@ -1,4 +1,4 @@
-"""Hypothesis strategies for microbatches and losses: rows of the direct path, conversations of the online one, shares of losses."""
+"""Draw microbatches and losses: rows of the direct path, conversations of the online one, shares of losses."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from hypothesis import strategies as st
 
+from equivalence.generators.choices import Choices, drawn
 from production.loss import Normalization
 
 PACKERS = ("concatenative", "first_fit_decreasing", "modified_first_fit_decreasing")
@@ -83,25 +84,24 @@ class LossCase:
     depths: int
 
 
-@st.composite
-def direct_cases(draw: st.DrawFn) -> DirectCase:
-    """One to three rows at cp 1 to 4; one case in five has a segment that cannot be cut."""
-    size, layout = draw(st.sampled_from(SIZES)), draw(st.sampled_from(["zigzag", "zigzag", "contiguous"]))
+def draw_direct(choices: Choices) -> DirectCase:
+    """Draw one to three rows at cp 1 to 4; one case in five has a segment that cannot be cut."""
+    size, layout = choices.one_of(SIZES), choices.one_of(["zigzag", "zigzag", "contiguous"])
     unit = 1 if size == 1 else 2 * size
-    pieces = draw(st.integers(1, 6))
-    rows = draw(st.integers(1, 3))
-    extra = draw(st.integers(1, unit)) if draw(st.integers(0, 4)) == 4 else 0
+    pieces = choices.integer(1, 6)
+    rows = choices.integer(1, 3)
+    extra = choices.integer(1, unit) if choices.integer(0, 4) == 4 else 0
     boundaries = [
         [
             0,
-            *(unit * place for place in sorted(draw(st.sets(st.integers(1, max(pieces - 1, 1)))))),
+            *(unit * place for place in sorted(set(choices.integers(1, max(pieces - 1, 1), fewest=0, longest=6)))),
             unit * pieces + extra,
         ]
         for _ in range(rows)
     ]
     boundaries = [[*dict.fromkeys(each)] for each in boundaries]
     shape = (rows, unit * pieces + extra)
-    made = torch.Generator().manual_seed(draw(st.integers(0, 1000)))
+    made = torch.Generator().manual_seed(choices.integer(0, 1000))
     return DirectCase(
         boundaries=boundaries,
         tensors={
@@ -110,119 +110,133 @@ def direct_cases(draw: st.DrawFn) -> DirectCase:
             "token_mask": torch.randint(0, 2, shape, generator=made).float(),
             "position_ids": torch.randint(0, 100, shape, generator=made),
         },
-        sample_mask=[1.0] * (rows - 1) + [draw(st.sampled_from([1.0, 1.0, 0.0]))],
+        sample_mask=[1.0] * (rows - 1) + [choices.one_of([1.0, 1.0, 0.0])],
         size=size,
         layout=layout,
-        depths=draw(st.integers(0, 3)),
+        depths=choices.integer(0, 3),
     )
 
 
-@st.composite
-def online_cases(draw: st.DrawFn) -> OnlineCase:
-    """One to nine conversations of 1 to 12 tokens; some cannot be packed or padded as asked."""
-    lengths = draw(st.lists(st.integers(1, 12), min_size=1, max_size=9))
-    first = draw(st.integers(1, 900))
-    size, tensor = draw(st.sampled_from(SIZES)), draw(st.sampled_from([1, 2]))
-    sequence = tensor > 1 and draw(st.booleans())
+def draw_online(choices: Choices) -> OnlineCase:
+    """Draw one to nine conversations of 1 to 12 tokens; some cannot be packed or padded as asked."""
+    lengths = choices.integers(1, 12, fewest=1, longest=9)
+    first = choices.integer(1, 900)
+    size, tensor = choices.one_of(SIZES), choices.one_of([1, 2])
+    sequence = tensor > 1 and choices.one_of((False, True))
     factor = (2 * size if size > 1 else 1) * (tensor if sequence else 1)
     # A multiple that is none of the domain factor is refused.
-    multiple = draw(st.sampled_from([factor, factor, 2 * factor, factor + 1]))
+    multiple = choices.one_of([factor, factor, 2 * factor, factor + 1])
     counter = itertools.count(first)
     conversations = [
-        ([next(counter) for _ in range(length)], draw(st.lists(st.integers(0, 1), min_size=length, max_size=length)))
+        ([next(counter) for _ in range(length)], choices.integers(0, 1, fewest=length, longest=length))
         for length in lengths
     ]
     longest = -(-max(lengths) // multiple) * multiple
     return OnlineCase(
         conversations=conversations,
-        uncounted=draw(st.lists(st.integers(0, len(lengths) - 1), max_size=2)),
+        uncounted=choices.integers(0, len(lengths) - 1, fewest=0, longest=2),
         multiple=multiple,
-        capacity=longest * draw(st.integers(1, 3)) - (draw(st.integers(0, 6)) == 6),
-        packer=draw(st.sampled_from(PACKERS)),
-        data_parallel_size=draw(st.integers(1, 3)),
+        capacity=longest * choices.integer(1, 3) - (choices.integer(0, 6) == 6),
+        packer=choices.one_of(PACKERS),
+        data_parallel_size=choices.integer(1, 3),
         size=size,
         tensor_parallel_size=tensor,
         sequence_parallel=sequence,
-        pipeline_parallel_size=draw(st.sampled_from([1, 1, 2])),
-        precision=draw(st.sampled_from(["unquantized", *PRECISIONS])),
-        hybrid_expert_parallel=draw(st.sampled_from([False, False, False, True])),
-        depths=draw(st.sampled_from([0, 0, 1, 3])),
+        pipeline_parallel_size=choices.one_of([1, 1, 2]),
+        precision=choices.one_of(["unquantized", *PRECISIONS]),
+        hybrid_expert_parallel=choices.one_of([False, False, False, True]),
+        depths=choices.one_of([0, 0, 1, 3]),
     )
 
 
-_WORDS = st.lists(st.sampled_from(["w0", "w1", "w2", "w3", "<unk>", "<SPECIAL_233>"]), min_size=1, max_size=4)
+_WORDS = ("w0", "w1", "w2", "w3", "<unk>", "<SPECIAL_233>")
+_MEETING_PRESETS = (
+    *((each, preset) for each in ("identity", "nemotron-h-aligned") for preset in ("strict", "megatron-lm-main")),
+    *(("nemotron-h-aligned", preset) for preset in ("nemo-rl-direct", "megatron-lm-0.19")),
+    ("identity", "megatron-lm-main"),  # once more: only here a label reaches across a boundary
+)
 
 
-@st.composite
-def meeting_cases(draw: st.DrawFn) -> MeetingCase:
-    """Rows that both paths take whole. Contents hold the pad token of either format; some conversations begin with an answer."""
-    prompt_format, preset = draw(
-        st.sampled_from(
-            [
-                *(
-                    (each, preset)
-                    for each in ("identity", "nemotron-h-aligned")
-                    for preset in ("strict", "megatron-lm-main")
-                ),
-                *(("nemotron-h-aligned", preset) for preset in ("nemo-rl-direct", "megatron-lm-0.19")),
-                ("identity", "megatron-lm-main"),  # once more: only here a label reaches across a boundary
-            ]
-        )
-    )
+def draw_meeting(choices: Choices) -> MeetingCase:
+    """Draw rows that both paths take whole. Contents hold the pad token of either format; some conversations begin with an answer."""
+    prompt_format, preset = choices.one_of(_MEETING_PRESETS)
     messages = []
-    for _ in range(draw(st.integers(1, 4))):
-        answers_first = prompt_format == "identity" and draw(st.booleans())
-        prompt = [] if answers_first else draw(_WORDS)
-        messages.append({"role": "system", "content": "" if answers_first else _text(draw(_WORDS))})
-        for _ in range(draw(st.integers(1, 2))):
-            messages.append({"role": "user", "content": _text(prompt)})
-            messages.append({"role": "assistant", "content": _text(draw(_WORDS))})
+    for _ in range(choices.integer(1, 4)):
+        answers_first = prompt_format == "identity" and choices.one_of((False, True))
+        prompt = "" if answers_first else _text(choices)
+        messages.append({"role": "system", "content": "" if answers_first else _text(choices)})
+        for _ in range(choices.integer(1, 2)):
+            messages.append({"role": "user", "content": prompt})
+            messages.append({"role": "assistant", "content": _text(choices)})
     return MeetingCase(
         messages=messages,
         prompt_format=prompt_format,
         preset=preset,
-        size=draw(st.sampled_from(SIZES)),
-        spare=draw(st.integers(0, 3)),
-        depths=draw(st.sampled_from([0, 0, 2])),
+        size=choices.one_of(SIZES),
+        spare=choices.integer(0, 3),
+        depths=choices.one_of([0, 0, 2]),
     )
 
 
-@st.composite
-def loss_cases(draw: st.DrawFn) -> LossCase:
-    """One to three microbatches on up to two data-parallel and four cp ranks; whole shares and batches may be masked."""
-    size, data = draw(st.sampled_from(SIZES)), draw(st.integers(1, 2))
+def draw_loss(choices: Choices) -> LossCase:
+    """Draw one to three microbatches on up to two data-parallel and four cp ranks; whole shares and batches may be masked."""
+    size, data = choices.one_of(SIZES), choices.integer(1, 2)
     unit = 1 if size == 1 else 2 * size
-    pieces = draw(st.lists(st.integers(1, 3), min_size=1, max_size=3))
+    pieces = choices.integers(1, 3, fewest=1, longest=3)
     boundaries = [0, *itertools.accumulate(unit * each for each in pieces)]
-    microbatches, share = draw(st.integers(1, 3)), boundaries[-1] // size
-    made = torch.Generator().manual_seed(draw(st.integers(0, 1000)))
-    dtype = draw(st.sampled_from([torch.float64, torch.float32]))
-    kept = draw(st.sampled_from([0.0, 0.3, 0.7, 1.0]))
+    microbatches, share = choices.integer(1, 3), boundaries[-1] // size
+    made = torch.Generator().manual_seed(choices.integer(0, 1000))
+    dtype = choices.one_of([torch.float64, torch.float32])
+    kept = choices.one_of([0.0, 0.3, 0.7, 1.0])
     shares = range(microbatches)
     return LossCase(
-        normalization=draw(st.sampled_from(NORMALIZATIONS)),
+        normalization=choices.one_of(NORMALIZATIONS),
         size=size,
         losses=[[torch.rand(share, generator=made, dtype=dtype) * 9 for _ in shares] for _ in range(data * size)],
         masks=[
-            [(torch.rand(share, generator=made) < kept * draw(st.integers(0, 1))).float() for _ in shares]
+            [(torch.rand(share, generator=made) < kept * choices.integer(0, 1)).float() for _ in shares]
             for _ in range(data * size)
         ],
         boundaries=boundaries,
-        depths=draw(st.integers(0, 2)),
+        depths=choices.integer(0, 2),
     )
 
 
-def _text(words: list[str]) -> str:
-    """Each word ends with a space, so that none merges with its neighbour's."""
-    return "".join(f"{word} " for word in words)
+def _text(choices: Choices) -> str:
+    """One to four words. Each ends with a space, so that none merges with its neighbour's."""
+    return "".join(f"{_WORDS[each]} " for each in choices.integers(0, len(_WORDS) - 1, fewest=1, longest=4))
 
 
-@st.composite
-def cross_entropies(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits [n, V] float32 or float64 and targets [n], some of them -100."""
-    count, width = draw(st.integers(1, 12)), draw(st.integers(1, 20))
-    made = torch.Generator().manual_seed(draw(st.integers(0, 1000)))
-    dtype = draw(st.sampled_from([torch.float32, torch.float64]))
+def draw_cross_entropy(choices: Choices) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draw logits [n, V] float32 or float64 and targets [n], some of them -100."""
+    count, width = choices.integer(1, 12), choices.integer(1, 20)
+    made = torch.Generator().manual_seed(choices.integer(0, 1000))
+    dtype = choices.one_of([torch.float32, torch.float64])
     targets = torch.randint(0, width, (count,), generator=made)
     targets[torch.rand(count, generator=made) < 0.2] = -100
-    return torch.randn(count, width, generator=made, dtype=dtype) * draw(st.sampled_from([1, 30])), targets
+    return torch.randn(count, width, generator=made, dtype=dtype) * choices.one_of([1, 30]), targets
+
+
+def direct_cases() -> st.SearchStrategy[DirectCase]:
+    """Return `draw_direct` as a Hypothesis strategy."""
+    return drawn(draw_direct)
+
+
+def online_cases() -> st.SearchStrategy[OnlineCase]:
+    """Return `draw_online` as a Hypothesis strategy."""
+    return drawn(draw_online)
+
+
+def meeting_cases() -> st.SearchStrategy[MeetingCase]:
+    """Return `draw_meeting` as a Hypothesis strategy."""
+    return drawn(draw_meeting)
+
+
+def loss_cases() -> st.SearchStrategy[LossCase]:
+    """Return `draw_loss` as a Hypothesis strategy."""
+    return drawn(draw_loss)
+
+
+def cross_entropies() -> st.SearchStrategy[tuple[torch.Tensor, torch.Tensor]]:
+    """Return `draw_cross_entropy` as a Hypothesis strategy."""
+    return drawn(draw_cross_entropy)

@@ -192,6 +192,17 @@ def _normalizing() -> Tokenizer:
     return tokenizer
 
 
+SPANNING = "w0\n<SPECIAL_11>"
+"""An added token that ends as a user's turn begins, behind what a turn may end with."""
+
+
+def _spanning() -> Tokenizer:
+    """Byte-level BPE with added tokens that hold a format's own: one reaches over the end of a turn, one goes on behind its start."""
+    tokenizer = _byte_level(_SPECIAL_IDS)
+    tokenizer.add_tokens([AddedToken(token, normalized=False) for token in (SPANNING, "<SPECIAL_10>Sys")])
+    return tokenizer
+
+
 RECIPES: Mapping[str, Recipe] = {
     "word": Recipe(
         what="word level, w0 is 12; unknown words are the pad id of three formats",
@@ -264,6 +275,12 @@ RECIPES: Mapping[str, Recipe] = {
         make=_huge,
         special={"eos_token": "</s>", "unk_token": "<unk>"},
         chat_template=PLAIN_TEMPLATE,
+    ),
+    "spanning": Recipe(
+        what="added tokens that hold the special tokens of a turn, or reach over its end",
+        make=_spanning,
+        special=_ALL,
+        chat_template=CHAT_TEMPLATE,
     ),
     "huge-words": Recipe(
         what="word level with ids from 130,000 on",

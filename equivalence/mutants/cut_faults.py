@@ -142,12 +142,14 @@ def _pad_id_masked(sound: Any) -> Any:
     return squeeze
 
 
-def _positions_run_on(sound: Any) -> Any:
-    def squeeze(*args: Any) -> Any:
-        row = sound(*args)
-        return dataclasses.replace(row, position_ids=torch.arange(row.position_ids.shape[1])[None])
+def _positions_given(sound: Any) -> Any:
+    def process_microbatch(batch: Any, settings: Any, **options: Any) -> Any:
+        made = sound(batch, settings, **options)
+        if made.row is None:
+            return made
+        return dataclasses.replace(made, position_ids=torch.arange(made.input_ids.shape[1])[None])
 
-    return squeeze
+    return process_microbatch
 
 
 def _mask_of_tokens(sound: Any) -> Any:
@@ -300,11 +302,11 @@ CUT_MUTANTS = (
         first="meeting",
     ),
     LayoutMutant(
-        name="online_positions_run_on",
-        story="positions do not restart with a sequence",
-        target="production.squeeze:squeeze",
-        wrong=_positions_run_on,
-        first="meeting",
+        name="online_positions_given",
+        story="the model is given positions on the online path, which do not restart with a sequence",
+        target="production.microbatches:process_microbatch",
+        wrong=_positions_given,
+        first="online_microbatches",
     ),
     LayoutMutant(
         name="online_mtp_mask_of_tokens",

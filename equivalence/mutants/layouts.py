@@ -8,12 +8,21 @@ from typing import Any
 
 from equivalence.mutants.cut_faults import CUT_MUTANTS
 from equivalence.mutants.deal_faults import DEAL_MUTANTS
+from equivalence.mutants.feed_faults import FEED_MUTANTS
+from equivalence.mutants.file_faults import FILE_MUTANTS
 from equivalence.mutants.layout_mutant import LayoutMutant
 from equivalence.mutants.loss_faults import LOSS_MUTANTS
 from equivalence.mutants.rank_faults import RANK_MUTANTS
 from production.parallel import Sizes
 
-LAYOUT_MUTANTS: tuple[LayoutMutant, ...] = (*CUT_MUTANTS, *DEAL_MUTANTS, *LOSS_MUTANTS, *RANK_MUTANTS)
+LAYOUT_MUTANTS: tuple[LayoutMutant, ...] = (
+    *CUT_MUTANTS,
+    *DEAL_MUTANTS,
+    *LOSS_MUTANTS,
+    *RANK_MUTANTS,
+    *FEED_MUTANTS,
+    *FILE_MUTANTS,
+)
 """Each fault that has happened, or that a reader of SPEC could make."""
 
 

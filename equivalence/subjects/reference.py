@@ -36,7 +36,9 @@ class TransformersTokenizer:
         except UnicodeEncodeError as error:  # of tokenizers written in Python, where the library raises TypeError
             raise TypeError(str(error)) from error
 
-    def render(self, conversation: prompts.Conversation) -> str:
+    def render(
+        self, conversation: prompts.Conversation, *, tools: Any = None, add_generation_prompt: bool = False
+    ) -> str:
         """The tokenizer's own template."""
         template = self._tokenizer.chat_template
         if template is None:
@@ -48,8 +50,9 @@ class TransformersTokenizer:
             self._tokenizer.apply_chat_template(
                 conversation,
                 chat_template=template,
+                tools=tools,
                 tokenize=False,
-                add_generation_prompt=False,
+                add_generation_prompt=add_generation_prompt,
                 return_assistant_token_mask=False,
             )
         )

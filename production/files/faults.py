@@ -25,7 +25,8 @@ MENDS = {
     "missing_role": "give the message its role",
     "role_not_text": "write the role as text",
     "missing_content": 'give the message its content ("" where it says nothing)',
-    "content_null": 'write "" where the message says nothing; tool calls must be rendered into the text',
+    "content_null": 'write "" where the message says nothing; packed rows have no tool calls: render them into the text, or train the chat '
+    "file on the online path (dataset_name: openai_format), whose template renders tool_calls beside a null content",
     "content_parts": "join the parts into one text; images and other parts are not trained on",
     "content_not_text": "write the content as text",
     # files

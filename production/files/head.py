@@ -19,14 +19,18 @@ from production.files.compressed import compression_of
 from production.files.contents import FIRST_BYTES, check_contents, check_packed
 from production.files.faults import LineError, bad_file, bad_line
 from production.files.identity import open_for_reading
-from production.files.parse import Message, parse_row
+from production.files.parse import Message, parse_record, parse_row
 
 MOST_BYTES = 1 << 24
 """Bytes of a file that are read at most: a line that does not end within them is left to the run."""
 
 
-def first_rows(name: str, count: int, chat_key: str, *, skip: bool) -> Iterator[tuple[int, list[Message]]]:
+def first_rows(
+    name: str, count: int, chat_key: str, *, skip: bool, takes_tool_calls: bool = False
+) -> Iterator[tuple[int, list[Message]]]:
     """Yield line (from 1) and messages of the first `count` lines; with `skip` lines that cannot be read are left out.
+
+    `takes_tool_calls` as `open_source` has it.
 
     Raises BadInput as `open_source` and a row's reading do. Nothing is written.
     """
@@ -36,7 +40,13 @@ def first_rows(name: str, count: int, chat_key: str, *, skip: bool) -> Iterator[
         if not ended and len(line) >= MOST_BYTES:
             return
         try:
-            yield number, parse_row(line.removesuffix(b"\n"), chat_key=chat_key, unterminated=not ended)
+            record = parse_record(
+                line.removesuffix(b"\n"),
+                chat_key=chat_key,
+                unterminated=not ended,
+                takes_tool_calls=takes_tool_calls,
+            )
+            yield number, record[chat_key]
         except LineError as fault:
             if not skip:
                 raise bad_line(fault, file=name, line=number, start=start) from None

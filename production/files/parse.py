@@ -24,38 +24,46 @@ _BYTE_ORDER_MARKS = {b"\xef\xbb\xbf": "UTF-8", b"\xff\xfe": "UTF-16", b"\xfe\xff
 
 
 def parse_row(line: bytes, *, chat_key: str, unterminated: bool = False) -> list[Message]:
-    """The messages of a row, every key kept (SPEC R-FILE-6).
+    """The messages of a row, every key kept (SPEC R-FILE-6); the rest as `parse_record`."""
+    messages: list[Message] = parse_record(line, chat_key=chat_key, unterminated=unterminated)[chat_key]
+    return messages
+
+
+def parse_record(
+    line: bytes, *, chat_key: str, unterminated: bool = False, takes_tool_calls: bool = False
+) -> dict[str, Any]:
+    """The whole object of a row, whose `chat_key` holds its messages (SPEC R-FILE-6).
 
     `line` is without its newline; `unterminated` says that it never had one, as only a file's last line may (R-FILE-2).
+    `takes_tool_calls` lets a message with `tool_calls` have a null content or none, as chat files have it (R-FILE-14).
     LineError names the first fault: of the bytes, then of the JSON, then of the row's shape.
     """
     line, length = line.rstrip(b" \t\r"), len(line)
     try:
-        row = _decode(line)
-        fault, keys = _check_shape(row, chat_key)
+        row: dict[str, Any] = _decode(line)
+        fault, keys = _check_shape(row, chat_key, takes_tool_calls=takes_tool_calls)
         if fault is None and _count_written_keys(line) == keys:
-            messages: list[Message] = row[chat_key]
-            return messages
+            return row
     except (msgspec.DecodeError, RecursionError):
         pass  # the strict parser decides, and names the fault
     try:
-        return _parse_strictly(line, chat_key)
+        return _parse_strictly(line, chat_key, takes_tool_calls=takes_tool_calls)
     except LineError as fault:
         if unterminated and fault.at_end:
             raise LineError("truncated_last_line", length, "the file ends within this row") from None
         raise
 
 
-def _parse_strictly(line: bytes, chat_key: str) -> list[Message]:
+def _parse_strictly(line: bytes, chat_key: str, *, takes_tool_calls: bool) -> dict[str, Any]:
     parsed = StrictJson(_text(line))
-    fault_of_shape, _ = _check_shape(parsed.value, chat_key)
+    fault_of_shape, _ = _check_shape(parsed.value, chat_key, takes_tool_calls=takes_tool_calls)
     if fault_of_shape is not None:
         kind, what, path = fault_of_shape
         looks = _looks_like(parsed.value, kind, path, chat_key)
         said, mend = (what, None) if looks is None else (f"{what}; {looks[0]}", looks[1])
         raise LineError(kind, parsed.offset_of(*path), said, mend=mend)
-    messages: list[Message] = parsed.value[chat_key]
-    return messages
+    row: dict[str, Any] = parsed.value
+    return row
 
 
 def _looks_like(row: Any, kind: str, path: tuple[str | int, ...], chat_key: str) -> tuple[str, str] | None:
@@ -88,7 +96,9 @@ def _text(line: bytes) -> str:
     return text
 
 
-def _check_shape(row: Any, chat_key: str) -> tuple[tuple[str, str, tuple[str | int, ...]] | None, int]:
+def _check_shape(
+    row: Any, chat_key: str, *, takes_tool_calls: bool
+) -> tuple[tuple[str, str, tuple[str | int, ...]] | None, int]:
     """The first fault of shape as kind, text and path, and how many keys all objects of the row have together."""
     if type(row) is not dict:
         return ("row_not_object", f"the row is {_name(row)}, not an object", ()), 0
@@ -101,14 +111,23 @@ def _check_shape(row: Any, chat_key: str) -> tuple[tuple[str, str, tuple[str | i
         return ("empty_row", "the row has no message", (chat_key,)), 0
     keys = len(row)
     for index, message in enumerate(messages):
-        if type(message) is not dict or type(message.get("role")) is not str or type(message.get("content")) is not str:
+        is_text = type(message) is dict and type(message.get("role")) is str and type(message.get("content")) is str
+        if not is_text and not (takes_tool_calls and _only_calls(message)):
             return _fault_of_message(message, chat_key, index), 0
         keys += len(message)
-        if len(message) > 2:
+        if len(message) > 2 or "content" not in message:
             keys += sum(_count_keys(value, 4) for value in message.values())
     if len(row) > 1:
         keys += sum(_count_keys(value, 2) for key, value in row.items() if key != chat_key)
     return None, keys
+
+
+def _only_calls(message: Any) -> bool:
+    """Whether a message says nothing but calls tools, for which chat files have a null content or none."""
+    if type(message) is not dict or type(message.get("role")) is not str or message.get("content") is not None:
+        return False
+    calls = message.get("tool_calls")
+    return type(calls) is list and bool(calls)
 
 
 def _fault_of_message(message: Any, chat_key: str, index: int) -> tuple[str, str, tuple[str | int, ...]]:

@@ -9,7 +9,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import Literal, NamedTuple, Self
+from typing import Any, Literal, NamedTuple, Self
 
 import msgspec
 import xxhash
@@ -17,7 +17,7 @@ import xxhash
 from production.errors import BadInput
 from production.files.faults import LineError, bad_file, bad_line
 from production.files.lines import LineFile
-from production.files.parse import Message, parse_row
+from production.files.parse import Message, parse_record
 from production.files.verdicts import BadLine, load_verdicts, save_verdicts, verdicts_path
 
 type OnBadRow = Literal["error", "skip"]
@@ -59,12 +59,14 @@ def open_source(
     on_bad_row: OnBadRow = "error",
     cache_folder: str | os.PathLike[str] | None = None,
     verify: bool = False,
+    takes_tool_calls: bool = False,
 ) -> "PackedSource":
     """Open one file or several, end to end in the order given: JSON lines, plain or packed with gzip or Zstandard.
 
     An index that is missing, damaged or of another state of the file is built anew: in `cache_folder`, or beside the
-    file, or in the user's cache. `verify` compares all bytes, not only size, time and samples. BadInput where a file
-    cannot be opened (SPEC R-FILE).
+    file, or in the user's cache. `verify` compares all bytes, not only size, time and samples. `takes_tool_calls`
+    is for chat files, whose messages may have tool calls in place of a content (R-FILE-14). BadInput where a file cannot be
+    opened (SPEC R-FILE).
     """
     names = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
     if not names:
@@ -73,16 +75,22 @@ def open_source(
         raise ValueError(f'on_bad_row is {on_bad_row!r}; it must be "error" or "skip"')
     folder = None if cache_folder is None else Path(os.path.abspath(cache_folder))  # noqa: PTH100 - keeps links
     files = [LineFile(name, cache_folder=folder, verify=verify) for name in names]
-    return PackedSource(files, chat_key=chat_key, on_bad_row=on_bad_row)
+    return PackedSource(files, chat_key=chat_key, on_bad_row=on_bad_row, takes_tool_calls=takes_tool_calls)
 
 
 class PackedSource:
     """Rows by number. May be pickled, forked, and read by several threads; a file that changes meanwhile raises BadInput."""
 
-    def __init__(self, files: Sequence[LineFile], *, chat_key: str, on_bad_row: OnBadRow) -> None:
+    def __init__(
+        self, files: Sequence[LineFile], *, chat_key: str, on_bad_row: OnBadRow, takes_tool_calls: bool = False
+    ) -> None:
         self.chat_key = chat_key
         self.on_bad_row = on_bad_row
-        self._files = [_RowFile(file, chat_key=chat_key, skip=on_bad_row == "skip") for file in files]
+        self.takes_tool_calls = takes_tool_calls
+        skip = on_bad_row == "skip"
+        self._files = [
+            _RowFile(file, chat_key=chat_key, skip=skip, takes_tool_calls=takes_tool_calls) for file in files
+        ]
         self._ends = list(accumulate(map(len, self._files)))
 
     def __len__(self) -> int:
@@ -90,6 +98,11 @@ class PackedSource:
 
     def __getitem__(self, row: int) -> list[Message]:
         """The messages of row `row`, every key kept; BadInput names the file, line and byte of a fault."""
+        messages: list[Message] = self.record(row)[self.chat_key]
+        return messages
+
+    def record(self, row: int) -> dict[str, Any]:
+        """The whole object of row `row`, with the keys beside its messages; BadInput as for the messages."""
         file, row_of_file = self._find(row)
         return file.parse(file.line_of(row_of_file))
 
@@ -137,7 +150,9 @@ class PackedSource:
     @property
     def fingerprint(self) -> str:
         """32 hex digits that say which rows stand under which numbers: equal for copies, also packed ones, under any name (R-FILE-10)."""
-        states = [[file.size, file.lines.header.plain.content.hex()] for file in self._files]
+        states: list[object] = [[file.size, file.lines.header.plain.content.hex()] for file in self._files]
+        if self.takes_tool_calls:
+            states.append("tool calls")
         return xxhash.xxh3_128_hexdigest(msgspec.json.encode([self.chat_key, self.on_bad_row, states]))
 
     def describe(self) -> dict[str, object]:
@@ -175,10 +190,11 @@ class PackedSource:
 class _RowFile:
     """A file's lines as rows, without those to skip."""
 
-    def __init__(self, lines: LineFile, *, chat_key: str, skip: bool) -> None:
+    def __init__(self, lines: LineFile, *, chat_key: str, skip: bool, takes_tool_calls: bool) -> None:
         self.lines = lines
         self.size = lines.header.plain.size
         self._chat_key = chat_key
+        self._takes_tool_calls = takes_tool_calls
         self.bad = self._find_bad() if skip else []
         if len(self.bad) == len(lines):
             first = self.bad[0]
@@ -199,7 +215,7 @@ class _RowFile:
         except LineError as fault:
             raise self._place(fault, line, self.lines.bounds(line)[0]) from None
 
-    def parse(self, line: int) -> list[Message]:
+    def parse(self, line: int) -> dict[str, Any]:
         data = self.read(line)
         try:
             return self._parse(data)
@@ -210,7 +226,8 @@ class _RowFile:
         skipped = {bad.line - 1 for bad in self.bad}
         for line, start, data in self.lines.read_all():
             if line not in skipped:
-                yield self._parse_or_fault(line, start, data)
+                found = self._parse_or_fault(line, start, data)
+                yield found if isinstance(found, BadInput) else found[self._chat_key]
 
     def faults(self) -> Iterator[tuple[int, BadInput | None]]:
         """Bytes read, and a fault or None where only progress is told, each 16 MiB and at the end."""
@@ -238,14 +255,16 @@ class _RowFile:
         return found
 
     def _find_bad(self) -> list[BadLine]:
-        path = verdicts_path(self.lines.index_path, self._chat_key)
-        bad = load_verdicts(path, self.lines.header, self._chat_key)
+        # A chat file's lines are judged otherwise, so its verdicts are kept apart.
+        judged_by = f"{self._chat_key}, with tool calls" if self._takes_tool_calls else self._chat_key
+        path = verdicts_path(self.lines.index_path, judged_by)
+        bad = load_verdicts(path, self.lines.header, judged_by)
         if bad is None:
             bad = [BadLine(fault.line or 0, fault.byte or 0, fault.kind) for _, fault in self.faults() if fault]
-            save_verdicts(path, self.lines.header, self._chat_key, bad)
+            save_verdicts(path, self.lines.header, judged_by, bad)
         return bad
 
-    def _parse_or_fault(self, line: int, start: int, data: bytes | LineError) -> list[Message] | BadInput:
+    def _parse_or_fault(self, line: int, start: int, data: bytes | LineError) -> dict[str, Any] | BadInput:
         if isinstance(data, LineError):
             return self._place(data, line, start)
         try:
@@ -253,9 +272,14 @@ class _RowFile:
         except LineError as fault:
             return self._place(fault, line, start)
 
-    def _parse(self, data: bytes) -> list[Message]:
+    def _parse(self, data: bytes) -> dict[str, Any]:
         ended = data.endswith(b"\n")
-        return parse_row(data[:-1] if ended else data, chat_key=self._chat_key, unterminated=not ended)
+        return parse_record(
+            data[:-1] if ended else data,
+            chat_key=self._chat_key,
+            unterminated=not ended,
+            takes_tool_calls=self._takes_tool_calls,
+        )
 
     def _place(self, fault: LineError, line: int, start: int) -> BadInput:
         return bad_line(fault, file=self.lines.name, line=line + 1, start=start)

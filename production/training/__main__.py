@@ -29,10 +29,11 @@ from production.training.config import (
 )
 from production.training.door import reasons_against
 from production.training.environment import started_ranks
+from production.training.first_lines import FirstLines, look
 from production.training.lost import TOLD
 from production.training.quiet import quiet
 from production.training.token_checks import dry_run_tokens
-from production.training.tokenizer import unloadable
+from production.training.tokenizer import load_tokenizer, unloadable
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -69,6 +70,9 @@ def _dry_run(job: Job, world_size: int | None) -> int:
         found, of_tokens = dry_run_tokens(job)
     if found:
         return _refuse(found, f" against this job on {ranks} ranks")
+    first = _first_lines(job)
+    if first.refusals:
+        return _refuse(first.refusals, f" against this job on {ranks} ranks")
     print(plan(job, ranks).text(), end="")
     here = [
         *missing_files(job),
@@ -77,11 +81,21 @@ def _dry_run(job: Job, world_size: int | None) -> int:
         *blocked_folders(job),
         *held_checkpoints(job),
     ]
-    told = [*notes(asked, ranks), *(each.what for each in here), *packed_otherwise(job), *of_tokens]
+    told = [*notes(asked, ranks), *(each.what for each in here), *packed_otherwise(job), *of_tokens, *first.notes]
     for note in told:
         print(f"note: {note}")
     print(f"nothing against this job on {ranks} ranks" + (", but for the notes above" if told else ""))
     return 0
+
+
+def _first_lines(job: Job) -> FirstLines:
+    """What the files' first lines show; online with the tokenizer, where its folder is here and can be loaded."""
+    tokenizer = None
+    folder = Path(job.policy.tokenizer.name or "")
+    if not job.is_packed and job.policy.tokenizer.name and folder.is_dir():
+        with contextlib.suppress(PackproofError):  # told by `unloadable`
+            tokenizer = load_tokenizer(job)
+    return look(job, tokenizer)
 
 
 def _run(job: Job) -> int:

@@ -8,9 +8,18 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from production.packing import take_rank
-from production.rectangle import Rectangle, build_rectangle, fill_bins, longest_bin, round_up, take_sequences
+from production.rectangle import (
+    PAD_TOKEN_ID,
+    Rectangle,
+    build_rectangle,
+    fill_bins,
+    longest_bin,
+    round_up,
+    take_sequences,
+)
 from production.squeeze import Padding, Precision, choose_padding
 from production.training.config import Job, sizes
 from production.training.counts import RowCounts
@@ -36,14 +45,28 @@ class BinSettings:
     tensor_parallel_size: int
     """Above 1 with sequence parallelism."""
     pipeline_parallel_size: int
-    """Above 1 all rows of a global batch have one length."""
+    """Above 1 all rows of a data-parallel rank have one length."""
     precision: Precision
     """What kernels want a row's length for."""
     hybrid_expert_parallel: bool
     """Whether the flex dispatcher runs with the HybridEP backend."""
+    pad_token_id: int = PAD_TOKEN_ID
+    """What the rectangle is padded with (R-ONLINE-2)."""
 
 
-def bin_settings(job: Job, data_parallel_size: int) -> BinSettings:
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RankBins:
+    """What a data-parallel rank feeds of a global batch."""
+
+    rectangles: list[Rectangle]
+    """Its bins, in order."""
+    padding: Padding
+    """What they are padded to."""
+    counts: RowCounts
+    """What they hold once they are squeezed."""
+
+
+def bin_settings(job: Job, data_parallel_size: int, *, tokenizer: Any) -> BinSettings:
     """The job's."""
     layout, packing = sizes(job), job.policy.sequence_packing
     return BinSettings(
@@ -57,18 +80,26 @@ def bin_settings(job: Job, data_parallel_size: int) -> BinSettings:
         pipeline_parallel_size=layout.pipeline,
         precision=_precision(job),
         hybrid_expert_parallel=job.megatron.transformer.get("moe_flex_dispatcher_backend") == "hybridep",
+        pad_token_id=pad_token_id(tokenizer),
     )
 
 
-def pack_bins(batch: ConversationBatch, settings: BinSettings, *, data_rank: int) -> tuple[list[Rectangle], Padding]:
-    """The bins of this rank in the global batch (R-ONLINE-3), and what all are padded to (R-ONLINE-4, R-ONLINE-5).
+def pad_token_id(tokenizer: Any) -> int:
+    """The tokenizer's pad token, else its eos token (which NeMo-RL makes its pad token), else 0."""
+    found = (tokenizer.pad_token_id, tokenizer.eos_token_id, PAD_TOKEN_ID)
+    return int(next(each for each in found if each is not None))
+
+
+def pack_bins(batch: ConversationBatch, settings: BinSettings, *, data_rank: int) -> RankBins:
+    """The bins of this rank in the global batch (R-ONLINE-3), and what they are padded to (R-ONLINE-4, R-ONLINE-5).
 
     Raises PackproofError as `rectangle.fill_bins` and `squeeze.choose_padding`.
     """
     multiple = settings.make_sequence_length_divisible_by
-    rectangle = dataclasses.replace(
-        build_rectangle(batch.conversations, make_sequence_length_divisible_by=multiple), sample_mask=batch.sample_mask
+    rectangle = build_rectangle(
+        batch.conversations, make_sequence_length_divisible_by=multiple, pad_token_id=settings.pad_token_id
     )
+    rectangle = dataclasses.replace(rectangle, sample_mask=rectangle.sample_mask * batch.sample_mask)
     bins = fill_bins(
         rectangle,
         settings.capacity,
@@ -77,6 +108,7 @@ def pack_bins(batch: ConversationBatch, settings: BinSettings, *, data_rank: int
         data_parallel_size=settings.data_parallel_size,
         seed=settings.seed,
     )
+    own = take_rank(bins, rank=data_rank, size=settings.data_parallel_size)
     padding = choose_padding(
         make_sequence_length_divisible_by=multiple,
         context_parallel_size=settings.context_parallel_size,
@@ -85,10 +117,13 @@ def pack_bins(batch: ConversationBatch, settings: BinSettings, *, data_rank: int
         pipeline_parallel_size=settings.pipeline_parallel_size,
         precision=settings.precision,
         hybrid_expert_parallel=settings.hybrid_expert_parallel,
-        longest_bin=longest_bin(rectangle, bins, make_sequence_length_divisible_by=multiple),
+        longest_bin=longest_bin(rectangle, own, make_sequence_length_divisible_by=multiple),
     )
-    own = take_rank(bins, rank=data_rank, size=settings.data_parallel_size)
-    return [take_sequences(rectangle, members) for members in own], padding
+    rectangles = [take_sequences(rectangle, members) for members in own]
+    members = [member for each in own for member in each]
+    masked_out = sum(not batch.conversations[member].weight for member in members if batch.sample_mask[member])
+    counts = count_bins(rectangles, padding) + RowCounts(masked_out_conversations=masked_out)
+    return RankBins(rectangles=rectangles, padding=padding, counts=counts)
 
 
 def count_bins(bins: Sequence[Rectangle], padding: Padding) -> RowCounts:

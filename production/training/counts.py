@@ -31,6 +31,8 @@ class RowCounts:
     """Rows that end within a conversation."""
     dropped_conversations: int = 0
     """Conversations of which no token is in a row, though they have some or were never tokenized."""
+    masked_out_conversations: int = 0
+    """Online conversations that were too long, and so cut to a stub that counts nowhere (R-ONLINE-8)."""
     control_tokens: int = 0
     """Control tokens that stand in contents as text (SPEC R-TOLD-2)."""
     labels_masked_as_padding: int = 0

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from production.batches import Batch, BatchSettings, collate_checked
+from production.chat import Chat
 from production.errors import BadInput, PackproofError, RowRefused
 from production.files.source import Location, PackedSource
 from production.message_keys import MessageKeys
@@ -173,27 +174,27 @@ class ConversationData:
         self,
         *,
         sources: Sequence[PackedSource],
-        tokenize: Callable[[Sequence[Any]], Conversation],
-        tokenize_many: Callable[[Sequence[Sequence[Any]]], Sequence[Conversation]] | None = None,
-        most_tokens: int,
+        tokenize: Callable[[Chat], Conversation],
+        tokenize_many: Callable[[Sequence[Chat]], Sequence[Conversation]] | None = None,
+        tool_key: str | None = None,
         group: int = 16,
         keys: MessageKeys | None = None,
     ) -> None:
-        """`tokenize` takes the messages of a line, and may refuse them; `tokenize_many` gives the same for several at once, which takes a
-        quarter less (`chat.ChatTokenizer.tokenize`). A conversation of no token, or of more than `most_tokens`, is refused here, and so is
+        """`tokenize` takes a line, and may refuse it; `tokenize_many` gives the same for several at once, which takes a quarter less
+        (`chat.ChatTokenizer.tokenize`). `tool_key` is the key of a line's tools. A conversation of no token is refused here, and so is
         one with keys that are not honoured, if `keys` are given.
         """
         self.rows = tuple(map(len, sources))
         self.group = group
         self._sources = tuple(sources)
         self._tokenize, self._tokenize_many = tokenize, tokenize_many
-        self._most_tokens = most_tokens
+        self._tool_key = tool_key
         self._keys = keys
 
     def prepare(self, samples: Sequence[Sample]) -> list[Conversation | PackproofError]:
         """The conversation of each sample, or its BadRow."""
-        read = [_read(self._sources, sample, self._keys) for sample in samples]
-        good = [messages for messages in read if not isinstance(messages, PackproofError)]
+        read = [_read(self._sources, sample, self._keys, self._chat) for sample in samples]
+        good = [chat for chat in read if not isinstance(chat, PackproofError)]
         made = iter(self._tokenize_all(good))
         return [
             found if isinstance(found, PackproofError) else _placed(self._checked(next(made)), self._sources, sample)
@@ -202,12 +203,14 @@ class ConversationData:
 
     def to_wire(self, item: Conversation) -> Wire:
         """The conversation as numpy arrays."""
-        return {"token_ids": item.token_ids.numpy(), "token_mask": item.token_mask.numpy()}
+        return {"token_ids": item.token_ids.numpy(), "token_mask": item.token_mask.numpy(), "weight": item.weight}
 
     def from_wire(self, wire: Wire) -> Conversation:
         """The conversation of these arrays, which it shares."""
         return Conversation(
-            token_ids=torch.from_numpy(wire["token_ids"]), token_mask=torch.from_numpy(wire["token_mask"])
+            token_ids=torch.from_numpy(wire["token_ids"]),
+            token_mask=torch.from_numpy(wire["token_mask"]),
+            weight=wire["weight"],
         )
 
     def assemble(self, items: Sequence[Conversation], weights: Sequence[float]) -> tuple[ConversationBatch, RowCounts]:
@@ -217,47 +220,57 @@ class ConversationData:
             rows=len(counted),
             tokens=sum(len(item.token_ids) for item in counted),
             # The first token is no target.
-            trained_tokens=sum(int(item.token_mask[1:].sum()) for item in counted),
+            trained_tokens=sum(int(item.token_mask[1:].sum()) for item in counted if item.weight),
         )
         mask = torch.tensor(list(weights), dtype=torch.float32)
         return ConversationBatch(conversations=tuple(items), sample_mask=mask), counts
 
-    def _tokenize_all(self, rows: Sequence[Sequence[Any]]) -> Sequence[Conversation | Exception]:
+    def _chat(self, source: PackedSource, row: int) -> Chat:
+        record = source.record(row)
+        tools = None if self._tool_key is None else record.get(self._tool_key)
+        return Chat(messages=record[source.chat_key], tools=tools)
+
+    def _tokenize_all(self, rows: Sequence[Chat]) -> Sequence[Conversation | Exception]:
         if self._tokenize_many is not None:
             with contextlib.suppress(Exception):  # each by itself says which one it is
                 return self._tokenize_many(rows)
-        return [self._tokenize_alone(messages) for messages in rows]
+        return [self._tokenize_alone(chat) for chat in rows]
 
-    def _tokenize_alone(self, messages: Sequence[Any]) -> Conversation | Exception:
+    def _tokenize_alone(self, chat: Chat) -> Conversation | Exception:
         try:
-            return self._tokenize(messages)
+            return self._tokenize(chat)
         except Exception as error:  # noqa: BLE001 - named with its row by the caller
             return error
 
     def _checked(self, conversation: Conversation | Exception) -> Conversation | Exception:
         if isinstance(conversation, Exception):
             return conversation
-        length = len(conversation.token_ids)
-        if not length:
-            return refusal("empty_conversation", "it renders to no token", conversation=0)
-        if length > self._most_tokens:
-            return RowRefused(
-                kind="truncated",
-                what=f"{length} tokens where a conversation may have {self._most_tokens}",
-                where="conversation 0",
-                mend="cut or leave the conversation out, or raise the length",
-                conversation=0,
+        if not len(conversation.token_ids):
+            what = (
+                "it renders to no token"
+                if conversation.weight
+                else "it is too long, and has more messages than it may have tokens"
             )
+            return refusal("empty_conversation", what, conversation=0)
         return conversation
 
 
-def _read(sources: Sequence[PackedSource], sample: Sample, keys: MessageKeys | None) -> Any:
-    """The messages of a row, or its BadRow."""
+def _messages(source: PackedSource, row: int) -> Any:
+    return source[row]
+
+
+def _read(
+    sources: Sequence[PackedSource],
+    sample: Sample,
+    keys: MessageKeys | None,
+    take: Callable[[PackedSource, int], Any] = _messages,
+) -> Any:
+    """What `take` takes of a row, its messages, or its BadRow."""
     try:
-        messages = sources[sample.source][sample.row]
+        taken = take(sources[sample.source], sample.row)
         if keys is not None:
-            keys.check(messages)
-        return messages  # noqa: TRY300 - what follows places errors
+            keys.check(taken.messages if isinstance(taken, Chat) else taken)
+        return taken  # noqa: TRY300 - what follows places errors
     except BadInput as error:
         return BadRow(
             kind=error.kind,

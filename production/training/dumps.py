@@ -91,7 +91,8 @@ def _tensors(batch: Batch | Rectangle, padding: Padding, made: Microbatch) -> di
     if isinstance(params, MultiTokenParams) and params.feed is not None:
         tables = params.feed.tables
         for depth in range(1, tables.depths + 1):
-            found[f"depth_{depth}"] = {name: getattr(tables, name)[depth] for name in _DEPTH}
+            named = {name: getattr(tables, name) for name in _DEPTH}
+            found[f"depth_{depth}"] = {name: table[depth] for name, table in named.items() if table is not None}
     return found
 
 

@@ -17,10 +17,11 @@ from production.guards import BatchSettings
 from production.parallel import Place
 from production.rectangle import Rectangle
 from production.squeeze import Padding
-from production.training.bins import bin_settings, count_bins, pack_bins
+from production.training.bins import bin_settings, pack_bins
 from production.training.config import (
     Dataset,
     Job,
+    chat_settings,
     multi_token_depths,
     order_settings,
     row_settings,
@@ -28,6 +29,7 @@ from production.training.config import (
 )
 from production.training.counts import RowCounts
 from production.training.datasets import ConversationBatch, ConversationData, PackedData, Recipe
+from production.training.first_lines import look
 from production.training.identity import fingerprint
 from production.training.loader import Loader, LoaderSettings, Prepared
 from production.training.order import Order, Sample, ValidationOrder
@@ -66,12 +68,16 @@ class Feed:
         self.skipped_in_validation: list[SkippedRow] = []
         """Of the last validation, what `skipped` is of training."""
         self.tokenizer = load_tokenizer(job)
+        found = look(job, self.tokenizer)
+        for refusal in found.refusals:
+            raise refusal
+        self.notes = found.notes
         self.token_notes = check_tokens(job, self.tokenizer)
         """What must be known of all rows: what their tokens are, whatever stands in them (SPEC section 22)."""
         train = _as_one(job)
         self.sources = _open(job, train, apart=any(file.weight is not None for file in train.data_path))
         self._rows = row_settings(job, train)
-        self._bins = bin_settings(job, place.data_size)
+        self._bins = bin_settings(job, place.data_size, tokenizer=self.tokenizer)
         self._order_settings = order_settings(job, place.data_size)
         _check_enough(job, [len(source) for source in self.sources])
         self.order = Order([len(source) for source in self.sources], self._order_settings)
@@ -119,6 +125,9 @@ class Feed:
             "chat_key": dataset.chat_key,
             "rows": dataclasses.asdict(self._rows) | {"semantics": dataset.semantics},
             "bins": None if job.is_packed else dataclasses.asdict(self._bins),
+            "chat": None
+            if job.is_packed
+            else dataclasses.asdict(chat_settings(job, dataset)) | {"tool_key": dataset.tool_key},
         }
 
     @property
@@ -171,15 +180,12 @@ class Feed:
     def _recipe(self, dataset: Dataset, sources: Sequence[PackedSource]) -> Recipe[Any, Any]:
         job, settings = self._job, row_settings(self._job, dataset)
         if not dataset.is_packed:
-            chat = ChatTokenizer(
-                tokenizer=self.tokenizer, prompt_format=settings.prompt_format, add_bos=False, add_eos=False
-            )
-            most = job.data.max_input_seq_length or job.policy.max_total_sequence_length
+            chat = ChatTokenizer(tokenizer=self.tokenizer, settings=chat_settings(job, dataset))
             return ConversationData(
                 sources=sources,
-                tokenize=lambda messages: chat.tokenize([messages])[0],
+                tokenize=lambda line: chat.tokenize([line])[0],
                 tokenize_many=chat.tokenize,
-                most_tokens=most,
+                tool_key=dataset.tool_key,
                 keys=message_keys(dataset, settings, self.tokenizer),
             )
         from production.rows import RowBuilder  # noqa: PLC0415 - only here is its pad id asked for
@@ -215,8 +221,8 @@ class Feed:
         if isinstance(batch, Batch):
             microbatches = [*split_rows(batch)]
         else:
-            bins, padding = pack_bins(batch, self._bins, data_rank=self._place.data_rank)
-            microbatches, counts = [*bins], count_bins(bins, padding)
+            own = pack_bins(batch, self._bins, data_rank=self._place.data_rank)
+            microbatches, padding, counts = [*own.rectangles], own.padding, own.counts
         return Fed(
             microbatches=microbatches,
             padding=padding,
@@ -265,6 +271,7 @@ def _open(job: Job, dataset: Dataset, *, apart: bool) -> list[PackedSource]:
             on_bad_row=dataset.on_bad_row,
             cache_folder=job.data.cache_folder,
             verify=job.data.verify_files,
+            takes_tool_calls=not dataset.is_packed,
         )
         for group in groups
     ]

@@ -28,6 +28,11 @@ MEND = {
     "world_size": "start as many ranks as before, or begin a new run",
     "scheduler.weight_decay_steps": "let the run be as long as it was to be (sft.max_num_steps, sft.max_num_epochs), since its weight "
     "decay grows over it, or begin a new run",
+    **{
+        f"chat.{name}": f"set data.{name} to what the run began with (false, where nothing was saved), or begin a new run"
+        for name in ("add_bos", "add_eos", "add_generation_prompt")
+    },
+    "chat.tool_key": "set data.train.tool_key to what the run began with (null, where nothing was saved), or begin a new run",
     "run_steps": "let the run be as long as it was to be (sft.max_num_steps), since its order permutes the samples of all its steps at "
     "once, or begin a new run",
     "data_parallel_size": "start with as many data-parallel ranks as before, or begin a new run",

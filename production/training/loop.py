@@ -147,6 +147,8 @@ class _Run:
             self._progress.say(f"passed over {path}: it was not written to its end")
         if skipped := self._feed.skipped:
             self._progress.say(left_out("train", skipped))
+        for told in self._feed.notes:
+            self._progress.say(f"note: {told}")
         if found is None:
             if self._job.checkpointing.enabled:
                 self._progress.say(

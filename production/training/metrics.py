@@ -205,6 +205,7 @@ class StepMetrics:
             padding_share=counts.padding_tokens / max(counts.tokens, 1),
             rows_truncated=counts.truncated_rows,
             conversations_dropped=counts.dropped_conversations,
+            conversations_masked_out=counts.masked_out_conversations,
             control_tokens=counts.control_tokens,
             labels_masked_as_padding=counts.labels_masked_as_padding,
             slowest_rank=ranks.slowest,

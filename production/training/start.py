@@ -71,7 +71,7 @@ def identity(job: Job, feed: Feed, place: Place, *, vocab_size: int, run_steps: 
         "optimizer": megatron.optimizer,
         "scheduler": _schedule(job, run_steps),
         "distributed_data_parallel_config": megatron.distributed_data_parallel_config,
-        **({} if job.is_packed else {"sequence_packing": _packing(job)}),
+        **({} if job.is_packed else {"sequence_packing": _packing(job), "chat": _chat(job)}),
         "loss": dataclasses.asdict(job.loss),
         "fp8": dataclasses.asdict(megatron.fp8_cfg),
     }
@@ -132,6 +132,13 @@ def check_going_on(job: Job, saved: Mapping[str, Any], now: Mapping[str, Any]) -
             mend="start as many ranks in the layout as before, or start a new run from the weights (model.initial: megatron)",
         )
     return bool(changed)
+
+
+def _chat(job: Job) -> dict[str, Any]:
+    """What decides a conversation's tokens on the online path; what is switched off is left out, as runs had it before these keys."""
+    data = job.data
+    found = {name: getattr(data, name) for name in ("add_bos", "add_eos", "add_generation_prompt")}
+    return {name: True for name, is_on in found.items() if is_on} | {"tool_key": data.train[0].tool_key}
 
 
 def check_same(identity: Mapping[str, Any], place: Place) -> None:

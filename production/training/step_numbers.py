@@ -54,6 +54,8 @@ class StepNumbers:
     """Rows of the global batch that end within a conversation."""
     conversations_dropped: int
     """Conversations of the global batch of which no token is in a row."""
+    conversations_masked_out: int
+    """Online conversations of the global batch that were too long, and so trained nothing (R-ONLINE-8)."""
     control_tokens: int = 0
     """Control tokens that stand in contents of the global batch as text (SPEC R-TOLD-2)."""
     labels_masked_as_padding: int = 0

@@ -58,6 +58,8 @@ class Summary:
     """Of all steps together."""
     conversations_dropped: int
     """Of all steps together."""
+    conversations_masked_out: int
+    """Of all steps together: online conversations that were too long."""
     control_tokens: int
     """Control tokens that stood in contents as text, of all steps together."""
     labels_masked_as_padding: int
@@ -202,6 +204,7 @@ def _summary(
         data_wait_share=sum(of("data_wait_seconds")) / seconds if seconds else 0.0,
         rows_truncated=int(sum(of("rows_truncated"))),
         conversations_dropped=int(sum(of("conversations_dropped"))),
+        conversations_masked_out=int(sum(of("conversations_masked_out"))),
         control_tokens=int(sum(of("control_tokens"))),
         labels_masked_as_padding=int(sum(of("labels_masked_as_padding"))),
         notes=notes,
@@ -236,6 +239,7 @@ def _lines(summary: Summary) -> list[tuple[str, str]]:
         ("padding", f"{summary.padding_share:.2%} of the positions"),
         ("rows", f"{summary.consumed_samples:,}, {summary.rows_truncated:,} cut within a conversation"),
         ("conversations dropped", f"{summary.conversations_dropped:,}"),
+        *_masked_out(summary),
         ("memory", f"{summary.memory_mebibytes:,.0f} MiB a rank at most" + _of_rank(summary.memory_rank)),
     ]
     if summary.control_tokens:
@@ -268,6 +272,12 @@ def _dilution(summary: Summary, depth: int) -> str:
     if not share or not by_token:
         return ""
     return f"; diluted: {share:.1%} of its shares have no target and count as 0; by token {_first_and_last(by_token)}"
+
+
+def _masked_out(summary: Summary) -> list[tuple[str, str]]:
+    """A line of its own where there were any: what they would have trained is lost."""
+    count = summary.conversations_masked_out
+    return [("too long", f"{count:,} conversations trained nothing (data.on_long_conversation)")] if count else []
 
 
 def _fullest(steps: dict[int, dict[str, Value]]) -> int | None:

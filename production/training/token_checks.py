@@ -123,7 +123,7 @@ def _bad_first_rows(job: Job, tokenizer: Any, *, unreadable: bool) -> Iterator[S
             skip = dataset.on_bad_row == "skip" or not unreadable
             fault = _cut(file.path, dataset)
             if fault is None:
-                fault = _first_fault(file.path, dataset.chat_key, keys, skip=skip)
+                fault = _first_fault(file.path, dataset, keys, skip=skip)
                 fault = fault if unreadable or isinstance(fault, RowRefused) else None
             if fault is not None:
                 where = f"{fault.where} ({job.where(f'{key}.data_path')})"
@@ -141,9 +141,11 @@ def _cut(path: str, dataset: Dataset) -> BadInput | RowRefused | None:
         return error
 
 
-def _first_fault(path: str, chat_key: str, keys: MessageKeys | None, *, skip: bool) -> BadInput | RowRefused | None:
+def _first_fault(path: str, dataset: Dataset, keys: MessageKeys | None, *, skip: bool) -> BadInput | RowRefused | None:
     try:
-        for line, messages in first_rows(path, FIRST_ROWS, chat_key, skip=skip):
+        for line, messages in first_rows(
+            path, FIRST_ROWS, dataset.chat_key, skip=skip, takes_tool_calls=not dataset.is_packed
+        ):
             try:
                 if keys is not None:
                     keys.check(messages)

@@ -9,9 +9,12 @@ import torch
 from hypothesis import Phase, given, settings
 
 from equivalence.checks import loss, meeting, microbatches
+from equivalence.generators.choices import RandomChoices
 from equivalence.generators.online import (
+    OnlineCase,
     cross_entropies,
     direct_cases,
+    draw_meeting,
     loss_cases,
     meeting_cases,
     online_cases,
@@ -83,11 +86,35 @@ def test_r_online_both_sides_are_equal():
     assert expected <= set(reached), reached
 
 
-def test_r_meet_2_and_3_the_paths_differ_by_the_closed_list_and_every_entry_of_it_shows():
-    def count(case, found):
-        return {(entry, case.preset) for entry, fired in found.fired.items() if fired}
+def test_r_online_5_the_row_length_is_that_of_each_ranks_own_bins_on_both_sides():
+    """NeMo-RL's own code: lengths 4 and 2 over dp 2 with two stages give rows of 4 and of 2."""
+    case = OnlineCase(
+        conversations=[([1, 2, 3, 4], [0, 1, 1, 1]), ([5, 6], [0, 1])],
+        uncounted=[],
+        multiple=1,
+        capacity=4,
+        packer="concatenative",
+        data_parallel_size=2,
+        size=1,
+        tensor_parallel_size=1,
+        sequence_parallel=False,
+        pipeline_parallel_size=2,
+        precision="unquantized",
+        hybrid_expert_parallel=False,
+        depths=0,
+    )
+    sides = microbatches._reference_online(case, []), microbatches._production_online(case, "tables")
+    for side in sides:
+        assert [len(side[f"input_ids of rank {(data_rank, 0, 0)}"]) for data_rank in range(2)] == [4, 2]
 
-    run(meeting_cases(), meeting.check_meeting, 50, count)
+
+def test_r_meet_2_and_3_the_paths_differ_by_the_closed_list_and_every_entry_of_it_shows():
+    reached.clear()
+    for place in range(60):
+        case = draw_meeting(RandomChoices(0, place))
+        found = meeting.check_meeting(case)
+        assert found.equal, found.findings
+        reached.update((entry, case.preset) for entry, fired in found.fired.items() if fired)
     for entry in meeting.CLOSED_LIST:
         assert (entry, "strict") in reached, reached
     presets = {entry: {preset for each, preset in reached if each == entry} for entry in meeting.BY_PRESET}

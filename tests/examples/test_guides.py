@@ -58,7 +58,7 @@ MAINS = {
     "tools.pack_rows": "tools.pack_rows.cli",
     "tools.diff_row": "tools.diff_row.__main__",
     "tools.simulate": "tools.simulate.__main__",
-    "examples.own_trainer.plain_torch": "examples.own_trainer.plain_torch",
+    "production.adapters.plain_torch": "production.adapters.plain_torch",
 }
 """Cheap commands, by module: run in this process."""
 
@@ -254,7 +254,7 @@ def test_the_guide_to_ones_own_trainer_is_current():
                 check_command(words, done)
     assert done["python"] == 7
     assert done["text"] == 1
-    assert done["ran examples.own_trainer.plain_torch"] == done["ran tools.diff_row"] == 1
+    assert done["ran production.adapters.plain_torch"] == done["ran tools.diff_row"] == 1
     assert names["script"].is_distributed
 
 

@@ -1,6 +1,7 @@
-"""The examples of the guide "bring the direct path into your own trainer", each run for real as far as the installed packages go."""
+"""The adapters of the guide "bring the direct path into your own trainer", each run for real as far as the installed packages go."""
 
 import dataclasses
+import functools
 import inspect
 import os
 import sys
@@ -43,7 +44,7 @@ def script(_payload, worker):
     from megatron.training import training
     from megatron.training.global_vars import set_args
 
-    from examples.own_trainer.megatron_lm import PathSettings, Script
+    from production.adapters.megatron_lm import PathSettings, Script
     from production.batches import BatchSettings, collate_checked
     from production.files.source import open_source
     from production.model import ModelSettings, build_model
@@ -143,7 +144,7 @@ def test_a_megatron_lm_script_with_the_example_equals_the_job_to_the_bit():
 def test_pretrain_takes_what_the_guide_gives_it():
     from megatron.training.training import pretrain
 
-    from examples.own_trainer.megatron_lm import Script
+    from production.adapters.megatron_lm import Script
 
     given = Script(lambda _args: None, lambda _args: None)
     bound = inspect.signature(pretrain).bind("config", given, "type", given.forward_step)
@@ -157,13 +158,10 @@ def test_pretrain_takes_what_the_guide_gives_it():
 
 
 class StandIn(dict):
-    """As much of BatchedDataDict as the packed path needs: a dictionary that is cut into runs of rows, one for each rank."""
+    """As much of BatchedDataDict as the packed path needs, with the policy's own dealing: rank r takes rows r, r + dp, …"""
 
-    def shard_by_batch_size(self, shards):
-        size = len(self["idx"]) // shards
-        return [
-            StandIn({name: value[r * size : (r + 1) * size] for name, value in self.items()}) for r in range(shards)
-        ]
+    def dealt(self, ranks):
+        return [StandIn({name: value[rank::ranks] for name, value in self.items()}) for rank in range(ranks)]
 
 
 TAKEN = (0, 1, 2, 4)
@@ -171,7 +169,7 @@ TAKEN = (0, 1, 2, 4)
 
 
 def nemo_rows(count, size):
-    from examples.own_trainer.nemo_rl import PackedProcessor, format_data
+    from production.adapters.nemo_rl import PackedProcessor, format_data
     from production.files.source import open_source
 
     process, words = PackedProcessor(prompt_format="nemotron-nano-v2", context_parallel_size=size), tokenizer()
@@ -191,16 +189,47 @@ def expected_batch(count, size):
         return collate([builder.build(source[number]) for number in TAKEN[:count]])
 
 
-def test_the_nemo_rl_example_gives_each_rank_the_fields_and_microbatches_of_production():
-    from examples.own_trainer.nemo_rl import BATCH_FIELDS, collate, packed_microbatch
-    from production.batches import BatchSettings, take_rank
+@dataclasses.dataclass
+class ProcessedInputs:
+    """A stand-in for NeMo-RL's, with the fields that pull request 3380 gives it."""
+
+    input_ids: torch.Tensor
+    input_ids_cp_sharded: torch.Tensor
+    attention_mask: torch.Tensor | None
+    position_ids: torch.Tensor | None
+    packed_seq_params: object
+    cu_seqlens_padded: torch.Tensor | None
+    mtp_loss_mask: torch.Tensor | None = None
+    routed_experts: torch.Tensor | None = None
+    routed_experts_cp_sharded: torch.Tensor | None = None
+    labels_cp_sharded: torch.Tensor | None = None
+    loss_mask_cp_sharded: torch.Tensor | None = None
+
+
+def test_the_nemo_rl_processor_takes_what_run_sft_binds_to_every_processor():
+    from production.adapters.nemo_rl import PackedProcessor, format_data
+    from production.files.source import open_source
+
+    process = PackedProcessor(prompt_format="nemotron-nano-v2", context_parallel_size=1)
+    bound = functools.partial(process, add_bos=True, add_eos=True, add_generation_prompt=False)
+    with open_source(SAMPLE) as source:
+        datum = format_data({"messages": source[0]})
+    row = bound(datum, None, tokenizer(), PACK_LENGTH, 0)
+    assert torch.equal(row["input_ids"], nemo_rows(1, 1)[0]["input_ids"])
+    assert (row["message_log"], row["extra_env_info"]) == ([], None)
+
+
+def test_the_nemo_rl_adapter_gives_each_rank_the_fields_and_microbatches_of_production():
+    from production.adapters.nemo_rl import BATCH_FIELDS, collate, packed_microbatch
+    from production.batches import take_rank
     from production.microbatches import MicrobatchSettings, process_microbatch
 
-    checks = BatchSettings(context_parallel_size=2, data_parallel_size=2, global_batch_size=4)
-    batch = collate(nemo_rows(4, 2), settings=checks, container=StandIn)
+    collated = functools.partial(collate, megatron_sft_context_parallel_size=2, container=StandIn)
+    batch = collated(nemo_rows(4, 2))
     assert set(batch) == {*BATCH_FIELDS, "idx", "task_name"}
+    assert batch["idx"] == [0, 1, 2, 3], "the policy deals the rows out itself"
     whole = expected_batch(4, 2)
-    for rank, share in enumerate(batch.shard_by_batch_size(2)):
+    for rank, share in enumerate(batch.dealt(2)):
         assert share["idx"] == [rank, rank + 2]
         assert share["task_name"] == ["megatron_sft_packed"] * 2
         expected = take_rank(whole, rank=rank, size=2)
@@ -209,46 +238,66 @@ def test_the_nemo_rl_example_gives_each_rank_the_fields_and_microbatches_of_prod
             assert share[name].dtype == getattr(expected, name).dtype
         for cut in range(2):
             settings = MicrobatchSettings(context_parallel_rank=cut, context_parallel_size=2)
-            ours, theirs = process_microbatch(expected, settings), packed_microbatch(share, settings)
-            for name in ("input_ids", "position_ids", "labels", "loss_mask", "target_mask"):
-                assert torch.equal(getattr(ours, name), getattr(theirs, name)), name
-            assert torch.equal(ours.packed_seq_params.cu_seqlens_q_padded, theirs.packed_seq_params.cu_seqlens_q_padded)
+            ours = process_microbatch(expected, settings)
+            theirs = packed_microbatch(share, settings, inputs=ProcessedInputs)
+            assert type(theirs) is ProcessedInputs
+            for name, of_ours in (
+                ("input_ids_cp_sharded", ours.input_ids),
+                ("position_ids", ours.position_ids),
+                ("labels_cp_sharded", ours.labels),
+                ("loss_mask_cp_sharded", ours.loss_mask),
+                ("cu_seqlens_padded", ours.packed_seq_params.cu_seqlens_q_padded),
+            ):
+                assert torch.equal(getattr(theirs, name), of_ours), name
+            assert theirs.input_ids is share["input_ids"]
+            assert (theirs.attention_mask, theirs.mtp_loss_mask) == (None, None)
             assert theirs.packed_seq_params.qkv_format == "thd"
+    with_mask = packed_microbatch({**share, "mtp_loss_mask": 0}, settings, inputs=ProcessedInputs)
+    assert torch.equal(with_mask.mtp_loss_mask, with_mask.loss_mask_cp_sharded)
 
 
-def test_the_nemo_rl_example_leaves_other_batches_alone_and_refuses_wrong_ones():
-    from examples.own_trainer.nemo_rl import collate, packed_microbatch
-    from production.batches import BatchSettings
+def test_the_nemo_rl_adapter_takes_a_partial_validation_batch():
+    """NeMo-RL fills it up itself, behind the collate function: its last row again with `sample_mask` 0."""
+    from production.adapters.nemo_rl import collate
+
+    batch = collate(nemo_rows(3, 1), 1)
+    assert (len(batch["input_ids"]), batch["sample_mask"].tolist()) == (3, [1, 1, 1])
+
+
+def test_the_nemo_rl_adapter_leaves_other_batches_alone_and_refuses_wrong_ones():
+    from production.adapters.nemo_rl import collate, packed_microbatch
     from production.errors import BatchRefused, PackproofError
     from production.microbatches import MicrobatchSettings
 
-    rows, checks = nemo_rows(3, 1), BatchSettings(context_parallel_size=1, data_parallel_size=1, global_batch_size=None)
-    assert packed_microbatch({"input_ids": rows[0]["input_ids"][None]}, MicrobatchSettings()) is None
+    def inputs(**_):
+        raise AssertionError("it is refused before")
+
+    rows = nemo_rows(3, 1)
+    assert packed_microbatch({"input_ids": rows[0]["input_ids"][None]}, MicrobatchSettings(), inputs=inputs) is None
     filler = {**rows[2], "loss_multiplier": 0.0}
-    assert collate([*rows, filler], settings=checks)["sample_mask"].tolist() == [1, 1, 1, 0]
+    assert collate([*rows, filler])["sample_mask"].tolist() == [1, 1, 1, 0]
     conversation = {"message_log": [], "length": 1, "loss_multiplier": 1.0, "idx": 3}
-    for wrong, settings, kind in (
-        ([*rows, conversation], checks, "mixed_rows"),
-        (rows, dataclasses.replace(checks, context_parallel_size=2), "context_parallel_size"),
-        ([{**rows[0], "packed_max_seqlen": 1}], checks, "max_seqlen"),
-        ([{name: value for name, value in rows[0].items() if name != "token_mask"}], checks, "missing_field"),
+    assert collate([conversation]) is None
+    for wrong, size, kind in (
+        ([*rows, conversation], 1, "mixed_rows"),
+        (rows, 2, "context_parallel_size"),
+        ([{**rows[0], "packed_max_seqlen": 1}], 1, "max_seqlen"),
+        ([{name: value for name, value in rows[0].items() if name != "token_mask"}], 1, "missing_field"),
     ):
         with pytest.raises(BatchRefused) as refused:
-            collate(wrong, settings=settings)
+            collate(wrong, size)
         assert refused.value.kind == kind
-    with pytest.raises(PackproofError, match="3 rows over 2 data-parallel ranks"):
-        collate(rows, settings=dataclasses.replace(checks, data_parallel_size=2))
-    partial = collate(rows, settings=checks)
+    partial = collate(rows)
     del partial["target_ids"]
     with pytest.raises(PackproofError, match="without target_ids"):
-        packed_microbatch(partial, MicrobatchSettings())
+        packed_microbatch(partial, MicrobatchSettings(), inputs=inputs)
 
 
 # Plain PyTorch
 
 
 def test_the_plain_example_trains_two_steps_with_the_losses_and_weights_of_the_reference(monkeypatch):
-    from examples.own_trainer import plain_torch
+    from production.adapters import plain_torch
     from reference import loss as reference
 
     seen = []
@@ -284,7 +333,7 @@ def test_the_plain_example_trains_two_steps_with_the_losses_and_weights_of_the_r
 
 
 def test_no_token_of_the_plain_model_sees_another_conversation():
-    from examples.own_trainer.plain_torch import Model, Shape
+    from production.adapters.plain_torch import Model, Shape
 
     torch.manual_seed(0)
     model = Model(Shape(vocab_size=50)).double()

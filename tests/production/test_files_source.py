@@ -187,7 +187,7 @@ def test_r_file_8_skipping_counts_and_lists_and_numbers_the_rest(write, monkeypa
     assert [fault.kind for fault in found.faults()] == [kind for _, kind, _ in BAD]
     found.validate()
     # Opened again, it does not look at the rows again ...
-    monkeypatch.setattr(source, "parse_row", None)
+    monkeypatch.setattr(source, "parse_record", None)
     assert open_source(path, on_bad_row="skip").skipped == expected
     # ... but does for another key, or when the file is another.
     for again in (

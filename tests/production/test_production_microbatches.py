@@ -14,6 +14,8 @@ from production.context_parallel import shard_index
 from production.errors import BatchRefused, PackproofError, RowRefused
 from production.microbatches import Microbatch, MicrobatchSettings, process_microbatch
 from production.multi_token_feed import MultiTokenParams, rolls_from_tables
+from production.training.bins import BinSettings, pack_bins
+from production.training.datasets import ConversationBatch
 
 CONVERSATIONS = [([1, 2, 3, 4, 5], [0, 0, 1, 1, 1]), ([6, 7, 8], [0, 1, 1]), ([9, 10], [1, 1])]
 FOUR = squeeze.Padding(sequence_multiple=4)
@@ -29,14 +31,15 @@ JOB = {
 }
 
 
+def conversations():
+    return [
+        rectangle.Conversation(token_ids=torch.tensor(ids), token_mask=torch.tensor(mask, dtype=torch.float32))
+        for ids, mask in CONVERSATIONS
+    ]
+
+
 def sequences(multiple=4):
-    return rectangle.build_rectangle(
-        [
-            rectangle.Conversation(token_ids=torch.tensor(ids), token_mask=torch.tensor(mask, dtype=torch.float32))
-            for ids, mask in CONVERSATIONS
-        ],
-        make_sequence_length_divisible_by=multiple,
-    )
+    return rectangle.build_rectangle(conversations(), make_sequence_length_divisible_by=multiple)
 
 
 def online(rank, size=2, **options):
@@ -123,6 +126,23 @@ def test_r_online_5_the_last_sequence_takes_the_rows_padding():
         assert row.max_seqlen == max(8, end - 12)
 
 
+def test_r_online_5_each_data_parallel_rank_has_the_row_length_of_its_own_longest_bin():
+    """NeMo-RL's own code: lengths 4 and 2 over dp 2 with two stages give rows of 4 and of 2."""
+    given = {
+        **{name: value for name, value in JOB.items() if name not in ("longest_bin", "sequence_parallel")},
+        "make_sequence_length_divisible_by": 1,
+        "pipeline_parallel_size": 2,
+    }
+    settings = BinSettings(**given, capacity=4, algorithm="concatenative", seed=None, data_parallel_size=2)
+    made = [rectangle.Conversation(token_ids=torch.arange(length), token_mask=torch.ones(length)) for length in (4, 2)]
+    batch = ConversationBatch(conversations=tuple(made), sample_mask=torch.ones(2))
+    lengths = []
+    for rank in range(2):
+        own = pack_bins(batch, settings, data_rank=rank)
+        lengths.append([squeeze.squeeze(each, own.padding).input_ids.shape[1] for each in own.rectangles])
+    assert lengths == [[4], [2]]
+
+
 def test_what_cannot_be_padded_is_refused():
     for options in ({"sequence_multiple": 0}, {"row_length": 10, "row_multiple": 4}, {"row_length": 0}):
         with pytest.raises(PackproofError, match="To mend it"):
@@ -149,6 +169,9 @@ def test_r_online_2_3_and_6_the_rectangle_its_bins_and_its_divisor():
     assert rectangle.fill_bins(whole, 8, data_parallel_size=3, **given) == [[0], [1], [2]]
     assert rectangle.take_sequences(whole, [2, 0]).input_lengths.tolist() == [2, 5]
     assert float(whole.valid_tokens()) == 6
+    filled = rectangle.build_rectangle(conversations(), make_sequence_length_divisible_by=4, pad_token_id=77)
+    assert filled.input_ids[1].tolist() == [6, 7, 8, 77, 77, 77, 77, 77]
+    assert squeeze.squeeze(filled, FOUR).input_ids[0, 8:12].tolist() == [6, 7, 8, 0]
     whole.sample_mask[0] = 0
     assert float(whole.valid_tokens()) == 3
     with pytest.raises(PackproofError, match="sequence 0"):
@@ -212,8 +235,8 @@ def test_r_online_7_the_model_gets_the_tokens_mask_only_for_multi_token_predicti
     assert deep.labels is None
     assert deep.input_ids.tolist() == [[1, 2, 0, 0, 6, 0, 9, 0]]
     assert deep.loss_mask.tolist() == [[0, 0, 0, 0, 0, 0, 1, 0]]
-    assert deep.position_ids.tolist() == [[0, 1, 0, 0, 0, 0, 0, 0]]
-    assert deep.packed_seq_params.total_tokens == deep.total_tokens == 16
+    assert deep.position_ids is None
+    assert deep.packed_seq_params.total_tokens == deep.total_tokens == 8
     assert deep.packed_seq_params.seq_idx.tolist() == online(0).packed_seq_params.seq_idx.tolist()
 
 
@@ -229,7 +252,7 @@ def test_r_online_7_depths_are_those_of_the_ids_within_padded_sequences():
         [1, 1, 1, 0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0],
         [1, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0],
     ]
-    assert tables.position_ids[1, 0].tolist() == [1, 2, 3, 4, 0, 0, 0, 0, 1, 2, 0, 0, 1, 0, 0, 0]
+    assert tables.position_ids is None
     assert tables.own_mask[0].tolist() == [[0, 0, 1, 1, 1, 0, 0, 0, 0, 1, 1, 0, 1, 1, 0, 0]]
     assert tables.row_counts.tolist() == [6, 4, 2]
     shares = [online(rank, depths=2).packed_seq_params.feed.tables for rank in range(2)]
@@ -313,10 +336,10 @@ def derived(found, size=1, *, per_token=True, **given):
     return shown, hidden.grad[count:, 0, 0].view(depths, count).sum(dim=0)
 
 
-def test_r_meet_2_total_tokens_differ_and_what_megatron_core_makes_of_them_does_not():
+def test_r_meet_2_total_tokens_are_those_of_the_share_on_both_paths():
     found, made = direct(0), online(0)
     assert (found.total_tokens, found.packed_seq_params.total_tokens) == (4, 4)
-    assert (made.total_tokens, made.packed_seq_params.total_tokens) == (16, 16)
+    assert (made.total_tokens, made.packed_seq_params.total_tokens) == (8, 8)
     assert found.packed_seq_params.seq_idx.tolist() == [[0] * 4 + [1] * 4]
     assert made.packed_seq_params.seq_idx.tolist() == [[0] * 8 + [1] * 4 + [2] * 4]
 
@@ -392,9 +415,7 @@ def test_r_online_1_chat_tokens_and_the_mask_of_each_message():
     tokenizer = tokenizers.load("word")
 
     def tokenize(prompt_format, messages=MESSAGES, **options):
-        given = {"add_bos": False, "add_eos": False} | options
-        maker = chat.ChatTokenizer(tokenizer=tokenizer, prompt_format=prompt_format, **given)
-        (found,) = maker.tokenize([messages])
+        (found,) = maker_of(tokenizer, prompt_format=prompt_format, **options).tokenize([messages])
         return found.token_ids.tolist(), found.token_mask.tolist()
 
     assert tokenize("identity") == ([12, 13, 14, 15], [0, 0, 1, 1])
@@ -409,9 +430,7 @@ def test_r_online_1_chat_tokens_and_the_mask_of_each_message():
 
 
 def test_r_online_1_what_cannot_be_tokenized_is_refused():
-    maker = chat.ChatTokenizer(
-        tokenizer=tokenizers.load("word"), prompt_format="identity", add_bos=False, add_eos=False
-    )
+    maker = maker_of(tokenizers.load("word"), prompt_format="identity")
     with pytest.raises(RowRefused) as refused:
         maker.tokenize([MESSAGES, [{"role": "user", "content": "w1"}, {"role": "assistant", "content": "\ud800"}]])
     assert (refused.value.kind, refused.value.conversation, refused.value.turn) == ("bad_text", 1, 1)
@@ -419,11 +438,108 @@ def test_r_online_1_what_cannot_be_tokenized_is_refused():
         maker.tokenize([["no message"]])
     assert refused.value.kind == "bad_message"
     with pytest.raises(PackproofError, match="the nearest is 'identity'"):
-        chat.ChatTokenizer(tokenizer=None, prompt_format="identiy", add_bos=False, add_eos=False)
-    bare = tokenizers.load("word")
-    before, bare.bos_token = bare.bos_token, None
-    try:
-        with pytest.raises(PackproofError, match="add_bos"):
-            chat.ChatTokenizer(tokenizer=bare, prompt_format="identity", add_bos=True, add_eos=False)
-    finally:
-        bare.bos_token = before
+        chat.ChatSettings(prompt_format="identiy")
+    with pytest.raises(PackproofError, match="no generation prompt to add"):
+        chat.ChatSettings(prompt_format="identity", add_generation_prompt=True)
+    with pytest.raises(PackproofError, match="max_length"):
+        chat.ChatSettings(max_length=0)
+
+
+def maker_of(tokenizer, **settings):
+    return chat.ChatTokenizer(
+        tokenizer=tokenizer, settings=chat.ChatSettings(**{"add_bos": False, "add_eos": False} | settings)
+    )
+
+
+@pytest.fixture
+def templated():
+    """The word tokenizer with a template of the test's own, put back afterwards."""
+    tokenizer = tokenizers.load("word")
+    kept = tokenizer.chat_template, tokenizer.bos_token
+    yield tokenizer
+    tokenizer.chat_template, tokenizer.bos_token = kept
+
+
+def test_r_online_1_bos_and_eos_are_on_by_default_and_a_tokenizer_without_one_adds_nothing(templated):
+    assert (chat.ChatSettings().add_bos, chat.ChatSettings().add_eos) == (True, True)
+    asking = chat.ChatTokenizer(tokenizer=templated, settings=chat.ChatSettings(prompt_format="identity"))
+    assert asking.missing_tokens == []
+    templated.bos_token = None
+    asking = chat.ChatTokenizer(tokenizer=templated, settings=chat.ChatSettings(prompt_format="identity"))
+    assert asking.missing_tokens == ["add_bos"]
+    assert asking.tokenize([MESSAGES])[0].token_ids.tolist() == [12, 13, 14, 15, 2]
+
+
+def test_r_online_8_a_conversation_that_is_too_long_is_cut_as_nemo_rl_cuts_it():
+    word = tokenizers.load("word")
+    messages = [{"role": "user", "content": "w1 w2 w3 w4 w5 "}, {"role": "assistant", "content": "w6 w7 w8"}]
+    (whole,) = maker_of(word, prompt_format="identity", max_length=9).tokenize([messages])
+    assert (len(whole.token_ids), whole.weight) == (8, 1.0)
+    for longest, kept, trained in ((8, [0, 1, 2, 3, 5, 6, 7], 3), (5, [0, 1, 5, 6], 2)):
+        (stub,) = maker_of(word, prompt_format="identity", max_length=longest).tokenize([messages])
+        assert stub.token_ids.tolist() == whole.token_ids[kept].tolist()
+        assert (int(stub.token_mask.sum()), stub.weight) == (trained, 0.0)
+    with pytest.raises(RowRefused, match="8 tokens, where a conversation must have fewer than 8") as refused:
+        maker_of(word, prompt_format="identity", max_length=8, on_long_conversation="refuse").tokenize([messages])
+    assert refused.value.kind == "truncated"
+    batch = ConversationBatch(conversations=(whole, stub), sample_mask=torch.ones(2))
+    settings = {name: value for name, value in JOB.items() if name not in ("longest_bin", "sequence_parallel")}
+    settings |= {"capacity": 16, "algorithm": "concatenative", "seed": None, "data_parallel_size": 1}
+    own = pack_bins(batch, BinSettings(**settings), data_rank=0)
+    (row,) = [squeeze.squeeze(each, own.padding) for each in own.rectangles]
+    assert row.target_mask.sum(dim=1).tolist() == [3.0]  # the whole one's alone
+    assert (own.counts.masked_out_conversations, own.counts.trained_tokens) == (1, 3)
+
+
+COUNTING = "{% for m in messages %}{{ messages|length }} {{ m.content }} {% endfor %}"
+FORGETTING = "{% for m in messages %}{% if loop.last %}{{ m.content }}{% else %}{{ m.content.split('w9 ')[-1] }}{% endif %}{% endfor %}"
+
+
+@pytest.mark.parametrize(("template", "turn"), [(COUNTING, 1), (FORGETTING, 2)])
+def test_r_online_9_a_template_that_renders_earlier_messages_otherwise_is_refused(templated, template, turn):
+    templated.chat_template = template
+    messages = [
+        {"role": "user", "content": "w1 "},
+        {"role": "assistant", "content": "w2 w9 w3 "},
+        {"role": "user", "content": "w4 "},
+    ]
+    with pytest.raises(RowRefused, match="no longer renders what it rendered before") as refused:
+        maker_of(templated).tokenize([messages])
+    assert (refused.value.kind, refused.value.turn) == ("unjoined_pieces", turn)
+    assert maker_of(templated, on_unjoined_pieces="allow").tokenize([messages])[0].token_ids.numel() > 5
+
+
+def test_r_online_9_messages_that_merge_into_other_ids_are_refused_with_the_first_id_that_differs():
+    maker = maker_of(tokenizers.load("word"), prompt_format="identity")
+    maker.check_ids(chat.Chat(messages=MESSAGES))
+    merging = [{"role": "user", "content": "w1"}, {"role": "assistant", "content": "2"}]  # "w12" is one word
+    with pytest.raises(RowRefused, match="the first that differs is token 0") as refused:
+        maker.check_ids(chat.Chat(messages=merging))
+    assert (refused.value.kind, refused.value.turn) == ("unjoined_pieces", 0)
+    maker_of(tokenizers.load("word"), prompt_format="identity", on_unjoined_pieces="allow").check_ids(
+        chat.Chat(messages=merging)
+    )
+
+
+TOOLS = "{% for t in tools or [] %}{{ t.name }} {% endfor %}{% for m in messages %}{{ m.content }} {% for c in m.tool_calls %}{{ c.name }} {% endfor %}{% endfor %}"
+
+
+def test_r_online_10_tools_and_their_calls_reach_the_template_or_are_refused(templated):
+    templated.chat_template = TOOLS
+    messages = [
+        {"role": "user", "content": "w1"},
+        {"role": "assistant", "content": None, "tool_calls": [{"name": "w5"}]},
+    ]
+    line = chat.Chat(messages=messages, tools=[{"name": "w4"}])
+    (found,) = maker_of(templated).tokenize([line])
+    words = [templated.convert_ids_to_tokens(int(token)) for token in found.token_ids]
+    assert [word for word in words if word.startswith("w")] == ["w4", "w1", "w5"]
+    templated.chat_template = TOOLS.replace("m.tool_calls", "[]")
+    with pytest.raises(RowRefused, match="nothing of its tool calls"):
+        maker_of(templated).tokenize([line])
+    templated.chat_template = TOOLS.replace("tools or []", "[]")
+    with pytest.raises(RowRefused, match="nothing of its tools") as refused:
+        maker_of(templated).tokenize([line])
+    assert "tool_key null" in refused.value.mend
+    with pytest.raises(RowRefused, match="identity renders no tools, and the line has tool calls"):
+        maker_of(templated, prompt_format="identity").tokenize([messages])

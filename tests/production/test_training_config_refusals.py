@@ -115,7 +115,6 @@ REFUSED = [
     (["policy.train_global_batch_size=6", "sft.val_global_batch_size=8"], 4, "global_batch_size", "policy.train_global_batch_size"),
     (["policy.train_global_batch_size=0", "sft.val_global_batch_size=8"], 1, "global_batch_size", "policy.train_global_batch_size"),
     (["sft.val_global_batch_size=6"], 4, "global_batch_size", "sft.val_global_batch_size"),
-    (["policy.sequence_packing.enabled=true"], 1, "sequence_packing", "policy.sequence_packing.enabled"),
     (["data.train.dataset_name=openai_format", "loss.normalization=global_valid_tokens"], 1, "sequence_packing",
      "policy.sequence_packing.enabled"),
     (ONLINE[:2], 1, "online_normalization", "loss.normalization"),
@@ -317,6 +316,10 @@ ACCEPTED = [
     ([f"{TRANSFORMER}.context_parallel_size=1", f"{TRANSFORMER}.num_layers=2", f"{TRANSFORMER}.params_dtype=float32"], 1),
     ([*ONLINE, "policy.make_sequence_length_divisible_by=16"], 2),
     ([*ONLINE, f"{MEGATRON}.mtp_num_layers=2", "loss.mtp_weights=rows"], 2),
+    # R-SETUP-9: NeMo-RL's Megatron set-up demands true for cp > 1 also of packed rows.
+    (["policy.sequence_packing.enabled=true", f"{MEGATRON}.context_parallel_size=2"], 2),
+    (["policy.sequence_packing.enabled=true", "policy.sequence_packing.sequence_length_round=64"], 1),
+    (["policy.sequence_packing.enabled=false", f"{MEGATRON}.context_parallel_size=2"], 2),
     (["policy.precision=float64", PLAIN, f"{OPTIMIZER}.clip_grad=0.0"], 1),
     ([f"{MEGATRON}.pipeline_model_parallel_size=2", PLAIN], 2),
     ([f"{MEGATRON}.pipeline_model_parallel_size=2", "checkpointing.enabled=false"], 2),

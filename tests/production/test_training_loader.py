@@ -20,7 +20,7 @@ import torch
 
 from equivalence.generators.tokenizers import load
 from production.batches import BatchSettings, collate, count_trained, pad_validation, take_rank
-from production.chat import ChatTokenizer
+from production.chat import Chat, ChatSettings, ChatTokenizer
 from production.errors import BatchRefused, PackproofError
 from production.files.source import open_source
 from production.rectangle import Conversation
@@ -590,10 +590,12 @@ def test_r_order_7_a_validation_counts_the_same_tokens_for_every_dp(data, dp):
         assert batch.sample_mask.tolist() == expected.sample_mask.tolist()
 
 
-def words(messages):
+def words(chat):
     """Each word one token; the assistant's are trained."""
     tokens = [
-        (int(word[1:]), message["role"] == "assistant") for message in messages for word in message["content"].split()
+        (int(word[1:]), message["role"] == "assistant")
+        for message in chat.messages
+        for word in message["content"].split()
     ]
     if any(token == 99 for token, _ in tokens):
         raise KeyError("w99")
@@ -604,11 +606,11 @@ def words(messages):
 
 
 def test_conversations_of_a_whole_global_batch_come_tokenized_in_order_on_every_rank(tmp_path):
-    data = ConversationData(sources=[write(tmp_path, map(line, range(9)))], tokenize=words, most_tokens=40, group=2)
+    data = ConversationData(sources=[write(tmp_path, map(line, range(9)))], tokenize=words, group=2)
     order = Order(data.rows, IN_ORDER)
     with loader(data, order, share=None, workers=2) as found:
         prepared = next(found)
-    expected = [words(line(number)["messages"]) for number in range(4)]
+    expected = [words(Chat(messages=line(number)["messages"])) for number in range(4)]
     assert len(prepared.batch.conversations) == 4
     for ours, theirs in zip(prepared.batch.conversations, expected, strict=True):
         assert torch.equal(ours.token_ids, theirs.token_ids)
@@ -624,8 +626,14 @@ def test_conversations_of_a_whole_global_batch_come_tokenized_in_order_on_every_
 )
 def test_a_conversation_that_cannot_be_taken_is_named(tmp_path, content, kind, text):
     lines = [line(0), {"messages": [{"role": "user", "content": content}, {"role": "assistant", "content": "w1 w2"}]}]
-    many = None if kind == "truncated" else lambda rows: list(map(words, rows))
-    data = ConversationData(sources=[write(tmp_path, lines)], tokenize=words, tokenize_many=many, most_tokens=40)
+    settings = ChatSettings(
+        prompt_format="identity", add_bos=False, add_eos=False, max_length=40, on_long_conversation="refuse"
+    )
+    chat = ChatTokenizer(tokenizer=load("word"), settings=settings)
+    given = {"tokenize": words, "tokenize_many": lambda rows: list(map(words, rows))}
+    if kind == "truncated":
+        given = {"tokenize": lambda each: chat.tokenize([each])[0]}
+    data = ConversationData(sources=[write(tmp_path, lines)], **given)
     for workers in (0, 1):
         with (
             loader(data, Order(data.rows, IN_ORDER), share=None, workers=workers) as found,
@@ -638,14 +646,14 @@ def test_a_conversation_that_cannot_be_taken_is_named(tmp_path, content, kind, t
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_conversations_come_as_the_chat_tokenizer_makes_them(tmp_path, workers):
-    tokenize = ChatTokenizer(tokenizer=load("word"), prompt_format="identity", add_bos=False, add_eos=False).tokenize
+    settings = ChatSettings(prompt_format="identity", max_length=6)
+    tokenize = ChatTokenizer(tokenizer=load("word"), settings=settings).tokenize
     path = tmp_path / "chat.jsonl"
     write(tmp_path, map(line, range(8)), path.name)
     data = ConversationData(
         sources=[open_source(path)],
-        tokenize=lambda messages: tokenize([messages])[0],
+        tokenize=lambda each: tokenize([each])[0],
         tokenize_many=tokenize,
-        most_tokens=40,
         group=3,
     )
     read = [open_source(path)[row] for row in range(4)]
@@ -654,11 +662,12 @@ def test_conversations_come_as_the_chat_tokenizer_makes_them(tmp_path, workers):
     for one, other in zip(ours, theirs, strict=True):
         assert torch.equal(one.token_ids, other.token_ids)
         assert torch.equal(one.token_mask, other.token_mask)
+        assert one.weight == other.weight == 0.0, "also what is too long crosses from the worker"
 
 
 def test_an_empty_conversation_is_refused(tmp_path):
     data = ConversationData(
-        sources=[write(tmp_path, [{"messages": [{"role": "user", "content": ""}]}])], tokenize=words, most_tokens=4
+        sources=[write(tmp_path, [{"messages": [{"role": "user", "content": ""}]}])], tokenize=words
     )
     (found,) = data.prepare(Order(data.rows, IN_ORDER).batch_at(0).samples[:1])
     assert found.kind == "empty_conversation"

@@ -320,6 +320,7 @@ def report(number, **changes):
         "padding_share": 0.25,
         "rows_truncated": 1,
         "conversations_dropped": 2,
+        "conversations_masked_out": number - 1,
         "slowest_rank": 0,
         "slowest_rank_place": (0, 0, 0, 0),
         "slowest_rank_behind_seconds": 0.0,
@@ -431,6 +432,7 @@ def test_a_summary_counts_steps_that_were_run_again_once(tmp_path):
     assert found.trained_tokens == 250_000
     assert (found.rows_truncated, found.conversations_dropped, found.consumed_samples) == (5, 10, 20)
     assert found.padding_share == 0.25
+    assert found.conversations_masked_out == 0 + 1 + 2 + 3 + 4
     assert found.tflops_per_second == 101.5
     assert (found.memory_mebibytes, found.memory_rank) == (597.0, 3)
     # At step 3 and 5; ties go to the rank that was slowest first, here rank 0 of steps 1 and 2.

@@ -6,6 +6,7 @@ import torch
 from reference import chat, microbatches
 from reference.batches import collate
 from reference.prompts import Prompt
+from reference.refusals import RowRefused
 from reference.rows import Row
 
 CONVERSATIONS = [([1, 2, 3, 4, 5], [0, 0, 1, 1, 1]), ([6, 7, 8], [0, 1, 1]), ([9, 10], [1, 1])]
@@ -21,6 +22,9 @@ def test_r_online_2_the_rectangle_is_right_padded_to_a_multiple():
     assert found.input_ids.tolist() == [[1, 2, 3, 4, 5, 0, 0, 0], [6, 7, 8, 0, 0, 0, 0, 0], [9, 10, 0, 0, 0, 0, 0, 0]]
     assert found.token_mask[1].tolist() == [0, 1, 1, 0, 0, 0, 0, 0]
     assert found.input_lengths == [5, 3, 2]
+    filled = microbatches.rectangle(CONVERSATIONS, 4, pad_token_id=77)
+    assert filled.input_ids[1].tolist() == [6, 7, 8, 77, 77, 77, 77, 77]
+    assert microbatches.squeeze(filled, FOUR).input_ids.tolist()[8:12] == [6, 7, 8, 0]
     with pytest.raises(microbatches.PaddingError, match="no token"):
         microbatches.rectangle([([], [])], 4)
 
@@ -102,11 +106,11 @@ def test_r_online_5_the_last_sequence_takes_the_rows_padding():
 
 def test_r_online_7_and_r_meet_2_labels_stay_outside_but_for_the_mask_of_multi_token_prediction():
     found = online(rank=0, context_parallel_size=2)
-    assert (found.labels, found.loss_mask, found.position_ids, found.total_tokens) == (None, None, None, 16)
+    assert (found.labels, found.loss_mask, found.position_ids, found.total_tokens) == (None, None, None, 8)
     deep = online(rank=0, context_parallel_size=2, depths=1)
     assert deep.labels is None
     assert deep.loss_mask.tolist() == [0, 0, 0, 0, 0, 0, 1, 0]  # of the tokens 1 2 _ _ 6 _ 9 _
-    assert deep.position_ids.tolist() == [0, 1, 0, 0, 0, 0, 0, 0]
+    assert (deep.position_ids, deep.depths[0].position_ids, deep.total_tokens) == (None, None, 8)
     assert found.depths == []
 
 
@@ -115,7 +119,6 @@ def test_r_online_7_a_depth_has_the_id_that_is_further_on_and_that_ids_mask():
     assert first.target_ids.tolist() == [3, 4, 5, 0, 0, 0, 0, 0, 8, 0, 0, 0, 0, 0, 0, 0]
     assert first.token_mask.tolist() == [1, 1, 1, 0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0]
     assert first.input_ids.tolist() == [2, 3, 4, 5, 0, 0, 0, 0, 7, 8, 0, 0, 10, 0, 0, 0]
-    assert first.position_ids.tolist() == [1, 2, 3, 4, 0, 0, 0, 0, 1, 2, 0, 0, 1, 0, 0, 0]
     assert second.target_ids.tolist() == [4, 5, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0]
     assert second.token_mask.tolist() == [1, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0]
     assert online(rank=1, context_parallel_size=2, depths=1).depths[0].target_ids.tolist() == [5, 0, 0, 0, 0, 0, 0, 0]
@@ -153,9 +156,15 @@ class Letters:
     def encode(self, text):
         return [ord(character) for character in text]
 
-    def render(self, conversation):
-        """A template that closes what it has rendered so far, so that the next message takes the end away again."""
-        return "".join(f"<{message['content']}>" for message in conversation) + "!"
+    closes = True
+    renders_tools = True
+
+    def render(self, conversation, *, tools=None, add_generation_prompt=False):
+        """A template that may close what it has rendered so far, so that the next message takes the end away again."""
+        head = f"[{tools}]" if tools and self.renders_tools else ""
+        calls = [f"{message['tool_calls']}" if message.get("tool_calls") else "" for message in conversation]
+        texts = [f"<{message['content']}{call}>" for message, call in zip(conversation, calls, strict=True)]
+        return head + "".join(texts) + "A:" * add_generation_prompt + "!" * self.closes
 
     def token_to_id(self, _):
         return None
@@ -168,11 +177,66 @@ def test_r_online_1_each_message_is_encoded_from_where_the_rendered_text_differs
         {"role": "Assistant", "content": "d"},
     ]
     identity = Prompt(format="identity")
-    tokens, mask = chat.tokenize_messages(conversation, identity, Letters(), bos_token=None, eos_token=None)
-    assert ("".join(map(chr, tokens)), mask) == ("abcd", [0, 1, 1, 0])
-    tokens, mask = chat.tokenize_messages(conversation, identity, Letters(), bos_token="^", eos_token="$")
-    assert ("".join(map(chr, tokens)), mask) == ("^abcd$", [0, 0, 1, 1, 0, 0])
-    own = Prompt(format="default")
-    tokens, mask = chat.tokenize_messages(conversation, own, Letters(), bos_token="<", eos_token="!")
+    assert tokenized(conversation, identity) == ("abcd", [0, 1, 1, 0])
+    assert tokenized(conversation, identity, bos_token="^", eos_token="$") == ("^abcd$", [0, 0, 1, 1, 0, 0])
     # "<a>!" and then "<bc>!" where "!" stood: nothing takes it back.
-    assert ("".join(map(chr, tokens)), mask) == ("<a>!<bc>!<d>!", [0] * 4 + [1] * 5 + [0] * 4)
+    allowed = {"bos_token": "<", "eos_token": "!", "on_unjoined_pieces": "allow"}
+    assert tokenized(conversation, OWN, **allowed) == ("<a>!<bc>!<d>!", [0] * 4 + [1] * 5 + [0] * 4)
+
+
+OWN = Prompt(format="default")
+
+
+def tokenized(conversation, prompt, tools=None, tokenizer=None, **settings):
+    given = chat.ChatSettings(**settings)
+    tokens, mask = chat.joined(chat.tokenize_messages(conversation, prompt, tokenizer or Letters(), given, tools))
+    return "".join(map(chr, tokens)), mask
+
+
+def test_r_online_1_a_template_may_open_the_assistants_turn_behind_a_prompt():
+    opening = Letters()
+    opening.closes = False
+    conversation = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    assert tokenized(conversation, OWN, tokenizer=opening) == ("<a><b>", [0, 0, 0, 1, 1, 1])
+    with pytest.raises(RowRefused) as refused:  # this template's answers do not begin with what it opens
+        tokenized(conversation, OWN, tokenizer=opening, add_generation_prompt=True)
+    assert (refused.value.kind, refused.value.turn) == ("unjoined_pieces", 1)
+    opened = [{"role": "tool", "content": "a"}]
+    assert tokenized(opened, OWN, tokenizer=opening, add_generation_prompt=True) == ("<a>A:", [0] * 5)
+    assert (
+        tokenized([{"role": "system", "content": "a"}], OWN, tokenizer=opening, add_generation_prompt=True)[0] == "<a>"
+    )
+
+
+def test_r_online_9_pieces_that_do_not_join_are_refused():
+    with pytest.raises(RowRefused) as refused:
+        tokenized([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], OWN)
+    assert (refused.value.kind, refused.value.turn) == ("unjoined_pieces", 1)
+
+
+def test_r_online_10_tools_are_rendered_or_refused():
+    joining = Letters()
+    joining.closes = False
+    calls = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "", "tool_calls": ["f"]}]
+    assert tokenized(calls, OWN, "T", joining)[0] == "[T]<a><['f']>"
+    for conversation, prompt, tools in (
+        (calls, Prompt(format="identity"), None),
+        (calls[:1], Prompt(format="identity"), "T"),
+    ):
+        with pytest.raises(RowRefused) as refused:
+            tokenized(conversation, prompt, tools)
+        assert refused.value.kind == "tools_not_rendered"
+    joining.renders_tools = False
+    with pytest.raises(RowRefused, match="nothing of the tools"):
+        tokenized(calls, OWN, "T", joining)
+
+
+def test_r_online_8_a_conversation_of_the_longest_length_is_cut_to_a_stub():
+    pieces = [
+        chat.MessageTokens(tokens=[1, 2, 3, 4, 5], is_trained=False),
+        chat.MessageTokens(tokens=[6, 7, 8], is_trained=True),
+    ]
+    assert chat.weighted(pieces, 9) == ([1, 2, 3, 4, 5, 6, 7, 8], [0] * 5 + [1] * 3, 1.0)
+    assert chat.weighted(pieces, 8) == ([1, 2, 3, 4, 6, 7, 8], [0] * 4 + [1] * 3, 0.0)  # min(4, 8 // 2)
+    assert chat.weighted(pieces, 5) == ([1, 2, 6, 7], [0, 0, 1, 1], 0.0)
+    assert chat.weighted(pieces, 1) == ([], [], 0.0)

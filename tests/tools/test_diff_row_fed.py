@@ -183,7 +183,7 @@ def test_bins_of_the_online_path_are_those_of_the_reference(run, chat, tmp_path,
     ]
     assert set(step_of(found, "batch")["sides"]["fed"]) == set(step_of(found, "batch")["sides"]["reference"])
     assert all("kind" not in side for step in found["steps"] for side in step["sides"].values())
-    assert (step_of(found, "share")["sides"]["fed"].keys() >= {"position_ids"}) == bool(depths)
+    assert "position_ids" not in step_of(found, "share")["sides"]["fed"], "no model is given them online (R-ONLINE-7)"
 
 
 def test_all_conversations_of_a_global_batch_are_fed_once(run, chat, tmp_path):

@@ -11,6 +11,7 @@ from production.training.config.printing import print_config
 from production.training.config.refusal import ConfigRefused, SetupRefused
 from production.training.config.sections import Checkpointing, Cluster, Logger, Loss, Sft
 from production.training.config.settings import (
+    chat_settings,
     ddp_options,
     model_settings,
     multi_token_depths,
@@ -30,8 +31,10 @@ from production.training.config.validation import (
 )
 
 __all__ = [
-    "CHAT", "PACKED", "Checkpointing", "Cluster", "ConfigRefused", "Data", "DataFile", "Dataset", "DatasetDefaults", "Job",
-    "Logger", "Loss", "MegatronCfg", "Model", "Plan", "Policy", "Scheduler", "SequencePacking", "SetupRefused", "Sft",
-    "Source", "Tokenizer", "blocked_folders", "ddp_options", "device_here", "held_checkpoints", "load", "missing_files", "missing_packages", "model_settings", "multi_token_depths", "notes", "optimizer_options",
-    "order_settings", "packed_otherwise", "plan", "print_config", "refusals", "row_settings", "sizes", "transformer_options", "unready", "validate",
+    "CHAT", "PACKED", "Checkpointing", "Cluster", "ConfigRefused", "Data", "DataFile", "Dataset", "DatasetDefaults",
+    "Job", "Logger", "Loss", "MegatronCfg", "Model", "Plan", "Policy", "Scheduler", "SequencePacking", "SetupRefused",
+    "Sft", "Source", "Tokenizer", "blocked_folders", "chat_settings", "ddp_options", "device_here", "held_checkpoints", "load",
+    "missing_files", "missing_packages", "model_settings", "multi_token_depths", "notes", "optimizer_options", "order_settings",
+    "packed_otherwise", "plan", "print_config", "refusals", "row_settings", "sizes", "transformer_options", "unready",
+    "validate",
 ]  # fmt: skip

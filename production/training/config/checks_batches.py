@@ -34,9 +34,6 @@ def check_batches(setup: Setup) -> Iterator[SetupRefused]:
             what = f"{rows} rows over {data_parallel or 1} data-parallel ranks, one a microbatch"
             yield setup.refuse("global_batch_size", key, what, f"make it a multiple of {data_parallel or 1}")
     packing = policy.sequence_packing
-    if job.is_packed and packing.enabled:
-        what, mend = "packing of rows that are packed already", "set it to false, or train on ordinary conversations"
-        yield setup.refuse("sequence_packing", "policy.sequence_packing.enabled", what, mend)
     if not job.is_packed and not packing.enabled:
         what, mend = f"{CHAT} without packing: the online path always packs", "set it to true"
         yield setup.refuse("sequence_packing", "policy.sequence_packing.enabled", what, mend)
@@ -44,7 +41,7 @@ def check_batches(setup: Setup) -> Iterator[SetupRefused]:
         what = f"the online path has no normalization {job.loss.normalization}: its loss stands outside the model"
         mend = "set it to global_valid_tokens, or train on packed rows"
         yield setup.refuse("online_normalization", "loss.normalization", what, mend)
-    if packing.sequence_length_round not in {None, policy.make_sequence_length_divisible_by}:
+    if not job.is_packed and packing.sequence_length_round not in {None, policy.make_sequence_length_divisible_by}:
         what = f"{packing.sequence_length_round}, where lengths are rounded up to {policy.make_sequence_length_divisible_by}"
         mend = "leave it out: policy.make_sequence_length_divisible_by says it"
         yield setup.refuse("sequence_length_round", "policy.sequence_packing.sequence_length_round", what, mend)

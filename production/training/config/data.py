@@ -29,6 +29,8 @@ class DatasetDefaults:
     """Kind of dataset; None: each dataset must say."""
     chat_key: str = "messages"
     """Key of a line that holds the list of messages."""
+    tool_key: str | None = "tools"
+    """Online: key of a line that holds the tools its chat template is given; None: the line's tools are left out."""
     on_bad_row: Literal["error", "skip"] = "error"
     """What an unreadable line does: stop the job, or be left out, counted and listed (SPEC R-FILE-8)."""
     semantics: str = "megatron-lm-0.19"
@@ -58,6 +60,8 @@ class Dataset:
     """In YAML a path, a list of paths, or a list of `{path, weight}`."""
     chat_key: str = "messages"
     """Key of a line that holds the list of messages."""
+    tool_key: str | None = "tools"
+    """Online: key of a line that holds the tools its chat template is given; None: the line's tools are left out."""
     on_bad_row: Literal["error", "skip"] = "error"
     """What an unreadable line does (SPEC R-FILE-8)."""
     semantics: str = "megatron-lm-0.19"
@@ -111,4 +115,16 @@ class Data:
     verify_files: bool = False
     """Whether an index is compared with all bytes of its file, not only size, time and samples (SPEC R-FILE-4)."""
     max_input_seq_length: int | None = None
-    """Tokens that a conversation of the online path may have; None: derived, `policy.max_total_sequence_length`. Longer ones are refused."""
+    """Online: a conversation of so many tokens or more is too long; None: derived, `policy.max_total_sequence_length`."""
+    on_long_conversation: Literal["mask_out", "refuse"] = "mask_out"
+    """Online: what a conversation does that is too long. `mask_out`, as NeMo-RL: it is cut to at most 4 tokens a message and counts nowhere
+    (SPEC R-ONLINE-8); records and the closing table say how many. `refuse`: it stops the job."""
+    add_bos: bool = True
+    """Online: whether a conversation begins with the tokenizer's BOS, added where its text lacks it. A tokenizer without one adds nothing, and a note says so."""
+    add_eos: bool = True
+    """Online: whether a conversation ends with the tokenizer's EOS, added where its text lacks it."""
+    add_generation_prompt: bool = False
+    """Online: whether the chat template opens the assistant's turn behind each user and tool message, so that its header is not trained."""
+    on_unjoined_pieces: Literal["refuse", "allow"] = "refuse"
+    """Online: what a conversation does whose messages, rendered and encoded one by one, are not what they are together (SPEC R-ONLINE-9). `allow`
+    feeds them as they are, as NeMo-RL does."""

@@ -42,7 +42,8 @@ class SequencePacking:
     """Section `policy.sequence_packing`: the online path's packing of ordinary conversations."""
 
     enabled: bool = False
-    """Whether conversations are packed per global batch; needed by `openai_format`, refused with packed rows, which are packed already."""
+    """Whether conversations are packed per global batch: `openai_format` needs it. Packed rows take both values, which mean the same
+    for them: NeMo-RL's Megatron set-up demands true for cp > 1."""
     train_mb_tokens: int | None = None
     """Tokens of a bin; None: derived, `policy.max_total_sequence_length`."""
     algorithm: Literal[

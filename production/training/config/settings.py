@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from production.chat import ChatSettings
 from production.parallel import Sizes
 from production.rows import RowSettings
 from production.semantics import parse
@@ -53,6 +54,20 @@ def row_settings(job: Job, dataset: Dataset) -> RowSettings:
         semantics=parse(dataset.semantics),
         pad_token=dataset.megatron_sft_pad_token,
         assistant_prefix_len=dataset.megatron_sft_assistant_prefix_len,
+    )
+
+
+def chat_settings(job: Job, dataset: Dataset) -> ChatSettings:
+    """How conversations of the online path become tokens. PackproofError as ChatSettings."""
+    data = job.data
+    return ChatSettings(
+        prompt_format=dataset.megatron_sft_prompt_format or "default",
+        add_bos=data.add_bos,
+        add_eos=data.add_eos,
+        add_generation_prompt=data.add_generation_prompt,
+        on_unjoined_pieces=data.on_unjoined_pieces,
+        max_length=data.max_input_seq_length or job.policy.max_total_sequence_length,
+        on_long_conversation=data.on_long_conversation,
     )
 
 

@@ -43,31 +43,41 @@ class ReferenceBins:
     """All bins of one dumped step."""
 
     def __init__(
-        self, dumped: Dumped, messages: Sequence[Any], *, tokenizer: Any, tokenizer_name: str, layout: str
+        self,
+        dumped: Dumped,
+        lines: Sequence[Mapping[str, Any]],
+        *,
+        tokenizer: Any,
+        tokenizer_name: str,
+        layout: str,
     ) -> None:
-        """`messages` are those of `dumped.rows`. Raises BadInput where the reference refuses a conversation that was fed."""
-        settings = dumped.said.made_with.bins
+        """`lines` are the objects of `dumped.rows`. Raises BadInput where the reference refuses a conversation that was fed."""
+        settings, chat_settings = dumped.said.made_with.bins, dumped.said.made_with.chat
         assert settings is not None  # of the online path
+        assert chat_settings is not None
         self._settings, self._rows = settings, dumped.said.rows
         self._tokenizer, self._tokenizer_name, self._layout = tokenizer, tokenizer_name, layout
-        self._messages = messages
-        self._prompt = prompts.Prompt(format=dumped.said.made_with.rows.prompt_format)
-        made = [self._tokens(number) for number in range(len(messages))]
+        self._messages = [line[dumped.said.made_with.chat_key] for line in lines]
+        tool_key = chat_settings.tool_key
+        self._tools = [None if tool_key is None else line.get(tool_key) for line in lines]
+        self._prompt = prompts.Prompt(format=chat_settings.prompt_format)
+        self._chat = chat.ChatSettings(
+            bos_token=tokenizer.bos_token if chat_settings.add_bos else None,
+            eos_token=tokenizer.eos_token if chat_settings.add_eos else None,
+            add_generation_prompt=chat_settings.add_generation_prompt,
+            on_unjoined_pieces=chat_settings.on_unjoined_pieces,
+        )
+        self._lengths: list[list[int]] = []
+        made = [self._weighted(number, chat_settings.max_length) for number in range(len(lines))]
         multiple = settings.make_sequence_length_divisible_by
         try:
-            self._rectangle = reference.rectangle(made, multiple)
-            lengths = [reference.rounded(len(tokens), multiple) for tokens, _ in made]
-            self._bins = packing.raise_bin_count(self._pack(lengths), self._settings.data_parallel_size)
-            self._padding = reference.padding(
-                multiple=multiple,
-                sequence_parallel=settings.tensor_parallel_size > 1,
-                longest_bin=max(sum(lengths[member] for member in members) for members in self._bins),
-                context_parallel_size=settings.context_parallel_size,
-                tensor_parallel_size=settings.tensor_parallel_size,
-                pipeline_parallel_size=settings.pipeline_parallel_size,
-                precision=settings.precision,
-                hybrid_expert_parallel=settings.hybrid_expert_parallel,
+            self._rectangle = reference.rectangle(
+                [(tokens, mask) for tokens, mask, _ in made], multiple, settings.pad_token_id
             )
+            self._rectangle.sample_mask.copy_(torch.tensor([weight for _, _, weight in made]))
+            lengths = [reference.rounded(len(tokens), multiple) for tokens, _, _ in made]
+            self._bins = packing.raise_bin_count(self._pack(lengths), self._settings.data_parallel_size)
+            self._paddings = [self._padding(lengths, rank) for rank in range(settings.data_parallel_size)]
         except (reference.PaddingError, packing.PackingError) as error:
             raise problem(
                 f"the reference does not pack it: {error}",
@@ -113,11 +123,26 @@ class ReferenceBins:
             return packing.first_fit_shuffle(lengths, self._settings.capacity, self._settings.seed or 0)
         return packing.PACKERS[self._settings.algorithm](lengths, self._settings.capacity)
 
-    def _tokens(self, number: int, count: int | None = None) -> tuple[list[int], list[int]]:
-        """Of the first `count` messages of a conversation, or of all. Raises BadInput."""
+    def _padding(self, lengths: Sequence[int], data_rank: int) -> reference.Padding:
+        """Of a data-parallel rank: its own longest bin decides (R-ONLINE-5). Raises PaddingError."""
+        settings = self._settings
+        own = packing.bins_of_rank(self._bins, data_rank, settings.data_parallel_size)
+        return reference.padding(
+            multiple=settings.make_sequence_length_divisible_by,
+            sequence_parallel=settings.tensor_parallel_size > 1,
+            longest_bin=max(sum(lengths[member] for member in members) for members in own),
+            context_parallel_size=settings.context_parallel_size,
+            tensor_parallel_size=settings.tensor_parallel_size,
+            pipeline_parallel_size=settings.pipeline_parallel_size,
+            precision=settings.precision,
+            hybrid_expert_parallel=settings.hybrid_expert_parallel,
+        )
+
+    def _pieces(self, number: int) -> list[chat.MessageTokens]:
+        """The tokens of each message of a conversation. Raises BadInput."""
         try:
             return chat.tokenize_messages(
-                self._messages[number][:count], self._prompt, adapt(self._tokenizer), bos_token=None, eos_token=None
+                self._messages[number], self._prompt, adapt(self._tokenizer), self._chat, self._tools[number]
             )
         except RowRefused as refused:
             where = self._rows[number]
@@ -127,23 +152,33 @@ class ReferenceBins:
                 mend="give the tokenizer and the file that the job read",
             ) from refused
 
+    def _weighted(self, number: int, max_length: int) -> tuple[list[int], list[int], float]:
+        """Tokens, mask and weight of a conversation; where each message ends is kept for its turns. Raises BadInput."""
+        pieces = self._pieces(number)
+        tokens, mask, weight = chat.weighted(pieces, max_length)
+        kept = [len(piece.tokens) for piece in pieces]
+        if not weight:
+            kept = [min(length, chat.STUB_TOKENS, max_length // len(pieces)) for length in kept]
+        self._lengths.append(kept)
+        return tokens, mask, weight
+
     def _turns(self, number: int) -> tuple[tuple[str, ...], Ints]:
-        """Roles of a conversation, and the message of each of its tokens: what the messages before it add to it."""
-        messages = self._messages[number]
-        ends = [len(self._tokens(number, count)[0]) for count in range(1, len(messages) + 1)]
-        turns: Ints = np.searchsorted(np.array(ends), np.arange(ends[-1]), side="right").astype(np.int32)
-        return tuple(str(message["role"]) for message in messages), turns
+        """Roles of a conversation, and the message of each of its tokens."""
+        lengths = self._lengths[number]
+        turns: Ints = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
+        return tuple(str(message["role"]) for message in self._messages[number]), turns
 
     def _made(self, dumped: Dumped, members: Sequence[int]) -> tuple[Row, dict[str, Has]]:
         """The reference's row of these conversations, and what this rank is given of it."""
         batch = reference.take(self._rectangle, members)
         place, depths = dumped.place, dumped.said.depths
-        whole = reference.process_microbatch(batch, rank=0, context_parallel_size=1, how=self._padding, depths=depths)
+        how = self._paddings[place.data_rank]
+        whole = reference.process_microbatch(batch, rank=0, context_parallel_size=1, how=how, depths=depths)
         made = reference.process_microbatch(
             batch,
             rank=place.context_rank,
             context_parallel_size=place.cp,
-            how=self._padding,
+            how=how,
             depths=depths,
             layout=self._layout,
         )
@@ -164,8 +199,6 @@ class ReferenceBins:
             "token_mask": made.target_mask,
             "cu_seqlens": torch.tensor(made.cu_seqlens, dtype=torch.int32),
         }
-        if made.position_ids is not None:  # the model is given them with depths only
-            share["position_ids"] = made.position_ids
         rectangle = {name: getattr(batch, name) for name in ("input_ids", "token_mask", "sample_mask")}
         way: dict[str, Has] = {
             "batch": rectangle
@@ -177,7 +210,9 @@ class ReferenceBins:
             "share": share,
         }
         for depth, each in enumerate(made.depths, 1):
-            way[f"share, depth {depth}"] = {tensor: getattr(each, tensor) for tensor in TENSORS}
+            way[f"share, depth {depth}"] = {
+                tensor: found for tensor in TENSORS if (found := getattr(each, tensor)) is not None
+            }
         return row, way
 
     def _fed(self, dumped: Dumped, number: int, name: str) -> Side:

@@ -69,6 +69,20 @@ class BinsMadeWith(msgspec.Struct, frozen=True, kw_only=True):
     pipeline_parallel_size: Size
     precision: Literal["unquantized", "fp8_blockwise", "fp8_mxfp8", "fp8_other"]
     hybrid_expert_parallel: bool
+    pad_token_id: int
+
+
+class ChatMadeWith(msgspec.Struct, frozen=True, kw_only=True):
+    """How the online path makes tokens of a line (`production.chat.ChatSettings`)."""
+
+    prompt_format: str
+    add_bos: bool
+    add_eos: bool
+    add_generation_prompt: bool
+    on_unjoined_pieces: Literal["refuse", "allow"]
+    max_length: Size
+    on_long_conversation: Literal["mask_out", "refuse"]
+    tool_key: str | None
 
 
 class MadeWith(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,6 +95,8 @@ class MadeWith(msgspec.Struct, frozen=True, kw_only=True):
     rows: RowsMadeWith
     bins: BinsMadeWith | None
     """Of the online path; None on the direct one."""
+    chat: ChatMadeWith | None
+    """As `bins`."""
 
 
 class Said(msgspec.Struct, frozen=True, kw_only=True):
@@ -140,12 +156,13 @@ class Dumped:
         """What this rank's model was given, by step: the share and its depths."""
         names = ("input_ids", "target_ids", "target_mask", "cu_seqlens")
         found = self.of(number, "share", names)
-        if self.said.depths or not self.is_online:  # else the model is given none
+        given = [name for name in TENSORS if name != "position_ids" or not self.is_online]  # R-ONLINE-7
+        if not self.is_online:
             found |= self.of(number, "share", ["position_ids"])
         found["token_mask"] = found.pop("target_mask")
         ways = {"share": found}
         for depth in range(1, self.said.depths + 1):
-            ways[f"share, depth {depth}"] = self.of(number, f"depth_{depth}", TENSORS)
+            ways[f"share, depth {depth}"] = self.of(number, f"depth_{depth}", given)
         return {step: {name: tensor.reshape(-1) for name, tensor in has.items()} for step, has in ways.items()}
 
 

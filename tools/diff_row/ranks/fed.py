@@ -216,8 +216,8 @@ class _Bins:
                 where=f"{given} with --fed",
                 mend="leave it out, and go where the job ran",
             )
-        messages = [_at_line(given or Path(each.file), each.line, dumped)[1] for each in dumped.said.rows]
-        self._bins = ReferenceBins(dumped, messages, tokenizer=tokenizer, tokenizer_name=name, layout=request.layout)
+        lines = [_at_line(given or Path(each.file), each.line, dumped)[1] for each in dumped.said.rows]
+        self._bins = ReferenceBins(dumped, lines, tokenizer=tokenizer, tokenizer_name=name, layout=request.layout)
 
     def compared(self, dumped: Dumped, wanted: int | None) -> Iterator[tuple[int, RankFindings]]:
         """Bins of a rank, those that one side has alone too, and what is found of them. Raises BadInput."""
@@ -264,8 +264,8 @@ def _stop_at(request: RankRequest, dumped: Dumped) -> str:
     return request.stop_at or ("slice" if dumped.place.tp > 1 and dumped.place.sequence_parallel else "share")
 
 
-def _at_line(file: Path, line: int, dumped: Dumped) -> tuple[int, Any]:
-    """The row that stands at a line, and its messages: lines without a row are counted in one and not in the other."""
+def _at_line(file: Path, line: int, dumped: Dumped) -> tuple[int, dict[str, Any]]:
+    """The row that stands at a line, and its object: lines without a row are counted in one and not in the other."""
     if not file.is_file():
         raise problem(
             f"there is no file {file}",
@@ -273,10 +273,11 @@ def _at_line(file: Path, line: int, dumped: Dumped) -> tuple[int, Any]:
             mend="go where the job ran, or name the file: FILE --fed FOLDER",
         )
     try:
-        with open_source([file], chat_key=dumped.said.made_with.chat_key) as source:
+        chat_key = dumped.said.made_with.chat_key
+        with open_source([file], chat_key=chat_key, takes_tool_calls=dumped.is_online) as source:
             row = bisect.bisect_left(range(len(source)), line, key=lambda each: source.locate(each).line)
             if row < len(source) and source.locate(row).line == line:
-                return row, source[row]
+                return row, source.record(row)
     except PackproofError as error:
         raise problem(str(error), where="rows.json", mend="give the file that the job read") from error
     raise problem(f"no row stands at line {line} of {file}", where="rows.json", mend="give the file that the job read")

@@ -251,7 +251,7 @@ def view_of(step: Step, row: Findings) -> Findings | None:
             and side.row.position_ids is not None
             and len(has["input_ids"]) == len(step.origin)
         ):
-            # Online the model is given none without depths: those of the row, then.
+            # Online the model is given none: those of the row, then.
             has = {**has, "position_ids": side.row.position_ids.reshape(-1)[step.origin]}
         if any(name not in has for name in TENSORS):
             continue

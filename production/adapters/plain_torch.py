@@ -1,6 +1,6 @@
 """SFT on packed rows in plain PyTorch, on one device and without megatron: files, rows, checked batches, a small model, a loop.
 
-    python -m examples.own_trainer.plain_torch examples/packed/sample.jsonl.packed --tokenizer examples/tokenizers/nemotron-mini
+    python -m production.adapters.plain_torch examples/packed/sample.jsonl.packed --tokenizer examples/tokenizers/nemotron-mini
 
 Attention runs once for each segment, which is exact and needs no mask; a kernel that takes `cu_seqlens` does the same in one call.
 """
@@ -125,7 +125,7 @@ def train_step(model: Model, optimizer: torch.optim.Optimizer, batch: Batch) -> 
 
 def main(arguments: Sequence[str] | None = None) -> list[float]:
     """Train on a packed file and print each step's loss; gives the losses."""
-    parser = argparse.ArgumentParser(prog="python -m examples.own_trainer.plain_torch", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m production.adapters.plain_torch", description=__doc__)
     parser.add_argument("file", help="rows, packed for Megatron-LM")
     parser.add_argument("--tokenizer", required=True, help="folder or name of a Hugging Face tokenizer")
     parser.add_argument("--prompt-format", default="nemotron-nano-v2")

@@ -1,7 +1,7 @@
-"""The direct path in NeMo-RL: a row processor, a collate function and the packed branch of `process_microbatch`, by its field names.
+"""The direct path in NeMo-RL, by its own names: a row processor, a collate function and the packed branch of `process_microbatch`.
 
-NeMo-RL cannot be installed beside this (it brings its own environment), so nothing of it is imported and nothing here has run in it:
-`container` is where its `BatchedDataDict` goes, and the suite puts a dictionary of the same few methods there.
+Made for the tree of pull request 3380, whose policy deals a packed batch's rows out itself. NeMo-RL brings its own environment, so nothing of
+it is imported: `container` is where its `BatchedDataDict` goes, `inputs` where its `ProcessedInputs` goes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 from production.batches import Batch, BatchSettings, collate_checked
 from production.errors import PackproofError
-from production.microbatches import Microbatch, MicrobatchSettings, process_microbatch
+from production.microbatches import MicrobatchSettings, process_microbatch
 from production.rows import RowBuilder, RowSettings
 from production.semantics import parse
 
@@ -59,13 +59,28 @@ class PackedProcessor:
         self._made: tuple[Any, int, RowBuilder] | None = None
 
     def __call__(
-        self, datum_dict: Mapping[str, Any], _task_data_spec: Any, tokenizer: Any, max_seq_length: int, idx: int
+        self,
+        datum_dict: Mapping[str, Any],
+        _task_data_spec: Any,
+        tokenizer: Any,
+        max_seq_length: int,
+        idx: int,
+        *,
+        add_bos: bool = False,
+        add_eos: bool = False,
+        add_generation_prompt: bool = False,
     ) -> dict[str, Any]:
-        """One row as a DatumSpec: tensors [max_seq_length] as `production.rows.Row` has them, under ROW_FIELDS. Raises RowRefused."""
+        """One row as a DatumSpec: tensors [max_seq_length] as `production.rows.Row` has them, under ROW_FIELDS. Raises RowRefused.
+
+        `run_sft.py` binds the three keywords to every processor; a packed row has its tokens from its text alone (R-ENCODE-1).
+        """
+        del add_bos, add_eos, add_generation_prompt
         row = self._builder(tokenizer, max_seq_length).build(datum_dict["packed_messages"])
         return {
+            "message_log": [],
             **{theirs: getattr(row, ours) for theirs, ours in ROW_FIELDS.items()},
             "length": max_seq_length,
+            "extra_env_info": None,
             "loss_multiplier": 1.0,
             "idx": idx,
             "task_name": datum_dict["task_name"],
@@ -80,44 +95,44 @@ class PackedProcessor:
 
 def collate(
     data_batch: Sequence[Mapping[str, Any]],
+    megatron_sft_context_parallel_size: int | None = None,
     *,
-    settings: BatchSettings,
     container: Callable[[dict[str, Any]], Any] = dict,
 ) -> Any:
-    """The batch of these rows under BATCH_FIELDS, checked on the host (SPEC R-GUARD-1), with `idx` and `task_name` as lists.
+    """The batch of these rows under BATCH_FIELDS, checked on the host (SPEC R-GUARD-1), with `idx` and `task_name` as lists; None where no row is packed.
 
-    NeMo-RL gives each data-parallel rank a run of neighboring rows; Megatron-LM gives rank r rows r, r + dp, … (R-BATCH-3). So rows are
-    dealt out here, and its cut into runs then leaves each rank what Megatron-LM would. For a batch in which any row has
-    `packed_cu_seqlens`; raises BatchRefused, also where not all have it.
+    Rows keep their order: the policy gives data-parallel rank r rows r, r + dp, … itself (R-BATCH-3). A batch may have any number of rows:
+    NeMo-RL fills a partial validation batch up afterwards (`maybe_pad_last_batch`), and its policy refuses a number that dp does not divide.
+    Without a size the rows' own context parallel size is taken, which must be one. Raises BatchRefused.
     """
     packed = [{ours: row[theirs] for theirs, ours in ROW_FIELDS.items() if theirs in row} for row in data_batch]
+    if not any("cu_seqlens" in row for row in packed):
+        return None
+    sizes = [row["context_parallel_size"] for row in packed if "context_parallel_size" in row]
+    settings = BatchSettings(
+        context_parallel_size=megatron_sft_context_parallel_size or next(iter(sizes), 1),
+        data_parallel_size=1,
+        global_batch_size=None,
+    )
     batch = collate_checked(packed, settings)
-    size = settings.data_parallel_size
-    if len(data_batch) % size:
-        raise PackproofError(
-            what=f"{len(data_batch)} rows over {size} data-parallel ranks",
-            where="collate",
-            mend="pad a validation batch first: repeat its last row with loss_multiplier 0 (R-BATCH-4)",
-        )
-    order = [number for rank in range(size) for number in range(rank, len(data_batch), size)]
     multipliers = torch.tensor([float(row["loss_multiplier"]) for row in data_batch], dtype=torch.float32)
-    fields = {name: getattr(batch, name)[order] for name in BATCH_FIELDS}
     return container(
         {
-            **fields,
-            "sample_mask": multipliers[order],
-            "idx": [data_batch[number]["idx"] for number in order],
-            "task_name": [data_batch[number].get("task_name") for number in order],
+            **{name: getattr(batch, name) for name in BATCH_FIELDS},
+            "sample_mask": multipliers,
+            "idx": [row["idx"] for row in data_batch],
+            "task_name": [row.get("task_name") for row in data_batch],
         }
     )
 
 
 def packed_microbatch(
-    data_dict: Mapping[str, Any], settings: MicrobatchSettings, *, device: torch.device | str | None = None
-) -> Microbatch | None:
-    """The packed branch of NeMo-RL's `process_microbatch`: None where the batch has no `packed_cu_seqlens`, and the other branches go on.
+    data_dict: Mapping[str, Any], settings: MicrobatchSettings, *, inputs: Callable[..., Any]
+) -> Any | None:
+    """The packed branch of `process_microbatch`, as the `ProcessedInputs` of pull request 3380 (`inputs`); None where the batch is not packed.
 
-    Gives this rank's tensors [1, n] and `thd` parameters; labels and loss mask go to the model. Raises BatchRefused, PackproofError.
+    This rank's tensors are [1, n], with `thd` parameters; labels and loss mask go to the model. NeMo-RL has moved the batch to the device
+    already, so its fields are fetched back for the checks, which waits for the device once a microbatch. Raises BatchRefused, PackproofError.
     """
     if "packed_cu_seqlens" not in data_dict:
         return None
@@ -127,4 +142,17 @@ def packed_microbatch(
             where="process_microbatch",
             mend="collate it with collate()",
         )
-    return process_microbatch(Batch(**{name: data_dict[name] for name in BATCH_FIELDS}), settings, device=device)
+    device = data_dict["input_ids"].device
+    batch = Batch(**{name: data_dict[name].cpu() for name in BATCH_FIELDS})
+    made = process_microbatch(batch, settings, device=None if device.type == "cpu" else device)
+    return inputs(
+        input_ids=data_dict["input_ids"],
+        input_ids_cp_sharded=made.input_ids,
+        attention_mask=None,
+        position_ids=made.position_ids,
+        packed_seq_params=made.packed_seq_params,
+        cu_seqlens_padded=made.packed_seq_params.cu_seqlens_q_padded,
+        mtp_loss_mask=made.loss_mask if "mtp_loss_mask" in data_dict else None,
+        labels_cp_sharded=made.labels,
+        loss_mask_cp_sharded=made.loss_mask,
+    )
