@@ -18,27 +18,31 @@ import torch
 import tyro
 from rich.console import Console
 
-from equivalence import exits, model_cases
+from equivalence import exits, jobs
+from equivalence.alone import checked
 from equivalence.corpus import store
 from equivalence.errors import InputError
+from equivalence.kinds import named
 from equivalence.mutants.matrix import CHECKS, Kills, failures, kill_matrix
+from equivalence.own_settings import count_rows
 from equivalence.plan import shard_of
 from equivalence.pool import default_workers
 from equivalence.report import html, kills, summary, terminal
-from equivalence.run import Options, count_rows, execute, sample_notes
+from equivalence.restriction import restriction
+from equivalence.run import Options, execute, sample_notes
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """Compare all sides: saved cases first, then file layers, the packed sample, and generated rows.
+    """Compare all sides: saved cases first, then every row of the packed sample in its own settings, generated rows, layouts and steps.
 
-    Exit code 0: all equal; 1: something differs, or a fault class was never hit; 2: bad input, or a side could not run;
-    130: interrupted (what ran is reported).
+    Exit code 0: all equal; 1: something differs (an exception of production or of a subject is a difference), or a fault class was never hit;
+    2: bad input, or a witness could not run; 130: interrupted (what ran is reported).
     """
 
-    size: Literal["tiny", "standard", "long"] = "standard"
+    size: Literal["tiny", "standard", "long"] = "tiny"
     """tiny: some three minutes on two idle cores; standard: some twenty; long: until --rows are done, or for ever."""
     seed: int = 0
     """The same seed draws the same rows, on any number of workers."""
@@ -51,13 +55,21 @@ class Run:
     rows: int | None = None
     """Generated rows, at least; whole rounds are run."""
     sample: str = str(EXAMPLES / "packed" / "sample.jsonl.packed")
-    """Packed JSONL file of real rows; `none` leaves it and the file layers out."""
+    """Packed JSONL file of real rows: each is built first as its manifest says; `none` leaves it out."""
     tokenizer: str = "nemotron-mini"
     """Of the sample: a name (nemotron-mini, nemotron-like, …) or a folder."""
-    pack_length: int = 2048
-    """Of the sample, in tokens; rounded down to what context parallelism divides."""
+    pack_length: int | None = None
+    """Of the sample, in tokens; if not given, what its manifest says, else 2048. In other settings rounded down to what cp divides."""
+    formats: str | None = None
+    """Prompt formats to build rows in, comma-separated; all unless given."""
+    cp: str | None = None
+    """Context parallel sizes of rows, comma-separated; all unless given."""
+    semantics: str | None = None
+    """Presets of rows, comma-separated, each with its overrides: strict,row_ends=any; all unless given."""
     models: bool = True
     """Training steps of models in worlds of one to eight ranks; half of the time."""
+    job: str | None = None
+    """Only jobs whose title, as a report names it, holds this text."""
     out: Path = Path("build/equivalence")
     """Folder for report.json, report.html and shrunk counterexamples."""
 
@@ -74,10 +86,12 @@ class Promote:
 
 @dataclass(frozen=True, kw_only=True)
 class Replay:
-    """Run one saved training step again, in its layout, and print what differs. Exit code 1 if something does."""
+    """Run one saved case of any kind again and print what differs. Exit code 1 if something does, 2 if a witness could not run."""
 
     file: Annotated[Path, tyro.conf.Positional]
     """The case, such as build/equivalence/corpus/models/….json."""
+    subjects: str = "reference,production,megatron_lm"
+    """Sides that build the rows of a row's case."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,11 +132,12 @@ def _main(arguments: Sequence[str] | None) -> int:
     console, errors = Console(), Console(stderr=True)
     try:
         if isinstance(asked, Promote):
-            promote = model_cases.promote if model_cases.is_step(asked.file) else store.promote
-            console.print(f"{promote(asked.file, asked.name)} is a permanent test now", highlight=False, soft_wrap=True)
+            console.print(
+                f"{store.promote(asked.file, asked.name)} is a permanent test now", highlight=False, soft_wrap=True
+            )
             return 0
         if isinstance(asked, Replay):
-            return _replay(asked.file, console)
+            return _replay(asked, console)
         if isinstance(asked, Mutants):
             return _mutants(asked, console)
         return _run(asked, shlex.join(["packproof-equivalence", *given]), console)
@@ -145,6 +160,8 @@ def _run(asked: Run, command: str, console: Console) -> int:
         out=asked.out,
         rows=asked.rows,
         models=asked.models,
+        job=asked.job,
+        restriction=restriction(asked.formats, asked.cp, asked.semantics),
     )
     for note in sample_notes(options.sample, options.tokenizer):
         console.print(f"note: {note}", highlight=False, markup=False, soft_wrap=True)
@@ -158,25 +175,23 @@ def _run(asked: Run, command: str, console: Console) -> int:
     return outcome.exit_code
 
 
-def _replay(path: Path, console: Console) -> int:
+def _replay(asked: Replay, console: Console) -> int:
     _quiet()
-    case = model_cases.read(path)
-    runs = importlib.import_module("equivalence.layout_runs")  # megatron-core, which other commands do without
-    runs.preload_models()
-    results = runs.check_case(case)
+    case = store.read(asked.file)
+    sides = [jobs.subject(name) for name in _subjects(asked.subjects)] if store.kind_of(case).name == "rows" else []
+    results = checked(case, sides)
     for result in results:
         for finding in result.findings:
             for each in finding.differences:
                 place = "" if each.position is None else f"[{each.position}]"
-                line = (
-                    f"{result.check}: {each.tensor}{place}: {finding.left} {each.left} / {finding.right} {each.right}"
-                )
+                klass = named(each.klass, check=result.check, tensor=each.tensor)
+                line = f"{result.check}: {each.tensor}{place}: {finding.left} {each.left} / {finding.right} {each.right} ({klass})"
                 console.print(line, style="red", highlight=False, markup=False, soft_wrap=True)
     equal = all(result.equal for result in results)
     said = ", ".join(
         f"{result.check} {result.refused or ('equal' if result.equal else 'different')}" for result in results
     )
-    console.print(f"{case.layout}: {said}", highlight=False)
+    console.print(f"{case.stem}: {said}", highlight=False, markup=False)
     return 0 if equal else 1
 
 

@@ -18,10 +18,11 @@ from megatron.core import utils as upstream
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.transformer.multi_token_prediction import mtp_on_this_rank
+from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper, mtp_on_this_rank
+from torch import distributed
 
 STAND_INS = {
-    "driver": "get_batch, forward_step and loss_func of Megatron-LM's pretrain script, which the wheel lacks: equivalence/baseline.py",
+    "driver": "get_batch, forward_step, loss_func and the sum over reports of Megatron-LM's pretrain script, which the wheel lacks: equivalence/baseline.py",
     "thd_get_partitioned_indices": "Transformer Engine's CUDA kernel: a loop over segments and chunks in equivalence/baseline.py",
     "core attention": "Transformer Engine's, on CPU: production.device.attention",
     "norm": "megatron-core's local one refuses sequence parallelism: production.device.norm",
@@ -38,6 +39,7 @@ UPSTREAM = (
     "get_forward_backward_func",
     "DistributedDataParallel",
     "finalize_model_grads",
+    "MTPLossLoggingHelper",
 )
 """What is upstream's own."""
 
@@ -75,6 +77,22 @@ def forward_backward(
             forward_only=forward_only,
         )
     return [report["lm loss"] for report in reports]
+
+
+def reported(reports: Sequence[torch.Tensor], microbatches: int) -> tuple[float | None, torch.Tensor | None]:
+    """Return the loss that Megatron-LM logs and those of the depths [D], on the last stage; None on the others.
+
+    The loss is NaN where nothing is trained. Collective over the stage: `track_mtp_metrics` and the loss are reduced.
+    """
+    if not reports:
+        return None, None
+    # As train_step of megatron.training: sums of all microbatches, then of all ranks.
+    total = torch.vstack(list(reports)).sum(dim=0)
+    distributed.all_reduce(total, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
+    logged: dict[str, torch.Tensor] = {}
+    MTPLossLoggingHelper.track_mtp_metrics(1 / microbatches, 0, None, total_loss_dict=logged)
+    depths = torch.stack(list(logged.values())).double() if logged else torch.zeros(0, dtype=torch.float64)
+    return float(total[0] / total[1]), depths
 
 
 def partitioned_indices(cu_seqlens: torch.Tensor, total_tokens: int, size: int, rank: int) -> torch.Tensor:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, cast
 
+from equivalence.compare import Difference
 from equivalence.errors import CaseError
 from equivalence.subjects import Row, RowSettings
 
@@ -31,11 +32,16 @@ class RowCase:
     origin: str = ""
     """Where it came from: a unit with its seed, a file with its row."""
     check: str = "rows"
-    """rows, batches or divergences: what showed it, and what replays it."""
+    """rows, batches, divergences or smallest (a registered divergence's row): what showed it, and what replays it."""
     others: tuple[tuple[Any, ...], ...] = ()
     """Messages of the other rows of its batch."""
     expected: Mapping[str, Any] | None = field(default=None, hash=False)
     """Right values to hold every side to: some of Row's fields as lists, or {"refusal": kind}."""
+
+    @property
+    def stem(self) -> str:
+        """What its file's name begins with: format and classes."""
+        return f"{self.settings.prompt_format} {' '.join(self.labels[:2]) or 'row'}"
 
     def to_json(self) -> str:
         """The case as JSON: sorted, one message a line, ASCII only, so that lone surrogates survive."""
@@ -101,19 +107,23 @@ def read_case(path: Path) -> RowCase:
     return RowCase.from_json(text, where=str(path))
 
 
-def differs_from_expected(row: Row, expected: Mapping[str, Any]) -> list[str]:
-    """What a row has otherwise than a case expects, one line a field; empty if nothing."""
+def differs_from_expected(row: Row, expected: Mapping[str, Any]) -> list[Difference]:
+    """What a row has otherwise than a case expects, one difference a field; empty if nothing."""
     if "refusal" in expected or row.refusal is not None:
         found = row.refusal.kind if row.refusal else None
         wanted = expected.get("refusal")
-        return [] if found == wanted else [f"refusal is {found}, expected {wanted}"]
-    lines = []
+        return [] if found == wanted else [_wrong("refusal", wanted, found)]
+    wrong = []
     for name, wanted in expected.items():
         value = getattr(row, name)
         found = value.tolist() if hasattr(value, "tolist") else value
         if found != wanted:
-            lines.append(f"{name} is {found}, expected {wanted}")
-    return lines
+            wrong.append(_wrong(name, wanted, found))
+    return wrong
+
+
+def _wrong(name: str, wanted: object, found: object) -> Difference:
+    return Difference(tensor=name, position=None, left=wanted, right=found, klass="other")
 
 
 def _settings_to_json(settings: RowSettings) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import functools
 import itertools
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -18,27 +18,23 @@ from typing import Any, cast
 from hypothesis.strategies import SearchStrategy
 
 from equivalence import divergences, subjects
-from equivalence.cases import RowCase, differs_from_expected, read_case
-from equivalence.checks.batches import check_batch
-from equivalence.checks.divergences import check_divergences, check_smallest
+from equivalence.blame import is_of_production, raised, told
+from equivalence.cases import RowCase
 from equivalence.checks.result import CheckResult, Finding
-from equivalence.checks.rows import check_row, compare_all, covers
-from equivalence.compare import Difference
+from equivalence.checks.rows import attempt, build, compare_all, covers
+from equivalence.corpus import store
+from equivalence.corpus.store import Case
 from equivalence.generators import rows as row_strategies
 from equivalence.generators import tokenizers
 from equivalence.generators.fault_classes import classes
 from equivalence.generators.models import Layout
-from equivalence.search import Check, Differs, last_line, search
-from equivalence.subjects import RowSettings, Subject
+from equivalence.model_cases import ModelCase
+from equivalence.restriction import EVERYTHING, Restriction
+from equivalence.row_cases import PRESET_PAIRS, check_case, check_rows_of_batch, smallest_case, walk
+from equivalence.search import Check, CouldNotRun, Differs, search
+from equivalence.subjects import Row, RowSettings, Subject
+from equivalence.subjects.protocol import row_of
 from equivalence.tally import Tally, differing
-
-PRESET_PAIRS = (
-    ("megatron-lm-0.19", "strict"),
-    ("megatron-lm-main", "nemo-rl-direct"),
-    ("megatron-lm-0.19", "megatron-lm-0.19,lost_conversations=refuse"),
-    ("nemo-rl-direct", "strict"),
-)
-"""Between which semantics rows walk by single fields; together they pass every entry of the registry."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +42,7 @@ class Job:
     """One piece of a run."""
 
     kind: str
-    """corpus, model_corpus, files, recorded, sample, rows, batches, divergences, layouts, models, trainer or smallest."""
+    """One of RUNNERS."""
     subjects: tuple[str, ...]
     prompt_format: str = ""
     seed: int = 0
@@ -54,32 +50,43 @@ class Job:
     plain: int = 0
     """Of `layouts`: draws of plain random numbers beside the `examples` of Hypothesis."""
     aim: str | None = None
-    """The fault class of `rows`, the check of `layouts`, the kind of model of `trainer`, the outcomes of `recorded`."""
+    """The fault class of `rows`, the check of `layouts`, the kind of model of `trainer`, the path of `whole_run`, the outcomes of `recorded`."""
     paths: tuple[str, ...] = ()
-    """Saved cases; or the packed file of `sample`, the folder of `files`."""
+    """Saved cases of any kind; or the packed file of `sample`, the folder of `files`."""
     tokenizer: str = ""
     semantics: str = ""
     context_parallel_size: int = 1
     pack_length: int = 0
     first: int = 0
-    """Of `sample`: the first row, then every `step`th, `examples` in all. Of `recorded`: the first outcome. Of `trainer`: the number of ranks, 0 for a few layouts."""
+    """Of `sample`: the first row, then every `step`th, `examples` in all. Of `recorded`: the first outcome. Of `trainer` and
+    `whole_run`: the number of ranks, 0 for a few layouts."""
     step: int = 1
     layout: Layout | None = None
     """Of `models`."""
     counts: tuple[int, ...] = ()
     """Of `models`: cases for each of model_cases.CHECKS; `examples` in all, and `first` says which of AIMS the first one has."""
+    is_own: bool = False
+    """Of `sample`: whether the settings are the file's own, so that its rows count as compared."""
+    restriction: Restriction = EVERYTHING
+    """Of `rows` and `batches`: what drawn cases are moved into. A job of other settings is not planned."""
     shrink: bool = True
     """Whether what differs is made small; the kill matrix only asks whether anything does."""
 
     @property
     def title(self) -> str:
         """What a person calls it."""
-        parts = (self.kind, self.aim or "", self.prompt_format, self.semantics, self.layout.name if self.layout else "")
+        parts = (
+            "own" if self.is_own else self.kind,
+            self.aim or "",
+            self.prompt_format,
+            self.semantics,
+            self.layout.name if self.layout else "",
+        )
         return " ".join(part for part in parts if part) + (f" seed {self.seed}" if self.seed else "")
 
 
 def run(job: Job) -> Tally:
-    """Run a job. An error of a side is in the tally's errors; only an error of this suite's own goes through."""
+    """Run a job. An exception of production or of a subject is among the tally's differences, one of a witness among its errors."""
     tally = Tally()
     started, used = time.perf_counter(), time.process_time()
     RUNNERS[job.kind](job, [subject(name) for name in job.subjects], tally)
@@ -95,40 +102,30 @@ def subject(name: str) -> Subject:
     return subjects.load(name)
 
 
-def check_case(case: RowCase, sides: Sequence[Subject]) -> CheckResult:
-    """All sides of a case against each other in the check that it was saved for, and against what it expects."""
-    if case.check == "batches":
-        return _check_batch([case, *(case.with_(messages=each) for each in case.others)], sides)
-    if case.check == "divergences":
-        found = [_walk(case, sides, pair) for pair in PRESET_PAIRS]
-        return next((each for each in found if not each.equal), found[0])
-    result = check_row(case.messages, tokenizers.load(case.tokenizer), case.settings, sides)
-    if case.expected is not None:
-        for name, row in result.rows.items():
-            for line in differs_from_expected(row, case.expected):
-                wrong = Difference(tensor="expected", position=None, left="expected", right=line, klass="other")
-                result.findings.append(Finding(left="expected", right=name, differences=[wrong]))
-    return result
-
-
-def diff_row_command(path: str, sides: Sequence[str]) -> str:
-    """The command that shows a case's difference on one screen."""
-    return f"packproof-diff-row --case {path} --sides {','.join(sides)}"
-
-
 def _corpus(job: Job, sides: list[Subject], tally: Tally) -> None:
+    """Replay saved cases; one whose settings no side but one takes is left out and counted."""
     for path in job.paths:
-        case = read_case(Path(path))
-        with _named_errors(tally, path):
-            result = check_case(case, sides)
-            result = replace(result, check="corpus")
-            tally.count(result, case.settings.prompt_format)
-            tally.differences += differing(
-                result,
-                prompt_format=case.settings.prompt_format,
-                where=path,
-                command=diff_row_command(path, job.subjects),
-            )
+        text = store.text_of(Path(path))
+        with attributed(tally, path, check="corpus", command=_again(text, path, job.subjects)):
+            case = store.parse(text, where=path)
+            if isinstance(case, ModelCase):
+                from equivalence import model_jobs  # noqa: PLC0415 - megatron-core, which rows do without
+
+                model_jobs.run_saved(case, path, tally)
+                continue
+            prompt_format = case.settings.prompt_format if isinstance(case, RowCase) else "any"
+            for result in store.check(case, sides):
+                counted = replace(result, check="corpus")
+                tally.count(counted, prompt_format)
+                found = differing(
+                    result, prompt_format=prompt_format, where=path, command=_again(text, path, job.subjects)
+                )
+                # It stands where it was saved already: the case is there to be replayed alone, and is not saved again.
+                tally.differences += [replace(each, check="corpus", case=text, path=path) for each in found]
+
+
+def _again(text: str, path: str, sides: Sequence[str]) -> str:
+    return store.command(store.parse(text, where=path), path, sides)
 
 
 def _files(job: Job, sides: list[Subject], tally: Tally) -> None:
@@ -137,7 +134,7 @@ def _files(job: Job, sides: list[Subject], tally: Tally) -> None:
 
     folder = Path(job.paths[0])
     folder.mkdir(parents=True, exist_ok=True)
-    with _named_errors(tally, "file layers"):
+    with attributed(tally, "file layers", check="files"):
         for layer, result in check_file_layers(folder):
             tally.count(CheckResult(check="files", findings=result.findings), "any")
             tally.differences += differing(result, prompt_format="any", where=f"file layer {layer.name} in {folder}")
@@ -150,13 +147,15 @@ def _sample(job: Job, sides: list[Subject], tally: Tally) -> None:
     """Rows of a packed file: read by Megatron-LM's own reader where it is a witness, line by line for the others."""
     path = Path(job.paths[0])
     tokenizer = tokenizers.load(job.tokenizer)
+    check = "own" if job.is_own else "sample"
     settings = RowSettings(
         prompt_format=job.prompt_format,
         pack_length=job.pack_length,
         context_parallel_size=job.context_parallel_size,
         semantics=job.semantics,
     )
-    with _named_errors(tally, f"{path} ({job.title})"):
+    with attributed(tally, f"{path} ({job.title})", check=check):
+        left_out = [side.name for side in sides if not covers(side, settings)]
         sides = [side for side in sides if covers(side, settings)]
         readers = {
             side.name: _opened(cast("Any", side), path, job.tokenizer, settings)
@@ -165,26 +164,36 @@ def _sample(job: Job, sides: list[Subject], tally: Tally) -> None:
         }
         wanted = range(job.first, job.first + job.step * job.examples, job.step)
         for number, messages in packed_rows(path, wanted):
-            built, seconds = {}, {}
+            built: dict[str, Row | Finding] = {}
+            seconds: dict[str, float] = {}
             for side in sides:
                 began = time.perf_counter()
                 built[side.name] = (
-                    readers[side.name][number]
+                    _from_file(side, readers[side.name], number)
                     if side.name in readers
-                    else side.build_row(messages, tokenizer, settings)
+                    else build(side, messages, tokenizer, settings)
                 )
                 seconds[side.name] = time.perf_counter() - began
-            result = compare_all("sample", built, seconds)
+            result = compare_all(check, built, seconds, left_out=left_out)
             tally.count(result, job.prompt_format)
             if not result.equal:
                 tally.differences += differing(
                     result,
                     prompt_format=job.prompt_format,
                     where=f"{path} row {number}",
-                    command=f"packproof-diff-row {path} --row {number} --tokenizer {tokenizers.folder(job.tokenizer)} "
+                    command=f"python -m tools.diff_row {path} --row {number} --tokenizer {tokenizers.folder(job.tokenizer)} "
                     f"--prompt-format {job.prompt_format} --pack-length {job.pack_length} --context-parallel-size "
-                    f"{job.context_parallel_size} --semantics {job.semantics} --sides {','.join(built)}",
+                    f"{job.context_parallel_size} --semantics {job.semantics} --sides {','.join(_asked(job, built))}",
                 )
+
+
+def _from_file(side: Subject, rows: Any, number: int) -> Row | Finding:
+    return attempt(side, lambda: row_of(rows[number]))
+
+
+def _asked(job: Job, built: Mapping[str, object]) -> list[str]:
+    """How the sides that built a row were asked for: a subject's own name loads nothing."""
+    return [name for name in job.subjects if subject(name).name in built]
 
 
 @functools.lru_cache(maxsize=4)
@@ -211,6 +220,7 @@ def _rows(job: Job, sides: list[Subject], tally: Tally) -> None:
     aim = classes()[job.aim] if job.aim else None
 
     def check(case: RowCase, counts: Tally | None) -> tuple[CheckResult, RowCase]:
+        case = job.restriction.moved(case)
         result = check_case(case, sides)
         if counts is not None:
             counts.count(result, job.prompt_format)
@@ -227,20 +237,13 @@ def _rows(job: Job, sides: list[Subject], tally: Tally) -> None:
 
 def _batches(job: Job, sides: list[Subject], tally: Tally) -> None:
     def check(cases: tuple[RowCase, ...], counts: Tally | None) -> tuple[CheckResult, RowCase]:
-        result = _check_batch(cases, sides)
+        cases = tuple(job.restriction.moved(case) for case in cases)
+        result = check_rows_of_batch(cases, sides)
         if counts is not None:
             counts.count(result, job.prompt_format)
         return result, cases[0].with_(check="batches", others=tuple(case.messages for case in cases[1:]))
 
     _search(job, row_strategies.batches(job.prompt_format), check, tally)
-
-
-def _check_batch(cases: Sequence[RowCase], sides: Sequence[Subject]) -> CheckResult:
-    """Collate the rows that no side refuses; whether they are equal is the row check's."""
-    settings, tokenizer = cases[0].settings, tokenizers.load(cases[0].tokenizer)
-    each = [check_row(case.messages, tokenizer, settings, sides) for case in cases]
-    kept = [result.rows for result in each if all(row.refusal is None for row in result.rows.values())]
-    return check_batch(kept, settings, sides) if kept else CheckResult(check="batches", refused=each[0].refused)
 
 
 def _divergences(job: Job, sides: list[Subject], tally: Tally) -> None:
@@ -250,35 +253,33 @@ def _divergences(job: Job, sides: list[Subject], tally: Tally) -> None:
         case = case.with_(check="divergences")
         if counts is None:  # while shrinking: whichever pair shows it
             return check_case(case, sides), case
-        result = _walk(case, sides, PRESET_PAIRS[next(turn) % len(PRESET_PAIRS)])
+        result = walk(case, sides, PRESET_PAIRS[next(turn) % len(PRESET_PAIRS)])
         counts.count(result, job.prompt_format)
         return result, case
 
     _search(job, row_strategies.rows(job.prompt_format, None), check, tally)
 
 
-def _walk(case: RowCase, sides: Sequence[Subject], pair: tuple[str, str]) -> CheckResult:
-    return check_divergences(case.messages, tokenizers.load(case.tokenizer), case.settings, sides, presets=pair)
-
-
 def _search(job: Job, strategy: SearchStrategy[Any], check: Check, tally: Tally) -> None:
     found = search(strategy, check, tally, number=job.seed, examples=job.examples, shrink=job.shrink)
     if found is None:
         return
-    case = found.case.with_(origin=job.title)
+    tell(found, replace(found.case, origin=job.title), job.title, tally, prompt_format=job.prompt_format)
+
+
+def tell(found: Differs | CouldNotRun, case: Case, where: str, tally: Tally, *, prompt_format: str = "any") -> None:
+    """Add what a search found to a tally: the differences with their smallest case, or the error with its own."""
     if isinstance(found, Differs):
-        tally.differences += differing(
-            found.result, prompt_format=job.prompt_format, where=job.title, case=case.to_json()
-        )
+        tally.differences += differing(found.result, prompt_format=prompt_format, where=where, case=case.to_json())
     else:
-        tally.errors.append(f"{job.title}: {found}\non the case\n{case.to_json()}")
+        tally.errors.append(f"{where}: {found}\non the case\n{case.to_json()}")
 
 
 def _recorded(job: Job, sides: list[Subject], tally: Tally) -> None:
     assert job.aim is not None
     from equivalence import recorded_jobs  # noqa: PLC0415 - megatron-core's training code takes seconds
 
-    with _named_errors(tally, job.title):
+    with attributed(tally, job.title, check="recorded"):
         recorded_jobs.run(job.aim, range(job.first, job.first + job.examples), sides, tally)
 
 
@@ -287,10 +288,14 @@ def _layouts(job: Job, sides: list[Subject], tally: Tally) -> None:
     assert job.aim is not None
     from equivalence.layouts import draw_layouts  # noqa: PLC0415 - megatron-core's model code takes seconds: see run._preload
 
-    with _named_errors(tally, job.title):
-        for result, where in draw_layouts(job.aim, number=job.seed, examples=job.examples, plain=job.plain):
+    try:
+        drawn = draw_layouts(job.aim, number=job.seed, examples=job.examples, plain=job.plain, shrink=job.shrink)
+        for result, case in drawn:
             tally.count(result, "any")
-            tally.differences += differing(result, prompt_format="any", where=f"{job.title}: {where}")
+            if case is not None:
+                tell(Differs(result, case), replace(case, origin=job.title), job.title, tally)
+    except CouldNotRun as error:
+        tell(error, replace(error.case, origin=job.title), job.title, tally)
 
 
 def _models(job: Job, sides: list[Subject], tally: Tally) -> None:
@@ -298,48 +303,54 @@ def _models(job: Job, sides: list[Subject], tally: Tally) -> None:
     assert job.layout is not None
     from equivalence import model_jobs  # noqa: PLC0415 - megatron-core, as above
 
-    with _named_errors(tally, job.title):
+    with attributed(tally, job.title, check="models"):
         model_jobs.run_drawn(job, job.layout, tally)
-
-
-def _model_corpus(job: Job, sides: list[Subject], tally: Tally) -> None:
-    del sides
-    from equivalence import model_jobs  # noqa: PLC0415
-
-    for path in job.paths:
-        with _named_errors(tally, path):
-            model_jobs.run_saved(path, tally)
 
 
 def _trainer(job: Job, sides: list[Subject], tally: Tally) -> None:
     del sides
     from equivalence import training_runs  # noqa: PLC0415
 
-    with _named_errors(tally, job.title):
+    with attributed(tally, job.title, check="trainer"):
         training_runs.run_drawn(job, tally)
+
+
+def _whole_run(job: Job, sides: list[Subject], tally: Tally) -> None:
+    del sides
+    from equivalence import whole_run_jobs  # noqa: PLC0415
+
+    with attributed(tally, job.title, check="whole_run"):
+        whole_run_jobs.run_drawn(job, tally)
 
 
 def _smallest(_: Job, sides: list[Subject], tally: Tally) -> None:
     for entry in divergences.REGISTRY:
-        name = f"{entry.field}: {entry.permissive}/{entry.strict}"
-        with _named_errors(tally, f"the smallest row of {name}"):
-            result = check_smallest(entry, tokenizers.load(entry.tokenizer), sides)
-            tally.count(result, entry.settings.prompt_format)
-            tally.differences += differing(
-                result, prompt_format=entry.settings.prompt_format, where=f"the smallest row of {name}"
-            )
+        case = smallest_case(entry)
+        prompt_format = entry.settings.prompt_format
+        with attributed(tally, case.origin, check="divergences", case=case.to_json(), prompt_format=prompt_format):
+            result = check_case(case, sides)
+            tally.count(result, prompt_format)
+            tally.differences += differing(result, prompt_format=prompt_format, where=case.origin, case=case.to_json())
             if not any(result.fired.values()):
                 tally.errors.append(
-                    f"divergence {name} does not show in its smallest row; mend equivalence/divergences.py"
+                    f"divergence {case.labels[0]} does not show in its smallest row; mend equivalence/divergences.py"
                 )
 
 
 @contextlib.contextmanager
-def _named_errors(tally: Tally, where: str) -> Iterator[None]:
+def attributed(
+    tally: Tally, where: str, *, check: str, case: str | None = None, command: str = "", prompt_format: str = "any"
+) -> Iterator[None]:
+    """End a part, not the run, with an exception: one of production is a difference, one of a witness or of the suite an error."""
     try:
         yield
-    except Exception as error:  # noqa: BLE001 - a side that could not run ends its part, not the run
-        tally.errors.append(f"{where}: {last_line(error)}")
+    except Exception as error:  # noqa: BLE001 - told with its place
+        if not is_of_production(error):
+            tally.errors.append(f"{where}: {told(error)}")
+            return
+        result = CheckResult(check=check, findings=[raised("production", error, expected="a result")])
+        tally.count(result, prompt_format)
+        tally.differences += differing(result, prompt_format=prompt_format, where=where, case=case, command=command)
 
 
 RUNNERS: dict[str, Callable[[Job, list[Subject], Tally], None]] = {
@@ -352,7 +363,7 @@ RUNNERS: dict[str, Callable[[Job, list[Subject], Tally], None]] = {
     "divergences": _divergences,
     "layouts": _layouts,
     "models": _models,
-    "model_corpus": _model_corpus,
     "trainer": _trainer,
+    "whole_run": _whole_run,
     "smallest": _smallest,
 }

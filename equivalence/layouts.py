@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import importlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
+from equivalence.blame import is_of_production, raised, told
 from equivalence.checks.context_parallel import check_context_parallel
 from equivalence.checks.guards import check_guards
 from equivalence.checks.loader import check_loader
@@ -19,6 +21,8 @@ from equivalence.checks.packed_files import check_packed_files
 from equivalence.checks.packing import check_packing
 from equivalence.checks.result import CheckResult
 from equivalence.checks.shares import check_shares
+from equivalence.data_cases import DataCase
+from equivalence.errors import CaseError
 from equivalence.generators.choices import Choices, RandomChoices, drawn
 from equivalence.generators.draws import each_drawn
 from equivalence.generators.files import draw_files
@@ -28,6 +32,9 @@ from equivalence.generators.loader import draw_loader
 from equivalence.generators.online import draw_cross_entropy, draw_direct, draw_loss, draw_meeting, draw_online
 from equivalence.generators.orders import draw_order, draw_shares
 from equivalence.plan import LAYOUT_CHECKS
+from equivalence.registry import CHECKS
+from equivalence.search import CouldNotRun
+from equivalence.subjects.protocol import Subject
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +75,7 @@ LAYOUTS: Mapping[str, LayoutCheck[Any]] = {
     "loader": LayoutCheck(draw=draw_loader, check=check_loader),
     "packed_files": LayoutCheck(draw=draw_files, check=check_packed_files),
 }
-"""By the names in `plan.LAYOUT_CHECKS`."""
+"""By the names of the registry's checks on data."""
 assert LAYOUTS.keys() == set(LAYOUT_CHECKS)
 
 
@@ -76,41 +83,81 @@ class _Differs(Exception):  # noqa: N818 - no error: what a draw showed
     """Ends a search; no AssertionError, which a check may raise itself."""
 
 
+def check_data(case: DataCase) -> CheckResult:
+    """Take a case on all sides. An exception of production is a difference; CouldNotRun holds one of a witness or of the suite."""
+    if case.check not in LAYOUTS:
+        raise CaseError(f"no check on data is called {case.check!r}; choose one of {', '.join(LAYOUTS)}")
+    try:
+        return LAYOUTS[case.check].check(case.value)
+    except Exception as error:
+        if not is_of_production(error):
+            raise CouldNotRun(case, told(error)) from error
+        return CheckResult(check=case.check, findings=[raised("production", error, expected="a result")])
+
+
+def check_saved(case: DataCase, sides: Sequence[Subject]) -> list[CheckResult]:
+    """Replay a saved case, whoever builds rows."""
+    del sides
+    check = CHECKS.get(case.check)
+    if check is not None and check.replay:
+        module, _, function = check.replay.partition(":")
+        return [getattr(importlib.import_module(module), function)(case.value)]
+    return [check_data(case)]
+
+
 def draw_layouts(
     check: str, *, number: int, examples: int, plain: int = 0, shrink: bool = True
-) -> Iterator[tuple[CheckResult, str]]:
+) -> Iterator[tuple[CheckResult, DataCase | None]]:
     """Yield the results of `plain` draws of random numbers and of `examples` of Hypothesis, all from the seed `number`.
 
-    Only the last one differs if any does, and comes with what it was drawn as: `shrink` makes a draw of Hypothesis small, and of plain
-    draws the shortest one that differs is taken.
+    Only the last one differs if any does, and comes with its case: `shrink` makes a draw of Hypothesis small, and of plain draws the
+    shortest one that differs is taken. Raises CouldNotRun with the smallest case on which a witness or the suite itself raised.
     """
-    results: list[tuple[CheckResult, str]] = []
-    smallest: list[tuple[CheckResult, str]] = []
-    draw, checked = LAYOUTS[check].draw, LAYOUTS[check].check
+    results: list[CheckResult] = []
+    smallest: list[tuple[CheckResult, DataCase]] = []
+    failed: list[CouldNotRun] = []
 
-    def make(choices: Choices) -> tuple[CheckResult, str]:
-        case = draw(choices)
-        result = checked(case)
-        return result, "" if result.equal else f"{case}"  # tensors take long to print
-
-    def example(found: tuple[CheckResult, str]) -> None:
-        if not found[0].equal:
-            smallest[:] = [found]
+    def example(value: Any) -> None:
+        case = DataCase(check=check, value=value)
+        try:
+            result = check_data(case)
+        except CouldNotRun as error:
+            failed[:] = [error]
+            raise
+        if not result.equal:
+            smallest[:] = [(result, case)]
             raise _Differs
         if not smallest:
-            results.append(found)
+            results.append(result)
 
     # One world for all draws: a draw of its own takes five times as long to make one as to be checked.
-    with world_of_one() if check == "cross_entropy" else nullcontext():
-        for place in range(plain):
-            found = make(RandomChoices(number, place))
-            (results if found[0].equal else smallest).append(found)
-            if smallest and not shrink:
-                break
-        if smallest:
-            smallest[:] = [min(smallest, key=lambda found: len(found[1]))]
-        elif examples:
-            with suppress(_Differs):
-                each_drawn(drawn(make), example, number=number, examples=examples, shrink=shrink)
-    yield from results
+    with world_of_one() if check == "cross_entropy" else nullcontext(), suppress(_Differs, CouldNotRun):
+        _plain(check, example, smallest, number=number, examples=plain, shrink=shrink)
+        if examples and not smallest:
+            each_drawn(drawn(LAYOUTS[check].draw), example, number=number, examples=examples, shrink=shrink)
+    for result in results:
+        yield result, None
+    if failed:
+        raise failed[-1]
     yield from smallest
+
+
+def _plain(
+    check: str,
+    example: Callable[[Any], None],
+    smallest: list[tuple[CheckResult, DataCase]],
+    *,
+    number: int,
+    examples: int,
+    shrink: bool,
+) -> None:
+    """Draw plain random values; leave the shortest that differs in `smallest`, or with `shrink` off the first."""
+    differing: list[tuple[CheckResult, DataCase]] = []
+    for place in range(examples):
+        smallest.clear()
+        with suppress(_Differs):
+            example(LAYOUTS[check].draw(RandomChoices(number, place)))
+        differing += smallest
+        if differing and not shrink:
+            break
+    smallest[:] = [min(differing, key=lambda found: len(str(found[1])))] if differing else []

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import itertools
 import json
-import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from equivalence.corpus.store import SAVED as SAVED_ROWS
 from equivalence.errors import CaseError
 from production.batches import Batch
 from production.parallel import Sizes
@@ -22,8 +18,6 @@ from reference.context_parallel import owned_positions
 
 SCHEMA = 1
 """Raised when a saved case can no longer be read as it was meant."""
-SAVED = SAVED_ROWS / "models"
-"""Cases that every run replays, for good."""
 CHECKS = ("models", "leaks", "paths")
 """What a case is drawn for: the step itself, what crosses a boundary, the direct path against the online one."""
 TRAINED = ("anywhere", "first", "last", "share r/n")
@@ -208,6 +202,11 @@ class ModelCase:
             allowed[owned_positions(boundaries, int(rank), int(size))] = 1
         return allowed
 
+    @property
+    def stem(self) -> str:
+        """What its file's name begins with: check and layout."""
+        return f"{self.check} {self.layout}"
+
     def to_json(self) -> str:
         """The case as JSON, one field a line; fields at their default are left out."""
         found: dict[str, Any] = {"schema": SCHEMA}
@@ -280,45 +279,3 @@ def batch_of(
         "sample_mask": torch.ones(len(rows)),
     }
     return Batch(**{**fields, **more})
-
-
-def save(case: ModelCase, why: str, *, folder: Path) -> Path:
-    """Save a case with the reason; its name says check, layout and a hash of the rest."""
-    case = dataclasses.replace(case, note=why)
-    key = dataclasses.replace(case, note="", origin="").to_json()
-    name = f"{case.check}-{case.layout.replace(' ', '-')}-{hashlib.sha256(key.encode()).hexdigest()[:8]}.json"
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / name).write_text(case.to_json(), encoding="utf-8")
-    return folder / name
-
-
-def read(path: Path) -> ModelCase:
-    """Read a saved case. CaseError names the file and what is wrong with it."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise CaseError(f"{path} cannot be read as a case: {error}; give the path of a saved case") from error
-    return ModelCase.from_json(text, where=str(path))
-
-
-def is_step(path: Path) -> bool:
-    """Whether a saved case is one of a model: by its folder."""
-    return path.resolve().parent.name == "models"
-
-
-def promote(path: Path, name: str) -> Path:
-    """Move a saved case to the shipped ones under a name. CaseError as `corpus.store.promote`."""
-    case = read(path)
-    target = SAVED / f"{name}.json"
-    if not re.fullmatch(r"[a-z0-9][a-z0-9_-]*", name) or target.exists():
-        raise CaseError(f"{name!r} is taken, or no name for a case: use small letters, digits, - and _")
-    target.write_text(case.to_json(), encoding="utf-8")
-    path.unlink()
-    return target
-
-
-def replay(*folders: Path) -> Iterator[tuple[Path, ModelCase]]:
-    """All saved cases: those of the given folders first, then the shipped ones. CaseError names one that cannot be read."""
-    for folder in (*folders, SAVED):
-        for path in sorted(folder.glob("*.json")):
-            yield path, read(path)

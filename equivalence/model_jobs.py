@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from pathlib import Path
 
-from equivalence import baseline, model_cases, shrink
+from equivalence import baseline, shrink
+from equivalence.corpus import store
 from equivalence.generators.models import AIMS, VARIES, Layout, draw_cases, features
 from equivalence.jobs import Job
 from equivalence.layout_runs import WITNESS, Entered, Ran, check_case, plain_layout, preload_models, run_layout
@@ -55,15 +55,15 @@ def run_drawn(job: Job, layout: Layout, tally: Tally, *, entered: Entered = plai
         )
 
 
-def run_saved(path: str, tally: Tally) -> None:
-    """Replay a saved case."""
-    for ran in run_layout([model_cases.read(Path(path))]):
+def run_saved(case: ModelCase, path: str, tally: Tally) -> None:
+    """Replay the case that stands at a path."""
+    for ran in run_layout([case]):
         count(ran, tally)
         for result in ran.results:
-            tally.differences += [
-                dataclasses.replace(each, command=f"packproof-equivalence replay {path}")
-                for each in differing(result, prompt_format="any", where=path)
-            ]
+            found = differing(
+                result, prompt_format="any", where=path, case=case.to_json(), command=store.command(case, path, ())
+            )
+            tally.differences += [dataclasses.replace(each, path=path) for each in found]
 
 
 def count(ran: Ran, tally: Tally) -> None:

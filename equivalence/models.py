@@ -92,8 +92,10 @@ class RankOutcome:
     """For each microbatch its cross entropies [n] at depths 0 to D; empty but on the last stage."""
     reports: list[torch.Tensor] = field(default_factory=list)
     """For each microbatch [sum, trained tokens]; empty but on the last stage."""
+    reported: float | None = None
+    """The step's loss as the job reports it on every rank (R-LOSS-7); Megatron-LM's on the last stage alone."""
     mtp_losses: torch.Tensor | None = None
-    """[D], reduced over ranks as megatron-core reports them; None but on the last stage."""
+    """[D] float64, likewise (R-LOSS-10)."""
     valid_tokens: float
     gradients: list[Part] = field(default_factory=list)
     """Of the parts that count on this rank."""
@@ -144,7 +146,7 @@ def run(case: ModelCase, worker: Worker) -> RankOutcome:
         token_losses=token_losses,
         reports=report.losses,
         valid_tokens=float(valid),
-        microbatches=len(rows),
+        reported=job_reports(case, report.losses, len(rows)),
     )
 
 
@@ -177,7 +179,7 @@ def run_online(case: GivenRectangles, worker: Worker) -> RankOutcome:
         token_losses=losses,
         reports=report.losses,
         valid_tokens=float(report.global_valid_tokens),
-        microbatches=len(bins),
+        reported=job_reports(case, report.losses, len(bins)),
     )
 
 
@@ -197,7 +199,14 @@ def run_baseline(case: ModelCase, worker: Worker) -> RankOutcome:
     with _token_losses(model) as token_losses:
         reports = baseline.forward_backward(model, rows, per_token=case.normalization == "per_token")
     valid = sum(float(row["loss_mask"].sum()) for row in baseline_rows(case))
-    return outcome(model, place, token_losses=token_losses, reports=reports, valid_tokens=valid, microbatches=len(rows))
+    return outcome(
+        model,
+        place,
+        token_losses=token_losses,
+        reports=reports,
+        valid_tokens=valid,
+        reported=baseline.reported(reports, len(rows)),
+    )
 
 
 def baseline_rows(case: ModelCase) -> list[dict[str, torch.Tensor]]:
@@ -227,11 +236,10 @@ def outcome(
     token_losses: Sequence[list[torch.Tensor]],
     reports: Sequence[torch.Tensor],
     valid_tokens: float,
-    microbatches: int,
+    reported: tuple[float | None, torch.Tensor | None],
 ) -> RankOutcome:
-    """What a finished step left on this rank: every rank must ask, since norms and reports are reduced."""
-    from production.loss import take_multi_token_losses  # noqa: PLC0415 - megatron-core
-    from production.weights import shards  # noqa: PLC0415
+    """Collect what a finished step left on this rank. Collective over the world: the norm is reduced."""
+    from production.weights import shards  # noqa: PLC0415 - megatron-core
 
     parts = [
         Part(
@@ -247,11 +255,39 @@ def outcome(
         place=place,
         token_losses=list(token_losses),
         reports=list(reports),
-        mtp_losses=take_multi_token_losses(microbatches) if place.is_last_stage else None,
+        reported=reported[0],
+        mtp_losses=reported[1],
         valid_tokens=valid_tokens,
         gradients=parts,
         gradient_norm=gradient_norm(model),
     )
+
+
+def job_reports(case: ModelCase, reports: Sequence[torch.Tensor], microbatches: int) -> tuple[float, torch.Tensor]:
+    """Report the step through the metrics of the training job: its loss and those of the depths [D], the same on every rank.
+
+    Collective over the world.
+    """
+    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper  # noqa: PLC0415 - megatron-core
+
+    from production.training.metrics import Group, StepMetrics, Timing  # noqa: PLC0415
+
+    group = Group.of_parallel_state()
+    metrics = StepMetrics(group=group, depths=case.shape.depths)
+    for pair in reports:
+        metrics.add_loss(pair[0], pair[1])
+    if case.shape.depths and group.has_loss:
+        sums = MTPLossLoggingHelper.tracker["loss_values"]
+        metrics.add_multi_token(sums, torch.full_like(sums, microbatches))
+    timing = Timing(step_seconds=1.0, own_seconds=1.0, data_wait_seconds=0.0)
+    metrics.end_step(step=1, learning_rate=0.0, gradient_norm=None, consumed_samples=len(case.rows), timing=timing)
+    (numbers,) = metrics.report()
+    return known(numbers.loss), torch.tensor([known(each) for each in numbers.mtp_losses], dtype=torch.float64)
+
+
+def known(reported: float | None) -> float:
+    """Return a reported loss, and 0 for one of nothing (R-LOSS-7)."""
+    return 0.0 if reported is None else reported
 
 
 def gradient_norm(model: torch.nn.Module) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from equivalence.errors import InputError
@@ -13,14 +13,13 @@ from equivalence.generators.drafts import PRESET_NAMES
 from equivalence.generators.fault_classes import classes
 from equivalence.generators.models import AIMS, layouts
 from equivalence.jobs import Job
-from equivalence.subjects.protocol import MEGATRON_PRESETS, PROMPT_FORMATS
+from equivalence.own_settings import OwnSettings
+from equivalence.registry import CHECKS, names
+from equivalence.restriction import EVERYTHING, Restriction
+from equivalence.subjects.protocol import MEGATRON_PRESETS, PROMPT_FORMATS, RowSettings
 
 CONTEXT_PARALLEL_SIZES = (1, 2, 3, 4)
-LAYOUT_CHECKS = (
-    *("context_parallel", "multi_token", "packing"),
-    *("direct_microbatches", "online_microbatches", "meeting", "loss", "online_loss", "cross_entropy"),
-    *("order", "shares", "guards", "loader", "packed_files"),
-)
+LAYOUT_CHECKS = names("data")
 HEAVY = {
     "online_microbatches": 0.2,
     "meeting": 0.2,
@@ -71,10 +70,12 @@ class Size:
     """Training steps of models, by the number of ranks."""
     trainer: Mapping[str, tuple[int, ...]]
     """Runs of twenty steps: for each of training_runs.KINDS the numbers of ranks whose layouts are all trained in; 0: a few of two ranks."""
-    sample_passes: int
-    """How often each row of the packed sample is built by all witnesses, each time in another format."""
+    whole_runs: tuple[int, ...]
+    """Whole runs of the training job on both paths: the numbers of ranks in whose layouts; 0: in dp 2 alone."""
+    sample_witnessed: int
+    """Rows of the packed sample for each format, cp and preset that Megatron-LM is a witness of, beside every row in its own settings."""
     sample_rows: int
-    """Rows of the packed sample for each other preset, format and cp, of which Megatron-LM is no witness."""
+    """The same for each other preset, of which Megatron-LM is no witness."""
     whole_tokenizer: bool
     """Whether the sample is also built with the real tokenizer of 131,072 ids, which takes seconds to load."""
 
@@ -90,7 +91,8 @@ SIZES = {
         plain=950,
         models={1: Steps(models=6, others=3), 2: Steps(models=3), 4: Steps(models=2), 8: Steps(layouts=10)},
         trainer={"dense": (0,), "experts": (0,), "float32": (0,)},
-        sample_passes=1,
+        whole_runs=(0,),
+        sample_witnessed=2,
         sample_rows=1,
         whole_tokenizer=False,
     ),
@@ -109,7 +111,8 @@ SIZES = {
             8: Steps(),
         },
         trainer={"dense": (1, 2), "experts": (2,), "hybrid": (2,), "float32": (2,)},
-        sample_passes=4,
+        whole_runs=(2,),
+        sample_witnessed=30,
         sample_rows=8,
         whole_tokenizer=True,
     ),
@@ -128,7 +131,8 @@ SIZES = {
             8: Steps(models=10, others=3),
         },
         trainer={"dense": (1, 2, 4, 8), "experts": (1, 2, 4, 8), "hybrid": (1, 2, 4), "float32": (1, 2, 4)},
-        sample_passes=32,
+        whole_runs=(1, 2),
+        sample_witnessed=240,
         sample_rows=32,
         whole_tokenizer=True,
     ),
@@ -136,15 +140,8 @@ SIZES = {
 """On two idle cores: some three minutes, some twenty, and as many rounds as the asked-for rows need; training steps are two thirds of it."""
 
 
-COST = {
-    "rows": 1.0,
-    "recorded": 0.7,
-    "batches": 1.5,
-    "divergences": 4.0,
-    "sample": 5.5,
-    "layouts": 1.4,
-    "trainer": 1000.0,
-}
+KINDS = {"layouts": "context_parallel", "own": "sample"}
+"""Kinds of jobs that cost what a check of another name does."""
 MODEL_COST = {1: 30.0, 2: 70.0, 4: 140.0, 8: 250.0}
 """What a training step costs, by the number of ranks."""
 """What an example costs, in generated rows; to tell the time left."""
@@ -154,7 +151,8 @@ def cost(job: Job) -> float:
     """A job's work in rows' worth."""
     if job.layout is not None:
         return MODEL_COST[job.layout.world_size] * job.examples
-    return COST[job.kind] * (job.examples + job.plain) if job.kind in COST else 50.0
+    check = CHECKS.get(KINDS.get(job.kind, job.kind))
+    return check.cost * (job.examples + job.plain) if check is not None and check.cost else 50.0
 
 
 def shard_of(text: str) -> tuple[int, int]:
@@ -166,61 +164,101 @@ def shard_of(text: str) -> tuple[int, int]:
 
 
 def corpus_jobs(paths: Sequence[Path], subjects: tuple[str, ...]) -> list[Job]:
-    """Saved cases, some to a job."""
-    return [Job(kind="corpus", subjects=subjects, paths=tuple(map(str, some))) for some in itertools.batched(paths, 20)]
+    """Saved cases of any kind, some to a job."""
+    return [Job(kind="corpus", subjects=subjects, paths=tuple(map(str, some))) for some in itertools.batched(paths, 5)]
 
 
 WHOLE_TOKENIZER = "nemotron-like"
 
 
-def sample_jobs(
-    path: Path, rows: int, tokenizer: str, pack_length: int, size: Size, subjects: tuple[str, ...]
-) -> Iterator[Job]:
-    """Every row of the packed sample by all witnesses, in turn over formats, cp and presets; some rows in the other presets."""
-    witnessed = list(itertools.product(PROMPT_FORMATS, CONTEXT_PARALLEL_SIZES, MEGATRON_PRESETS))
-    per_format = len(witnessed) // len(PROMPT_FORMATS)
+def own_jobs(own: OwnSettings, tokenizer: str, subjects: tuple[str, ...]) -> Iterator[Job]:
+    """Every row of a packed file in its own settings, some to a job."""
+    settings = own.settings
+    for some in itertools.batched(range(own.rows), OWN_ROWS):
+        yield _sample_job(own, settings, some[0], 1, len(some), tokenizer, subjects, is_own=True)
 
-    def job(combination: tuple[str, int, str], first: int, step: int, count: int, name: str) -> Job:
-        prompt_format, cp, preset = combination
-        return Job(
-            kind="sample",
-            subjects=subjects,
+
+OWN_ROWS = 31
+"""Rows of a job of `own_jobs`."""
+
+
+def sample_jobs(
+    own: OwnSettings, tokenizer: str, size: Size, subjects: tuple[str, ...], *, restriction: Restriction = EVERYTHING
+) -> Iterator[Job]:
+    """Some rows of the packed sample in each other format, cp and preset that the restriction takes."""
+    presets = [*MEGATRON_PRESETS, *(preset for preset in PRESET_NAMES if preset not in MEGATRON_PRESETS)]
+    presets += [name for name in restriction.semantics if name not in presets]
+    sizes = [*CONTEXT_PARALLEL_SIZES, *restriction.context_parallel_sizes]
+    place = 0
+    for prompt_format, cp, preset in itertools.product(PROMPT_FORMATS, dict.fromkeys(sizes), presets):
+        settings = replace(
+            own.settings,
             prompt_format=prompt_format,
             context_parallel_size=cp,
             semantics=preset,
-            pack_length=pack_length - (pack_length % (2 * cp) if cp > 1 else 0),
-            tokenizer=name,
-            paths=(str(path),),
-            first=first,
-            step=step,
-            examples=count,
+            pack_length=max(own.settings.pack_length - (own.settings.pack_length % (2 * cp) if cp > 1 else 0), 1),
         )
-
-    passes = [(tokenizer, number) for number in range(size.sample_passes)]
-    passes += [(WHOLE_TOKENIZER, 0)] if size.whole_tokenizer and tokenizer != WHOLE_TOKENIZER else []
-    for name, number in passes:
-        # The next format each time, and after a round of formats the next cp and preset.
-        shift = number * per_format + number // len(PROMPT_FORMATS)
-        for place, combination in enumerate(witnessed):
-            first = (place + shift) % len(witnessed)
-            if count := len(range(first, rows, len(witnessed))):
-                yield job(combination, first, len(witnessed), count, name)
-    others = [preset for preset in PRESET_NAMES if preset not in MEGATRON_PRESETS]
-    for place, combination in enumerate(itertools.product(PROMPT_FORMATS, CONTEXT_PARALLEL_SIZES, others)):
-        if rows and combination[::2] != ("default", "nemo-rl-direct"):
-            count = min(rows, size.sample_rows)
-            yield job(combination, place % (rows // count), rows // count, count, tokenizer)
+        if settings == own.settings or not restriction.takes(settings):
+            continue
+        if (prompt_format, preset) == ("default", "nemo-rl-direct"):  # which has no such format
+            continue
+        wanted = size.sample_witnessed if preset in MEGATRON_PRESETS else size.sample_rows
+        count = min(own.rows, wanted)
+        step = own.rows // count
+        yield _sample_job(own, settings, place % step, step, count, tokenizer, subjects)
+        if size.whole_tokenizer and tokenizer != WHOLE_TOKENIZER and preset in MEGATRON_PRESETS:
+            count = min(own.rows, max(1, size.sample_witnessed // 4))
+            step = own.rows // count
+            yield _sample_job(own, settings, (place + 1) % step, step, count, WHOLE_TOKENIZER, subjects)
+        place += 1
 
 
-def generated_jobs(size: Size, seed: int, subjects: tuple[str, ...], *, rows: int | None = None) -> Iterator[Job]:
-    """Generated rows, batches and divergences, round by round; with `rows` as many rounds as they need."""
+def _sample_job(
+    own: OwnSettings,
+    settings: RowSettings,
+    first: int,
+    step: int,
+    count: int,
+    tokenizer: str,
+    subjects: tuple[str, ...],
+    *,
+    is_own: bool = False,
+) -> Job:
+    return Job(
+        kind="sample",
+        subjects=subjects,
+        prompt_format=settings.prompt_format,
+        context_parallel_size=settings.context_parallel_size,
+        semantics=settings.semantics,
+        pack_length=settings.pack_length,
+        tokenizer=tokenizer,
+        paths=(str(own.file),),
+        first=first,
+        step=step,
+        examples=count,
+        is_own=is_own,
+    )
+
+
+def generated_jobs(
+    size: Size,
+    seed: int,
+    subjects: tuple[str, ...],
+    *,
+    rows: int | None = None,
+    restriction: Restriction = EVERYTHING,
+) -> Iterator[Job]:
+    """Generated rows, batches and divergences of the formats taken, round by round; with `rows` as many rounds as they need.
+
+    Rows that walk between presets are left out where semantics are restricted.
+    """
     per_round = 0
     for number in itertools.count():
         if rows is None and number >= size.rounds:
             return
         if rows is not None and number and number * per_round >= rows:
             return
-        for job in _round(size, f"{seed}/{number}", subjects):
+        for job in _round(size, f"{seed}/{number}", subjects, restriction):
             per_round += job.examples if number == 0 and job.kind == "rows" else 0
             yield job
 
@@ -229,8 +267,9 @@ LIGHT = 0.1
 """Classes of at most this weight may have a single row: one costs as much as a hundred others."""
 
 
-def _round(size: Size, seed: str, subjects: tuple[str, ...]) -> Iterator[Job]:
-    for each, prompt_format in itertools.product(classes().values(), PROMPT_FORMATS):
+def _round(size: Size, seed: str, subjects: tuple[str, ...], restriction: Restriction) -> Iterator[Job]:
+    formats = [name for name in PROMPT_FORMATS if restriction.takes_format(name)]
+    for each, prompt_format in itertools.product(classes().values(), formats):
         if each.applies(prompt_format):
             yield Job(
                 kind="rows",
@@ -239,9 +278,12 @@ def _round(size: Size, seed: str, subjects: tuple[str, ...]) -> Iterator[Job]:
                 aim=each.name,
                 seed=_seed(seed, each.name, prompt_format),
                 examples=max(3 if each.weight > LIGHT else 1, round(size.rows_per_class * each.weight)),
+                restriction=restriction,
             )
-    for prompt_format in PROMPT_FORMATS:
+    for prompt_format in formats:
         for kind, examples in (("rows", size.free_rows), ("batches", size.batches), ("divergences", size.divergences)):
+            if kind == "divergences" and restriction.semantics:
+                continue
             # Divergences cost some forty builds a row, so they come in small pieces.
             for number, some in enumerate(itertools.batched(range(examples), 6 if kind == "divergences" else 50)):
                 yield Job(
@@ -250,6 +292,7 @@ def _round(size: Size, seed: str, subjects: tuple[str, ...]) -> Iterator[Job]:
                     prompt_format=prompt_format,
                     seed=_seed(seed, kind, prompt_format, str(number)),
                     examples=len(some),
+                    restriction=restriction,
                 )
 
 
@@ -285,13 +328,6 @@ def layout_jobs(size: Size, seed: int, subjects: tuple[str, ...]) -> Iterator[Jo
             examples=0 if check in NEVER_SMALL else size.layouts,
             plain=round(size.plain * HEAVY.get(check, 1)),
         )
-
-
-def model_corpus_jobs(paths: Sequence[Path], subjects: tuple[str, ...]) -> list[Job]:
-    """Saved training steps, some to a job."""
-    return [
-        Job(kind="model_corpus", subjects=subjects, paths=tuple(map(str, some))) for some in itertools.batched(paths, 5)
-    ]
 
 
 def model_jobs(size: Size, seed: int, subjects: tuple[str, ...]) -> Iterator[Job]:
@@ -330,6 +366,19 @@ def trainer_jobs(size: Size, seed: int, subjects: tuple[str, ...]) -> Iterator[J
                 examples=1,
                 seed=_seed(str(seed), "trainer", kind, str(count)),
             )
+
+
+def whole_run_jobs(size: Size, seed: int, subjects: tuple[str, ...]) -> Iterator[Job]:
+    """Whole runs of the training job, a job for each path and number of ranks."""
+    for count, path in itertools.product(size.whole_runs, ("direct", "online")):
+        yield Job(
+            kind="whole_run",
+            subjects=subjects,
+            aim=path,
+            first=count,
+            examples=1,
+            seed=_seed(str(seed), "whole_run", path, str(count)),
+        )
 
 
 def spread(few: Sequence[Job], many: Sequence[Job]) -> Iterator[Job]:

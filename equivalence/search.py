@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import time
-import traceback
 from collections.abc import Callable
 from typing import Any
 
 from hypothesis.strategies import SearchStrategy
 
-from equivalence.cases import RowCase
+from equivalence.blame import told
 from equivalence.checks.result import CheckResult
 from equivalence.generators.draws import each_drawn
 from equivalence.tally import Tally
@@ -17,23 +16,23 @@ from equivalence.tally import Tally
 SHRINK_SECONDS = 20.0
 """Of this process's own time, so that a busy machine finds the same; then no unseen smaller case is tried any more."""
 
-Check = Callable[[Any, Tally | None], tuple[CheckResult, RowCase]]
+Check = Callable[[Any, Tally | None], tuple[CheckResult, Any]]
 """Checks what was drawn, counting into the tally unless there is none; gives the result and the case to keep."""
 
 
 class Differs(Exception):  # noqa: N818 - a finding, not an error
     """Carries what differed out of Hypothesis; the last one raised is the smallest."""
 
-    def __init__(self, result: CheckResult, case: RowCase) -> None:
+    def __init__(self, result: CheckResult, case: Any) -> None:
         super().__init__(result.check)
         self.result = result
         self.case = case
 
 
 class CouldNotRun(Exception):  # noqa: N818
-    """A side raised on a case instead of building or refusing it."""
+    """A witness or the suite itself raised on a case; an exception of production or of a subject is a difference."""
 
-    def __init__(self, case: RowCase, text: str) -> None:
+    def __init__(self, case: Any, text: str) -> None:
         super().__init__(text)
         self.case = case
 
@@ -41,7 +40,7 @@ class CouldNotRun(Exception):  # noqa: N818
 def search(
     strategy: SearchStrategy[Any], check: Check, tally: Tally, *, number: int, examples: int, shrink: bool = True
 ) -> Differs | CouldNotRun | None:
-    """Draw `examples` cases from the seed `number`; returns the smallest that differs or makes a side raise, if any does.
+    """Draw `examples` cases from the seed `number`; returns the smallest that differs or makes a witness raise, if any does.
 
     After the first one nothing is counted any more.
     """
@@ -71,16 +70,10 @@ def search(
     return None
 
 
-def last_line(error: BaseException) -> str:
-    """An error and where it was raised."""
-    frame = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{type(error).__name__}: {error} (at {frame.filename}:{frame.lineno} in {frame.name})"
-
-
 def _checked(check: Check, drawn: Any, tally: Tally | None) -> Exception | None:
     try:
         result, case = check(drawn, tally)
-    except Exception as error:  # noqa: BLE001 - any error of a side; its text and place are kept
+    except Exception as error:  # noqa: BLE001 - its text and place are kept
         case = drawn[0] if isinstance(drawn, tuple) else drawn
-        return CouldNotRun(case, last_line(error))
+        return CouldNotRun(case, told(error))
     return None if result.equal else Differs(result, case)

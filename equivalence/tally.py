@@ -9,8 +9,10 @@ from typing import Any
 
 from equivalence.checks.result import CheckResult, Finding
 from equivalence.compare import Difference
+from equivalence.kinds import named
+from equivalence.registry import names
 
-MODEL_CHECKS = ("models", "third_witness", "invariance", "leaks", "paths")
+MODEL_CHECKS = names("step")
 """Checks of training steps, whose cases are `model_cases.ModelCase`."""
 
 
@@ -36,6 +38,10 @@ class Differing:
     """Shows it."""
     path: str | None = None
     """Where the case was saved."""
+    together: str = ""
+    """Draws the case again with those before it."""
+    alone: str = ""
+    """Of the saved case, replayed alone in a process that ran nothing before: `different`, `equal`, why it did not end, or "" if not asked."""
 
 
 @dataclass(kw_only=True)
@@ -58,6 +64,8 @@ class Tally:
     """Divergences that showed, by (entry, format)."""
     witnessed: Counter[tuple[str, str]] = field(default_factory=Counter)
     """Rows that each subject built or refused, by (subject, format)."""
+    left_out: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """Cases by (subject, check) whose settings the subject does not take."""
     seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     """Time in each subject; under `generated` all that drawing, building and comparing generated rows took, of the clock,
     and under `generated_cpu` of the processor."""
@@ -85,6 +93,7 @@ class Tally:
             "aimed",
             "fired",
             "witnessed",
+            "left_out",
             "features",
         ):
             getattr(self, name).update(getattr(other, name))
@@ -100,6 +109,10 @@ class Tally:
 
     def count(self, result: CheckResult, prompt_format: str) -> None:
         """Count one check of one case."""
+        for subject in result.left_out:
+            self.left_out[subject, result.check] += 1
+        if result.sides < 2:
+            return  # nothing was compared
         key = result.check, prompt_format
         self.rows[key] += 1
         if not result.equal:
@@ -127,9 +140,9 @@ def differing(
             prompt_format=prompt_format,
             left=finding.left,
             right=finding.right,
-            first=described(first_difference(finding)),
+            first=described(first_difference(finding), result.check),
             count=len(finding.differences),
-            classes=dict(Counter(difference.klass for difference in finding.differences)),
+            classes=dict(Counter(_class_of(difference, result.check) for difference in finding.differences)),
             where=where,
             case=case,
             command=command,
@@ -143,15 +156,19 @@ def first_difference(finding: Finding) -> Difference:
     return finding.differences[0]
 
 
-def described(difference: Difference) -> dict[str, Any]:
-    """A difference as JSON."""
+def described(difference: Difference, check: str) -> dict[str, Any]:
+    """A difference of a check as JSON."""
     return {
         "tensor": difference.tensor,
         "position": list(difference.position) if isinstance(difference.position, Sequence) else difference.position,
         "left": _plain(difference.left),
         "right": _plain(difference.right),
-        "class": difference.klass,
+        "class": _class_of(difference, check),
     }
+
+
+def _class_of(difference: Difference, check: str) -> str:
+    return named(difference.klass, check=check, tensor=difference.tensor)
 
 
 def _plain(value: object) -> object:

@@ -10,15 +10,21 @@ from typing import Any
 
 import torch
 
+from equivalence.errors import CaseError
 from equivalence.model_cases import ModelCase
 from equivalence.models import Part
 from equivalence.workers.worker import Worker
 from production.batches import Batch
 from production.parallel import Place
+from production.training.step_numbers import StepNumbers
 from reference.trainer import Schedule, Settings
 
+SCHEMA = 1
+"""Raised when a saved case can no longer be read as it was meant."""
 TRAIN = "equivalence.training:train"
 STEPS = 20
+REPORT_PERIOD = 3
+"""Steps between reports: metrics of several steps wait together, and the last report has fewer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +44,46 @@ class TrainingCase:
     beta1: float = 0.9
     beta2: float = 0.95
     epsilon: float = 1e-8
+    note: str = ""
+    """Why it was saved."""
+    origin: str = ""
+    """The job that it comes from."""
+
+    @property
+    def stem(self) -> str:
+        """What its file's name begins with: precision and layout."""
+        return f"{self.precision} {self.model.layout}"
+
+    def to_json(self) -> str:
+        """The case as JSON, one field a line; fields at their default are left out."""
+        found: dict[str, Any] = {"schema": SCHEMA}
+        for each in dataclasses.fields(self):
+            value = getattr(self, each.name)
+            if isinstance(value, ModelCase):
+                value = json.loads(value.to_json())
+            elif isinstance(value, Schedule):
+                value = {key: now for key, now in dataclasses.asdict(value).items() if now is not None}
+            if value != each.default:
+                found[each.name] = value
+        lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(value)}" for name, value in found.items())
+        return f"{{\n{lines}\n}}\n"
+
+    @classmethod
+    def from_json(cls, text: str, *, where: str = "the case") -> TrainingCase:
+        """Read a case. CaseError names `where` and what is wrong."""
+        try:
+            read = json.loads(text)
+            schema = read.pop("schema")
+            read["model"] = ModelCase.from_json(json.dumps(read["model"]), where=where)
+            read["schedule"] = Schedule(**read["schedule"])
+            case = cls(**read)
+        except CaseError:
+            raise
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise CaseError(f"{where} is no run of steps: {error!r}; it needs a model and a schedule") from error
+        if schema != SCHEMA:
+            raise CaseError(f"{where} is no run of schema {SCHEMA}; save the case again")
+        return case
 
     @property
     def dtype(self) -> torch.dtype:
@@ -78,11 +124,8 @@ class TrainingOutcome:
     """What one rank ends up with."""
 
     place: Place
-    reports: list[torch.Tensor] = field(default_factory=list)
-    """For each step [sum, trained tokens] of this rank; zeros but on the last stage."""
-    gradient_norms: list[float] = field(default_factory=list)
-    learning_rates: list[float] = field(default_factory=list)
-    """Of the first group of parameters."""
+    numbers: list[StepNumbers] = field(default_factory=list)
+    """What the training job reports of each step, the same on every rank."""
     weight_decays: list[tuple[float, ...]] = field(default_factory=list)
     """For each step those of all groups that hold a parameter here, without repetition, rising."""
     weights: list[Part] = field(default_factory=list)
@@ -93,6 +136,7 @@ def train(case: TrainingCase, worker: Worker) -> TrainingOutcome:
     """Production's engine on this rank of a world that entered `equivalence.models.layout` with the case's sizes."""
     from equivalence.models import forget_other_models  # noqa: PLC0415 - megatron-core
     from production.training.engine import Engine  # noqa: PLC0415
+    from production.training.metrics import Group, StepMetrics  # noqa: PLC0415
     from production.weights import fill, shards  # noqa: PLC0415
 
     forget_other_models()
@@ -105,19 +149,36 @@ def train(case: TrainingCase, worker: Worker) -> TrainingOutcome:
         prepare=lambda built: fill(built, weights),
     )
     outcome = TrainingOutcome(place=place)
+    metrics = StepMetrics(group=Group.of_parallel_state(), depths=engine.settings.depths)
     for number in range(case.steps):
         rows: Sequence[Batch] = case.at(number).rows_of_rank(place.data_rank)
         decays = {group["weight_decay"] for group in engine.optimizer.param_groups if group["params"]}
-        done = engine.step(rows)
-        outcome.reports.append(sum(done.report.losses, torch.zeros(2)))
-        outcome.gradient_norms.append(float(done.gradient_norm or 0.0))
-        outcome.learning_rates.append(done.learning_rate)
+        _measure(metrics, engine.step(rows), step=number + 1, consumed_samples=(number + 1) * len(case.model.rows))
         outcome.weight_decays.append(tuple(sorted(decays)))
+        if (number + 1) % REPORT_PERIOD == 0 or number + 1 == case.steps:
+            outcome.numbers.extend(metrics.report())
     for shard in shards(engine.model):
         if shard.is_main:
             part = tuple((each.start, each.stop) for each in shard.part)
             outcome.weights.append(Part(name=shard.name, shape=shard.shape, part=part, values=shard.values.clone()))
     return outcome
+
+
+def _measure(metrics: Any, stepped: Any, *, step: int, consumed_samples: int) -> None:
+    """Give a step to the metrics as the training job does."""
+    from production.training.metrics import Timing  # noqa: PLC0415 - megatron-core
+
+    for pair in stepped.report.losses:
+        metrics.add_loss(pair[0], pair[1])
+    if (sums := stepped.mtp_loss_sums) is not None:
+        metrics.add_multi_token(sums, torch.full_like(sums, stepped.microbatches))
+    metrics.end_step(
+        step=step,
+        learning_rate=stepped.learning_rate,
+        gradient_norm=stepped.gradient_norm,
+        consumed_samples=consumed_samples,
+        timing=Timing(step_seconds=1.0, own_seconds=1.0, data_wait_seconds=0.0),
+    )
 
 
 def _settings(case: TrainingCase) -> dict[str, Any]:

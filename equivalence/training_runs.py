@@ -21,6 +21,7 @@ from equivalence.generators.models import Layout, layouts
 from equivalence.jobs import Job
 from equivalence.layout_runs import MODULES, failed_case, plain_layout, seats
 from equivalence.model_cases import ModelCase, ModelShape
+from equivalence.subjects.protocol import Subject
 from equivalence.tally import Tally, differing
 from equivalence.training import TRAIN, TrainingCase, TrainingOutcome
 from equivalence.workers import CaseFailed, World, WorldNotOpened, open_world, preload
@@ -105,29 +106,44 @@ def layouts_of(job: Job) -> list[Layout]:
 
 
 def run_drawn(job: Job, tally: Tally) -> None:
-    """Train a kind in all layouts of a job, up to the first that differs."""
+    """Train a kind in all layouts of a job, up to the first that differs; what differs is a case that can be replayed."""
     found, ranks = layouts_of(job), job.first
     ranks = ranks or max(each.world_size for each in found)
     shared: Trained | None = None
     for layout in found:
         case = case_of(job.aim or "", layout, ranks=ranks, seed=job.seed % 2**31)
-        enter, entry = plain_layout(layout.sizes)
-        try:
-            with seats(layout.world_size), open_world(layout.world_size, enter=enter, entry=entry) as world:
-                outcomes = _trained(case, world)
-                if shared is None or not trains_alike(case):
-                    shapes = {name: tuple(each.shape) for name, each in whole_weights(outcomes).items()}
-                    shared = expect_training(case, shapes)
-                results = [check_trainer(case, outcomes, shared)]
-                if case.precision == "float32":
-                    results += _distributed(case, outcomes, shared, world)
-        except (CaseFailed, WorldNotOpened) as failed:
-            results = [dataclasses.replace(failed_case(case.model, failed.failure), check="trainer")]
+        case = dataclasses.replace(case, origin=f"{job.title}: {layout.name}")
+        results, shared = check_run(case, shared if trains_alike(case) else None)
         for each in results:
             tally.count(each, "any")
-            tally.differences += differing(each, prompt_format="any", where=f"{job.title}: {layout.name}")
+            tally.differences += differing(each, prompt_format="any", where=case.origin, case=case.to_json())
         if not all(each.equal for each in results):
             return
+
+
+def check_saved(case: TrainingCase, sides: Sequence[Subject]) -> list[CheckResult]:
+    """Replay a saved run, whoever builds rows."""
+    del sides
+    preload_training()
+    return check_run(case)[0]
+
+
+def check_run(case: TrainingCase, shared: Trained | None = None) -> tuple[list[CheckResult], Trained | None]:
+    """Train a case in its layout and check it; `shared` is the reference's run, where an earlier layout trained alike. Returns it."""
+    enter, entry = plain_layout(case.model.sizes)
+    size = case.model.world_size
+    try:
+        with seats(size), open_world(size, enter=enter, entry=entry) as world:
+            outcomes = _trained(case, world)
+            if shared is None:
+                shapes = {name: tuple(each.shape) for name, each in whole_weights(outcomes).items()}
+                shared = expect_training(case, shapes)
+            results = [check_trainer(case, outcomes, shared)]
+            if case.precision == "float32":
+                results += _distributed(case, outcomes, shared, world)
+    except (CaseFailed, WorldNotOpened) as failed:
+        results = [dataclasses.replace(failed_case(case.model, failed.failure), check="trainer")]
+    return results, shared
 
 
 def _distributed(

@@ -5,7 +5,7 @@ Tensors only: nothing here waits for the device, and what is reported stays [sum
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, cast, get_args
 
@@ -190,56 +190,6 @@ def online_loss(
     loss = -((whole * row_mask).sum() / (global_valid_tokens + ONLINE_EPSILON))
     total, count = _sum_and_count(-share.detach(), target_mask)
     return _undo_averaging(loss, settings), {REPORT: torch.stack([total, count.to(total.dtype)])}
-
-
-def training_loss(reports: Sequence[torch.Tensor], *, group: Any = None) -> torch.Tensor:
-    """The reported loss of a step: sums over all microbatches and dp x cp ranks, divided (R-LOSS-7). 0 where all is masked.
-
-    `reports` are [sum, count] of this rank's microbatches; `group` is the dp x cp group, None where there is one rank.
-    """
-    total = torch.stack(list(reports)).sum(dim=0)
-    if group is not None:
-        distributed.all_reduce(total, group=group)
-    return total[0] / total[1].clamp(min=1)
-
-
-def validation_loss(reports: Sequence[torch.Tensor], *, group: Any = None) -> torch.Tensor:
-    """Megatron-LM's validation loss of SFT: the unweighted mean over microbatches and dp x cp ranks of sum / count (R-LOSS-8).
-
-    `reports` and `group` as in `training_loss`; a scalar.
-    """
-    each = torch.stack(list(reports))
-    mean = (each[:, 0] / each[:, 1].clamp(min=1)).mean()
-    if group is not None:
-        distributed.all_reduce(mean, group=group)
-        mean /= distributed.get_world_size(group)
-    return mean
-
-
-def reported_valid_tokens_loss(
-    reports: Sequence[torch.Tensor], global_valid_tokens: torch.Tensor, *, online: bool, group: Any = None
-) -> torch.Tensor:
-    """The loss that the direct and online path report: all sums over the global divisor, a scalar that is not counted again (R-LOSS-9)."""
-    total = torch.stack(list(reports))[:, 0].sum()
-    if group is not None:
-        distributed.all_reduce(total, group=group)
-    return total / (global_valid_tokens + ONLINE_EPSILON if online else global_valid_tokens.clamp(min=1))
-
-
-def take_multi_token_losses(num_microbatches: int) -> torch.Tensor | None:
-    """The multi-token losses [D] since the last call, as Megatron-LM reports them (R-LOSS-10); None where there are none.
-
-    megatron-core adds them up as the model runs. This reduces them over the dp x cp ranks and clears them, so every
-    rank of the last pipeline stage must call it.
-    """
-    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper as Log  # noqa: PLC0415 - as above
-
-    if "loss_values" not in Log.tracker:
-        return None
-    Log.reduce_metrics_in_tracker()
-    losses = cast("torch.Tensor", Log.tracker["loss_values"] / num_microbatches)
-    Log.clean_metrics_in_tracker()
-    return losses
 
 
 def _sum_and_count(token_losses: torch.Tensor, target_mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -6,21 +6,23 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from reference.batches import Batch, rows_of_rank, valid_tokens
+from reference.batches import Batch, rows_of_rank
 from reference.context_parallel import owned_positions
-from reference.loss import multi_token_weights, token_weights, training_loss
+from reference.loss import multi_token_losses, multi_token_weights, online_weights, token_weights, training_loss
 from reference.model import Model
 from reference.multi_token import shift
 from reference.trainer_schedule import Schedule
 
 __all__ = ["AdamW", "Objective", "Schedule", "Settings", "Stepped", "Trainer", "clip", "decays", "global_norm"]
 
+GlobalBatch = Batch | Sequence[Batch]
+"""Rows of one length together, or a batch for each length (the bins of the online path), in order."""
 CLIP_EPSILON = 1e-6
 """What clipping adds to the norm."""
 
@@ -45,11 +47,15 @@ class Settings:
     """dp of the layout that is mirrored: some normalizations divide by each rank's own tokens."""
     context_parallel_size: int = 1
     """cp of it."""
+    is_online: bool = False
+    """Whether the rows are squeezed bins, whose tokens are divided by the count and 1e-8 (R-LOSS-5); needs `global_valid_tokens`."""
 
     def __post_init__(self) -> None:
-        """Refuse sizes that are none."""
+        """Refuse sizes below 1, and the online path with another normalization."""
         if min(self.data_parallel_size, self.context_parallel_size) < 1:
             raise ValueError(f"dp {self.data_parallel_size}, cp {self.context_parallel_size}; give at least 1")
+        if self.is_online and self.normalization != "global_valid_tokens":
+            raise ValueError(f"the online path with {self.normalization}; give global_valid_tokens")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -60,6 +66,10 @@ class Objective:
     """The scalar whose gradient is the step's."""
     reported: float
     """The step's loss: all trained tokens' losses over their number (R-LOSS-7)."""
+    depths: tuple[float, ...]
+    """What is reported of each depth of multi-token prediction (R-LOSS-10)."""
+    balancing_loss: float
+    """Of the routers, without its coefficient, a mean over rows and layers with experts; 0 without such a loss."""
     router_gap: float
     """The least over all rows (R-MODEL-6)."""
 
@@ -70,6 +80,10 @@ class Stepped:
 
     loss: float
     """Before the update."""
+    mtp_losses: tuple[float, ...]
+    """Of each depth, likewise."""
+    balancing_loss: float
+    """Of the routers, likewise, without its coefficient."""
     gradient_norm: float
     """Before clipping."""
     learning_rate: float
@@ -103,9 +117,9 @@ class Trainer:
     """A model and its optimizer. R-TRAIN-1 to R-TRAIN-7."""
 
     def __init__(self, model: Model, settings: Settings) -> None:
-        """Train `model` in place. Raises ValueError for a shape with a load-balancing loss, whose gradient is not the trainer's."""
-        if model.shape.moe_aux_loss_coeff:
-            raise ValueError("a load-balancing loss is no part of a token's loss; set moe_aux_loss_coeff to 0")
+        """Train `model` in place. Raises ValueError for a load-balancing loss under `mean_of_means`, of which no rule speaks."""
+        if model.shape.moe_aux_loss_coeff and settings.normalization == "mean_of_means":
+            raise ValueError("a load-balancing loss under mean_of_means; set moe_aux_loss_coeff to 0")
         self.model, self.settings = model, settings
         self.steps = 0
         """Taken so far."""
@@ -119,8 +133,8 @@ class Trainer:
         """Copies of all that is trained, by name."""
         return {name: self.model.weights.named[name].detach().clone() for name in self._moments}
 
-    def step(self, batch: Batch) -> Stepped:
-        """Train on one global batch [B, P], its rows in order. R-TRAIN-7."""
+    def step(self, batch: GlobalBatch) -> Stepped:
+        """Train on one global batch, its rows in order. R-TRAIN-7."""
         settings, schedule = self.settings, self.settings.schedule
         learning_rate = schedule.learning_rate_at(self.steps)
         weight_decay = schedule.weight_decay_at(self.steps)
@@ -143,15 +157,24 @@ class Trainer:
         self.steps += 1
         return Stepped(
             loss=objective.reported,
+            mtp_losses=objective.depths,
+            balancing_loss=objective.balancing_loss,
             gradient_norm=norm,
             learning_rate=learning_rate,
             weight_decay=weight_decay,
             router_gap=objective.router_gap,
         )
 
-    def train(self, batches: Iterable[Batch]) -> list[Stepped]:
+    def train(self, batches: Iterable[GlobalBatch]) -> list[Stepped]:
         """One step for each global batch."""
         return [self.step(batch) for batch in batches]
+
+    def validate(self, batches: Sequence[GlobalBatch]) -> float:
+        """The loss of a validation over some global batches: all trained tokens' losses over their number (R-LOSS-7)."""
+        rows = [row for batch in batches for row in rows_of(batch)]
+        with torch.no_grad():
+            losses = [self.model.losses(row.input_ids, row.target_ids, row.boundaries).tokens[0] for row in rows]
+        return float(training_loss([losses], [[row.mask for row in rows]]))
 
 
 def decays(name: str, weight: Tensor) -> bool:
@@ -170,29 +193,61 @@ def clip(gradients: Mapping[str, Tensor], norm: float, most: float) -> dict[str,
     return {name: gradient * factor if factor < 1.0 else gradient for name, gradient in gradients.items()}
 
 
-def global_objective(model: Model, batch: Batch, settings: Settings) -> Objective:
-    """What a step's gradient is the gradient of: token losses of all rows and depths, each times its weight. R-TRAIN-8."""
-    count, depths = len(batch.sample_mask), model.shape.mtp_num_layers
-    boundaries = [
-        batch.packed_cu_seqlens[row, :entries].tolist()
-        for row, entries in enumerate(batch.packed_cu_seqlens_lengths.tolist())
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TrainedRow:
+    """A row as a step reads it."""
+
+    input_ids: Tensor
+    """[P]."""
+    target_ids: Tensor
+    """[P]."""
+    mask: Tensor
+    """[P] float32: the token mask times the row's weight."""
+    boundaries: list[int]
+    """From 0 to P."""
+
+
+def rows_of(batch: GlobalBatch) -> list[TrainedRow]:
+    """The rows of a global batch, in order."""
+    return [
+        TrainedRow(
+            input_ids=part.input_ids[row],
+            target_ids=part.target_ids[row],
+            mask=part.token_mask[row] * part.sample_mask[row],
+            boundaries=part.packed_cu_seqlens[row, :entries].tolist(),
+        )
+        for part in (batch if isinstance(batch, Sequence) else [batch])
+        for row, entries in enumerate(part.packed_cu_seqlens_lengths.tolist())
     ]
-    masks = [
-        [shift(batch.token_mask[row] * batch.sample_mask[row], boundaries[row], depth) for depth in range(depths + 1)]
-        for row in range(count)
-    ]
-    shares = _Shares(settings, boundaries, masks)
-    weights = shares.weights(torch.tensor(valid_tokens(batch.token_mask, batch.sample_mask)))
+
+
+def global_objective(model: Model, batch: GlobalBatch, settings: Settings) -> Objective:
+    """What a step's gradient is the gradient of: token losses of all rows and depths, each times its weight, and the balancing losses. R-TRAIN-8."""
+    rows, depths = rows_of(batch), model.shape.mtp_num_layers
+    masks = [[shift(row.mask, row.boundaries, depth) for depth in range(depths + 1)] for row in rows]
+    shares = _Shares(settings, [row.boundaries for row in rows], masks)
+    valid = torch.tensor(sum(float(row.mask.sum()) for row in rows))
+    weights = shares.weights(valid)
     value, losses, gap = torch.zeros((), dtype=torch.float64), [], float("inf")
-    for row in range(count):
-        found = model.losses(batch.input_ids[row], batch.target_ids[row], boundaries[row])
+    balancing = 0.0
+    for row, given in enumerate(rows):
+        found = model.losses(given.input_ids, given.target_ids, given.boundaries)
         gap = min(gap, found.router_gap)
-        losses.append(found.tokens[0].detach())
+        losses.append([of_tokens.detach() for of_tokens in found.tokens])
         for depth, of_tokens in enumerate(found.tokens):
             for owned, weight in zip(shares.owned[row], weights[row], strict=True):
                 value = value + (of_tokens[owned].double() * weight[depth]).sum()
-    reported = training_loss([losses], [[of_depths[0] for of_depths in masks]])
-    return Objective(value=value, reported=float(reported), router_gap=gap)
+        for balance in found.auxiliary:  # R-MODEL-7: times the row's tokens, and divided as a token's loss is
+            value = value + balance.double() * len(given.input_ids) / torch.clamp(valid, min=1)
+            balancing += float(balance.detach()) / model.shape.moe_aux_loss_coeff / len(found.auxiliary) / len(rows)
+    reported = training_loss([[each[0] for each in losses]], [[of_depths[0] for of_depths in masks]])
+    return Objective(
+        value=value,
+        reported=float(reported),
+        depths=shares.reported(losses),
+        balancing_loss=balancing,
+        router_gap=gap,
+    )
 
 
 @dataclass(eq=False)
@@ -210,18 +265,39 @@ class _Shares:
         context = self.settings.context_parallel_size
         self.owned = [[owned_positions(each, rank, context) for rank in range(context)] for each in self.boundaries]
 
+    @property
+    def ranks(self) -> list[tuple[list[int], int]]:
+        """The rows and the cp rank of each rank of dp x cp, cp fastest."""
+        data, context = self.settings.data_parallel_size, self.settings.context_parallel_size
+        dealt = [rows_of_rank(range(len(self.masks)), rank, data) for rank in range(data)]
+        return list(itertools.product(dealt, range(context)))
+
+    def held(self, whole: list[list[Tensor]]) -> list[list[list[Tensor]]]:
+        """What each rank owns of [row][depth] [P], as [rank][microbatch][depth]."""
+        return [[[each[self.owned[row][cp]] for each in whole[row]] for row in rows] for rows, cp in self.ranks]
+
+    def reported(self, losses: list[list[Tensor]]) -> tuple[float, ...]:
+        """What is reported of each depth, from the token losses [row][depth] [P]. R-LOSS-10; with weights by rows each row is one share."""
+        if self.settings.mtp_weights == "rows":
+            of_ranks = [rows for rows, cp in self.ranks if cp == 0]
+            held, masks = ([[whole[row] for row in rows] for rows in of_ranks] for whole in (losses, self.masks))
+        else:
+            held, masks = self.held(losses), self.held(self.masks)
+        depths = range(1, len(self.masks[0]))
+        if not depths:
+            return ()
+        of_depths = [[[[each[depth] for each in rank] for rank in side] for depth in depths] for side in (held, masks)]
+        return tuple(multi_token_losses(*of_depths).tolist())
+
     def weights(self, valid: Tensor) -> list[list[list[Tensor]]]:
         """Weights of the tokens of [row][cp rank][depth], [n] float64. R-LOSS-2 to R-LOSS-6."""
-        settings = self.settings
-        data, context = settings.data_parallel_size, settings.context_parallel_size
-        dealt = [rows_of_rank(range(len(self.masks)), rank, data) for rank in range(data)]
-        ranks = list(itertools.product(dealt, range(context)))  # cp fastest
-        held = [[[mask[self.owned[row][cp]] for mask in self.masks[row]] for row in rows] for rows, cp in ranks]
-        main = token_weights(
-            settings.normalization,
-            [[of_depths[0] for of_depths in rank] for rank in held],
-            context_parallel_size=context,
-            valid_tokens=valid,
+        settings, context = self.settings, self.settings.context_parallel_size
+        held, ranks = self.held(self.masks), self.ranks
+        of_tokens = [[of_depths[0] for of_depths in rank] for rank in held]
+        main = (
+            online_weights(of_tokens, valid)
+            if settings.is_online
+            else token_weights(settings.normalization, of_tokens, context_parallel_size=context, valid_tokens=valid)
         )
         deeper = [[[] for _ in rank] for rank in held] if len(self.masks[0]) == 1 else self._deeper(held, valid)
         found: list[list[list[Tensor]]] = [[[] for _ in range(context)] for _ in self.masks]

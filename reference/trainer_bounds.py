@@ -10,10 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from reference.batches import Batch
 from reference.model import EXACT, FLOAT32, Model, Rounding, Shape
 from reference.model_bounds import NOISY_RUNS, UNIT
-from reference.trainer import Settings, Stepped, Trainer
+from reference.trainer import GlobalBatch, Settings, Stepped, Trainer, rows_of
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -27,65 +26,128 @@ class Trained:
     """The norm of what each weight has changed by."""
     loss_bounds: list[float]
     """For each step, of the reported loss."""
+    depth_bounds: list[tuple[float, ...]]
+    """For each step, of what is reported of each depth."""
+    balancing_bounds: list[float]
+    """For each step, of the routers' balancing loss."""
     norm_bounds: list[float]
     """For each step, of the gradient's norm."""
     weight_bounds: dict[str, float]
     """For each weight, of the norm of the difference."""
     router_gap: float
     """The least of all runs (R-MODEL-6)."""
+    validations: dict[int, float]
+    """By the number of steps taken before, the losses of validations."""
+    validation_bounds: dict[int, float]
+    """Of them."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Run:
+    """What one run gives."""
+
+    steps: list[Stepped]
+    validations: dict[int, float]
+    weights: dict[str, Tensor]
 
 
 def train(
     shape: Shape,
     named: Mapping[str, Tensor],
     settings: Settings,
-    batches: Sequence[Batch],
+    batches: Sequence[GlobalBatch],
     *,
     dtype: torch.dtype = torch.float64,
+    validations: Mapping[int, Sequence[GlobalBatch]] | None = None,
 ) -> Trained:
     """Train in `dtype`, float64 or float32, on one global batch a step, with the bounds of R-TRAIN-9.
 
-    Raises ValueError for another dtype.
+    `validations` are the global batches of those that come after so many steps. Raises ValueError for another dtype.
     """
     if dtype not in (torch.float64, torch.float32):
         raise ValueError(f"bounds are taken between float32 and float64, not in {dtype}")
     start = {name: tensor.to(dtype) for name, tensor in named.items()}
 
-    def run(rounding: Rounding, weights: Mapping[str, Tensor]) -> tuple[list[Stepped], dict[str, Tensor]]:
+    def run(rounding: Rounding, weights: Mapping[str, Tensor]) -> _Run:
         trainer = Trainer(Model.from_tensors(shape, weights, rounding=rounding), settings)
-        steps = trainer.train(batches)
-        return steps, trainer.weights()
+        steps, found = [], {}
+        for number in range(len(batches) + 1):
+            if validations and number in validations:
+                found[number] = trainer.validate(validations[number])
+            if number < len(batches):
+                steps.append(trainer.step(batches[number]))
+        return _Run(steps=steps, validations=found, weights=trainer.weights())
 
-    exact_steps, exact = run(EXACT, {name: tensor.double() for name, tensor in start.items()})
-    steps, weights = run(FLOAT32, start)
-    runs = [(steps, weights)]
+    exact = run(EXACT, {name: tensor.double() for name, tensor in start.items()})
+    rounded = run(FLOAT32, start)
+    runs = [rounded]
     for seed in range(NOISY_RUNS):
         noise = torch.Generator().manual_seed(seed)
         moved = start if dtype == torch.float64 else {name: _moved(each, noise) for name, each in start.items()}
         runs.append(run(Rounding(float32=True, noise=noise), moved))
-    change = {name: float((weights[name] - start[name]).double().norm()) for name in weights}
-    trained = max(float(batch.token_mask.sum()) for batch in batches)
+    return _bounded(
+        start, exact, runs, trained=max(_trained(batch) for batch in batches), validations=validations or {}
+    )
+
+
+def _bounded(
+    start: Mapping[str, Tensor],
+    exact: _Run,
+    runs: Sequence[_Run],
+    *,
+    trained: float,
+    validations: Mapping[int, Sequence[GlobalBatch]],
+) -> Trained:
+    """The first of `runs`, with the bounds that all of them give; `trained` are the most tokens that a step adds up."""
+    rounded = runs[0]
+    change = {name: float((each - start[name]).double().norm()) for name, each in rounded.weights.items()}
+
+    def of_loss(found: float, others: Sequence[float], tokens: float) -> float:
+        return 3 * max(abs(other - found) for other in others) + (3 + tokens) * UNIT * found
+
     return Trained(
-        steps=steps,
-        weights=weights,
+        steps=rounded.steps,
+        weights=rounded.weights,
         moved=change,
         loss_bounds=[
-            3 * max(abs(other[place].loss - each.loss) for other, _ in runs) + (3 + trained) * UNIT * each.loss
-            for place, each in enumerate(exact_steps)
+            of_loss(each.loss, [other.steps[place].loss for other in runs], trained)
+            for place, each in enumerate(exact.steps)
+        ],
+        depth_bounds=[
+            tuple(
+                of_loss(loss, [other.steps[place].mtp_losses[depth] for other in runs], trained)
+                for depth, loss in enumerate(each.mtp_losses)
+            )
+            for place, each in enumerate(exact.steps)
+        ],
+        balancing_bounds=[
+            of_loss(each.balancing_loss, [other.steps[place].balancing_loss for other in runs], trained)
+            for place, each in enumerate(exact.steps)
         ],
         norm_bounds=[
-            3 * max(abs(other[place].gradient_norm - each.gradient_norm) for other, _ in runs)
+            3 * max(abs(other.steps[place].gradient_norm - each.gradient_norm) for other in runs)
             + 7 * UNIT * each.gradient_norm
-            for place, each in enumerate(exact_steps)
+            for place, each in enumerate(exact.steps)
         ],
         weight_bounds={
-            name: 3 * max(float((other[name].double() - each).norm()) for _, other in runs)
+            name: 3 * max(float((other.weights[name].double() - each).norm()) for other in runs)
             + 3 * UNIT * change[name]
-            + len(steps) * 2.0**-50 * float(each.norm())
-            for name, each in exact.items()
+            + len(exact.steps) * 2.0**-50 * float(each.norm())
+            for name, each in exact.weights.items()
         },
-        router_gap=min(step.router_gap for taken, _ in [(exact_steps, exact), *runs] for step in taken),
+        router_gap=min(step.router_gap for each in (exact, *runs) for step in each.steps),
+        validations=rounded.validations,
+        validation_bounds={
+            number: of_loss(
+                loss, [other.validations[number] for other in runs], sum(map(_trained, validations[number]))
+            )
+            for number, loss in exact.validations.items()
+        },
     )
+
+
+def _trained(batch: GlobalBatch) -> float:
+    return sum(float(row.mask.sum()) for row in rows_of(batch))
 
 
 def _moved(tensor: Tensor, noise: torch.Generator) -> Tensor:

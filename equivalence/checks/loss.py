@@ -28,8 +28,10 @@ from equivalence.checks.schedule import (
 )
 from equivalence.compare import Difference
 from equivalence.generators.online import LossCase
+from equivalence.models import known
 from production import loss as production
 from production.context_parallel import gather
+from production.training.metrics import Group, StepMetrics, Timing
 from reference import context_parallel, multi_token
 from reference import loss as reference
 
@@ -202,32 +204,41 @@ def _multi_token_weights(case: LossCase, valid: torch.Tensor, *, rows: bool) -> 
 
 
 def _reports(case: LossCase, valid: torch.Tensor) -> list[Finding]:
-    """Reported numbers: production's of each rank's microbatches, added up over ranks as an all-reduce does."""
+    """The number that the training job reports, of a step and of a validation, from all ranks' microbatches one after the other.
+
+    Between ranks the job's messages are held by training steps and runs (`models`, `trainer`, `whole_run`).
+    """
     settings = loss_settings(case, case.normalization)
-    reports = [
-        [
-            production.direct_loss(losses[None], target_mask=mask[None], settings=settings, global_valid_tokens=valid)[
-                -1
-            ][production.REPORT]
-            for losses, mask in zip(of_losses, of_masks, strict=True)
+    step, validation = StepMetrics(group=Group()), StepMetrics(group=Group())
+    pairs = [
+        production.direct_loss(losses[None], target_mask=mask[None], settings=settings, global_valid_tokens=valid)[-1][
+            production.REPORT
         ]
-        for of_losses, of_masks in zip(case.losses, case.masks, strict=True)
+        for losses, mask in zip(itertools.chain(*case.losses), itertools.chain(*case.masks), strict=True)
     ]
-    together = list(itertools.chain(*reports))
-    ranks = [production.validation_loss(of_rank) for of_rank in reports]
+    for pair in pairs:
+        step.add_loss(pair[0], pair[1])
+        validation.add_loss(pair[0], pair[1])
+    timing = Timing(step_seconds=1.0, own_seconds=1.0, data_wait_seconds=0.0)
+    step.end_step(step=1, learning_rate=0.0, gradient_norm=None, consumed_samples=0, timing=timing)
+    (numbers,) = step.report()
+    ours = {"training": numbers.loss, "validation": validation.report_losses().loss}
+    ours |= dict.fromkeys(("direct", "online"), numbers.loss)  # R-LOSS-9: but for rounding the same
+    training = reference.training_loss(case.losses, case.masks)
     theirs = {
-        "training": reference.training_loss(case.losses, case.masks),
-        "validation": reference.validation_loss(case.losses, case.masks),
+        "training": training,
+        "validation": training,
         "direct": reference.valid_tokens_loss(case.losses, case.masks, valid, online=False),
         "online": reference.valid_tokens_loss(case.losses, case.masks, valid, online=True),
     }
-    ours = {
-        "training": production.training_loss(together),
-        "validation": torch.stack(ranks).sum() / len(ranks),
-        "direct": production.reported_valid_tokens_loss(together, valid, online=False),
-        "online": production.reported_valid_tokens_loss(together, valid, online=True),
-    }
-    return _close("reported", theirs, ours, dtype=together[0].dtype, terms=len(together))
+    found = {name: torch.tensor(known(value)) for name, value in ours.items()}
+    findings = _close("reported", theirs, found, dtype=torch.float32, terms=len(pairs))
+    if numbers.all_masked != (float(valid) == 0):
+        wrong = Difference(
+            tensor="all masked", position=None, left=float(valid) == 0, right=numbers.all_masked, klass="other"
+        )
+        findings.append(Finding(left="reference", right="production", differences=[wrong]))
+    return findings
 
 
 def _close(

@@ -6,6 +6,7 @@ bring them. Megatron-LM's own data path is held to the bit: it runs the same mod
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
@@ -50,8 +51,7 @@ def compare_outcomes(
                 differences += bits(f"{depth} token losses", a, b)
         for name, x, y in paired(f"{where} microbatch", one.reports, other.reports, differences):
             differences += bits(f"{name} reported", x, y)
-        if one.mtp_losses is not None and other.mtp_losses is not None:
-            differences += bits(f"{where} reported of each depth", one.mtp_losses, other.mtp_losses)
+        differences += _reported_alike(where, one, other)
         sides = [{(part.name, part.part): part.values for part in side.gradients} for side in (one, other)]
         for name, part in sorted(sides[0].keys() ^ sides[1].keys()):
             has = [f"has {part}" if (name, part) in side else None for side in sides]
@@ -114,19 +114,32 @@ def _token_losses(expected: Expected, outcomes: Sequence[RankOutcome]) -> list[D
 
 
 def _reports(expected: Expected, outcomes: Sequence[RankOutcome]) -> list[Difference]:
-    last = [each for each in outcomes if each.place.is_last_stage and each.place.tensor_rank == 0]
-    total = torch.stack([report for each in last for report in each.reports]).sum(dim=0)
-    reported = total[0] / total[1].clamp(min=1)
     # A mean of token losses is no further off than the worst of them, and float32 sums of n terms round n times.
     bound = expected.token_bound + expected.valid_tokens * 2.0**-24 * max(expected.reported, 1.0)
-    differences = near("reported loss", torch.tensor(expected.reported).double(), reported.double(), bound)
+    differences: list[Difference] = []
     for each in outcomes:
+        if each.reported is not None:
+            left, right = (torch.tensor(side, dtype=torch.float64) for side in (expected.reported, each.reported))
+            differences += near(f"rank {each.place.rank} reported loss", left, right, bound)
         if each.valid_tokens != expected.valid_tokens:
             name = f"rank {each.place.rank} valid tokens"
             differences += [difference(name, None, expected.valid_tokens, each.valid_tokens)]
         if each.mtp_losses is not None:
             name = f"rank {each.place.rank} reported of each depth"
             differences += near(name, expected.mtp_reported.double(), each.mtp_losses.double(), bound)
+    return differences
+
+
+def _reported_alike(where: str, one: RankOutcome, other: RankOutcome) -> list[Difference]:
+    """What both report on a rank, to the bit; where nothing is trained Megatron-LM reports NaN and production 0 (R-LOSS-7)."""
+    differences: list[Difference] = []
+    if one.mtp_losses is not None and other.mtp_losses is not None:
+        differences += bits(f"{where} reported of each depth", one.mtp_losses, other.mtp_losses)
+    if one.reported is not None and other.reported is not None:
+        trains = one.valid_tokens > 0
+        left, right = (0.0 if not trains and math.isnan(side) else side for side in (one.reported, other.reported))
+        if left != right:
+            differences.append(difference(f"{where} reported loss", None, left, right))
     return differences
 
 

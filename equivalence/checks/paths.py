@@ -153,6 +153,8 @@ def _reports(
         pairs = list(paired(f"{where} microbatch", one.reports, other.reports, differences))
         if one.mtp_losses is not None and other.mtp_losses is not None:
             pairs.append((f"{where} depths", one.mtp_losses, other.mtp_losses))
+        if one.reported is not None and other.reported is not None:
+            pairs.append((f"{where} step", torch.tensor(one.reported), torch.tensor(other.reported)))
         for name, a, b in pairs:
             if case.shape.experts:
                 # A sum is off by at most what each of its tokens is; a depth's mean by less.

@@ -15,7 +15,7 @@ import torch
 from equivalence.checks.context_parallel import rotary_index
 from equivalence.checks.pairs import Side, compare_sides
 from equivalence.checks.result import CheckResult, Finding
-from equivalence.checks.rows import covers
+from equivalence.checks.rows import build, covers
 from equivalence.compare import compare_rows
 from equivalence.recorded.outcomes import Packing, Partition, RecordedBatch, RecordedRow
 from equivalence.subjects.protocol import Refusal, Row, Subject
@@ -103,8 +103,12 @@ def check_recorded_row(recorded: RecordedRow, subjects: Sequence[Subject]) -> Ch
         if not covers(subject, case.settings):
             continue
         began = time.perf_counter()
-        row = found[subject.name] = subject.build_row(case.messages, tokenizer, case.settings)
+        row = build(subject, case.messages, tokenizer, case.settings)
         seconds[subject.name] = time.perf_counter() - began
+        if isinstance(row, Finding):
+            findings.append(row)
+            continue
+        found[subject.name] = row
         # The recorded code counted nothing, so reports are not compared.
         if differences := compare_rows(_expected(recorded, row), dataclasses.replace(row, report=None)):
             findings.append(Finding(left=RECORDED, right=subject.name, differences=differences))

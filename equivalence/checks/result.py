@@ -23,7 +23,7 @@ class CheckResult:
     """One check of one case."""
 
     check: str
-    """`rows`, `batches`, `divergences` or `files`."""
+    """One of `equivalence.registry.CHECKS`."""
     findings: list[Finding] = field(default_factory=list)
     """Empty if all sides are equal."""
     refused: str | None = None
@@ -32,6 +32,10 @@ class CheckResult:
     """Time in each subject."""
     rows: dict[str, Row] = field(default_factory=dict)
     """Each subject's row, for checks that go on from it."""
+    sides: int = 2
+    """How many were compared, a prediction among them; fewer than two compare nothing."""
+    left_out: tuple[str, ...] = ()
+    """Subjects that do not take these settings."""
     fired: dict[str, int] = field(default_factory=dict)
     """Divergences that showed in this case, by `field: permissive/strict`."""
 

@@ -13,7 +13,9 @@ from equivalence.checks.models import bits, difference, near, result
 from equivalence.checks.result import CheckResult
 from equivalence.compare import Difference
 from equivalence.expected_steps import TIE, reference_shape
+from equivalence.models import known
 from equivalence.training import TrainingCase, TrainingOutcome
+from production.training.step_numbers import StepNumbers
 from reference.trainer_bounds import Trained
 from reference.trainer_bounds import train as train_reference
 
@@ -44,9 +46,6 @@ def check_trainer(case: TrainingCase, outcomes: Sequence[TrainingOutcome], expec
     if expected.router_gap <= TIES[case.precision]:
         return CheckResult(check="trainer", refused=ROUTER_TIE)
     differences: list[Difference] = []
-    losses = _reported(outcomes)
-    for step, each in enumerate(expected.steps):
-        differences += _near(f"loss of step {step}", each.loss, float(losses[step]), expected.loss_bounds[step])
     for outcome in outcomes:
         differences += _numbers(outcome, expected)
     ours, theirs = expected.weights, whole_weights(outcomes)
@@ -54,7 +53,7 @@ def check_trainer(case: TrainingCase, outcomes: Sequence[TrainingOutcome], expec
         sides = [f"a weight {name}" if name in side else None for side in (ours, theirs)]
         differences.append(difference(f"weight {name}", None, *sides))
     for name in sorted(ours.keys() & theirs.keys()):
-        differences += _weight(name, ours[name], theirs[name], expected.weight_bounds[name])
+        differences += near_in_norm(name, ours[name], theirs[name], expected.weight_bounds[name])
     return result("trainer", "reference", "production", differences)
 
 
@@ -73,24 +72,28 @@ def check_distributed(
             *bits("losses", _reported(plain), _reported(distributed)),
             *_weights_to_the_bit(whole_weights(plain), whole_weights(distributed)),
         ]
-        bounds = [8 * UNIT * norm for norm in plain[0].gradient_norms]  # the one sum of many parts, in another order
+        bounds = [8 * UNIT * _norm(each) for each in plain[0].numbers]  # the one sum of many parts, in another order
     else:
         assert expected is not None
         if expected.router_gap <= TIES[case.precision]:
             return CheckResult(check="distributed_optimizer", refused=ROUTER_TIE)
         differences, bounds = [], expected.norm_bounds
-        for step, (one, other) in enumerate(zip(_reported(plain), _reported(distributed), strict=True)):
-            differences += _near(f"loss of step {step}", float(one), float(other), expected.loss_bounds[step])
+        for step, pair in enumerate(zip(_reported(plain), _reported(distributed), strict=True)):
+            bounds_of = (expected.loss_bounds[step], *expected.depth_bounds[step])
+            for depth, (one_loss, other_loss) in enumerate(zip(*pair, strict=True)):
+                name = f"loss of step {step}" if depth == 0 else f"loss of depth {depth} of step {step}"
+                differences += _near(name, float(one_loss), float(other_loss), bounds_of[depth])
         left, right = whole_weights(plain), whole_weights(distributed)
         for name in sorted(left):
-            differences += _weight(name, left[name], right[name], expected.weight_bounds[name])
+            differences += near_in_norm(name, left[name], right[name], expected.weight_bounds[name])
     for one, other in zip(plain, distributed, strict=True):
         for step, bound in enumerate(bounds):
             name = f"rank {one.place.rank} gradient norm of step {step}"
-            differences += _near(name, one.gradient_norms[step], other.gradient_norms[step], bound)
-        if one.learning_rates != other.learning_rates:
+            differences += _near(name, _norm(one.numbers[step]), _norm(other.numbers[step]), bound)
+        left_rates, right_rates = ([each.learning_rate for each in side.numbers] for side in (one, other))
+        if left_rates != right_rates:
             name = f"rank {one.place.rank} learning rates"
-            differences.append(difference(name, None, str(one.learning_rates), str(other.learning_rates)))
+            differences.append(difference(name, None, str(left_rates), str(right_rates)))
     return result("distributed_optimizer", "plain", "distributed", differences)
 
 
@@ -115,20 +118,32 @@ def whole_weights(outcomes: Sequence[TrainingOutcome]) -> dict[str, torch.Tensor
 
 
 def _reported(outcomes: Sequence[TrainingOutcome]) -> torch.Tensor:
-    """The loss of each step, from the sums of the ranks that have one."""
-    last = [each for each in outcomes if each.place.is_last_stage and each.place.tensor_rank == 0]
-    totals = torch.stack([torch.stack(each.reports) for each in last]).double().sum(dim=0)
-    return totals[:, 0] / totals[:, 1].clamp(min=1)
+    """The losses of each step and depth [steps, 1 + D] float64, as every rank reports them."""
+    numbers = outcomes[0].numbers
+    return torch.tensor([[known(each.loss), *map(known, each.mtp_losses)] for each in numbers], dtype=torch.float64)
+
+
+def _norm(numbers: StepNumbers) -> float:
+    return float(numbers.gradient_norm or 0.0)
 
 
 def _numbers(outcome: TrainingOutcome, expected: Trained) -> list[Difference]:
     where, differences = f"rank {outcome.place.rank}", []
-    for step, each in enumerate(expected.steps):
+    if len(outcome.numbers) != len(expected.steps):
+        return [difference(f"{where} reported steps", None, len(expected.steps), len(outcome.numbers))]
+    for step, (each, found) in enumerate(zip(expected.steps, outcome.numbers, strict=True)):
+        name = f"{where} loss of step {step}"
+        differences += _near(name, each.loss, known(found.loss), expected.loss_bounds[step])
+        if len(each.mtp_losses) != len(found.mtp_losses):
+            differences.append(difference(f"{where} depths", None, len(each.mtp_losses), len(found.mtp_losses)))
+        for depth, pair in enumerate(zip(each.mtp_losses, found.mtp_losses, strict=False), 1):
+            name = f"{where} loss of depth {depth} of step {step}"
+            differences += _near(name, pair[0], known(pair[1]), expected.depth_bounds[step][depth - 1])
         name = f"{where} gradient norm of step {step}"
-        differences += _near(name, each.gradient_norm, outcome.gradient_norms[step], expected.norm_bounds[step])
-        if outcome.learning_rates[step] != each.learning_rate:
+        differences += _near(name, each.gradient_norm, _norm(found), expected.norm_bounds[step])
+        if found.learning_rate != each.learning_rate:
             name = f"{where} learning rate of step {step}"
-            differences.append(difference(name, None, each.learning_rate, outcome.learning_rates[step]))
+            differences.append(difference(name, None, each.learning_rate, found.learning_rate))
         wrong = set(outcome.weight_decays[step]) - {0.0, each.weight_decay}
         if wrong:
             name = f"{where} weight decay of step {step}"
@@ -140,7 +155,7 @@ def _near(name: str, left: float, right: float, bound: float) -> list[Difference
     return near(name, torch.tensor(left, dtype=torch.float64), torch.tensor(right, dtype=torch.float64), bound)
 
 
-def _weight(name: str, left: torch.Tensor, right: torch.Tensor, bound: float) -> list[Difference]:
+def near_in_norm(name: str, left: torch.Tensor, right: torch.Tensor, bound: float) -> list[Difference]:
     """Both within `bound` of each other in norm."""
     if left.shape != right.shape or left.dtype != right.dtype:
         sides = [f"{side.dtype} {tuple(side.shape)}" for side in (left, right)]

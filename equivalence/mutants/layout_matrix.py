@@ -13,18 +13,20 @@ from contextlib import closing
 from multiprocessing import get_context
 from typing import Any
 
+from equivalence.blame import RAISED
 from equivalence.checks.result import CheckResult
 from equivalence.errors import SuiteError
 from equivalence.mutants import layouts as faults
 from equivalence.mutants.layout_mutant import LayoutMutant
 from equivalence.mutants.layouts import LAYOUT_MUTANTS
 from equivalence.mutants.matrix import Kills
+from equivalence.mutants.run_faults import WHOLE_RUN
 from equivalence.plan import LAYOUT_CHECKS, SIZES, layout_jobs
-from equivalence.search import last_line
+from equivalence.search import CouldNotRun
 from equivalence.tally import MODEL_CHECKS
 
-CHECKS_OF_LAYOUTS = (*LAYOUT_CHECKS, *MODEL_CHECKS)
-"""The checks of a run that a fault of the layout kind can show in. Runs of many steps are not asked: one takes as long as all faults together."""
+CHECKS_OF_LAYOUTS = (*LAYOUT_CHECKS, *MODEL_CHECKS, WHOLE_RUN)
+"""The checks of a run that a fault of the layout kind can show in. Runs of twenty steps are not asked: one takes as long as all faults together."""
 _STEPS = "steps"
 """The checks of training steps, which a case asks together."""
 _DRAWN_FOR = {"leaks": "leaks", "paths": "paths"}
@@ -49,12 +51,15 @@ def layout_kill_matrix(
 def preload() -> None:
     """Import what the faults are put into, and what worlds need, before any process is forked."""
     importlib.import_module("equivalence.model_jobs").preload_models()
+    importlib.import_module("equivalence.whole_run_jobs").preload_whole_runs()
     importlib.import_module("equivalence.layouts")
 
 
 def _kills(name: str, seed: int, first_only: bool) -> Kills:  # noqa: FBT001 - mapped over
     mutant = faults.find(name)
     found: dict[str, int | None] = dict.fromkeys(CHECKS_OF_LAYOUTS)
+    if mutant.first == WHOLE_RUN:  # nothing less begins, reports and resumes
+        return Kills(mutant=name, story=mutant.story, found=found | {WHOLE_RUN: _in_whole_run(mutant, seed)})
     # What is wrong between ranks cannot show in data.
     draws = () if mutant.first in MODEL_CHECKS else sorted(LAYOUT_CHECKS, key=lambda check: check != mutant.first)
     for check in (*draws, _STEPS):
@@ -77,11 +82,20 @@ def _in_draws(mutant: LayoutMutant, check: str, seed: int) -> int:
             # Another check than its own is asked in a sixth of the draws, so that the whole matrix takes minutes.
             plain = job.plain if check == mutant.first else job.plain // 6
             drawn = list(draw_layouts(check, number=job.seed, examples=job.examples, plain=plain, shrink=False))
-        except Exception as error:  # production refuses to go on: a run ends with it
-            if type(error).__name__ not in mutant.raises:
-                raise SuiteError(f"fault {mutant.name} could not run in {check}: {last_line(error)}") from error
-            return 1
-    return 0 if drawn[-1][0].equal else len(drawn)
+        except CouldNotRun as error:
+            raise SuiteError(f"fault {mutant.name} could not run in {check}: {error}") from error
+    if drawn[-1][0].equal:
+        return 0
+    _expect_no_other_failure(mutant, drawn[-1][0])
+    return len(drawn)
+
+
+def _in_whole_run(mutant: LayoutMutant, seed: int) -> int:
+    """1 where a whole run of four steps shows the fault, else 0."""
+    runs = importlib.import_module("equivalence.whole_run_jobs")
+    result = runs.check_fault(mutant.name, path=mutant.path, layout=mutant.layout, seed=seed)
+    _expect_no_other_failure(mutant, result)
+    return 0 if result.equal else 1
 
 
 def _in_steps(mutant: LayoutMutant, seed: int, *, first_only: bool) -> dict[str, int | None]:
@@ -114,5 +128,7 @@ def _expect_no_other_failure(mutant: LayoutMutant, result: CheckResult) -> None:
     """SuiteError where a rank failed by other means than production's own refusals: then the fault itself is at fault."""
     for each in (difference for finding in result.findings for difference in finding.differences):
         failed = str(each.left).removeprefix("a result, not ")
-        if each.klass == "failed" and failed != each.left and failed not in mutant.raises:
+        if each.klass == RAISED:
+            failed = str(each.right).partition(":")[0]
+        if each.klass in ("failed", RAISED) and failed != each.left and failed not in mutant.raises:
             raise SuiteError(f"fault {mutant.name} could not run: {each.right}")

@@ -30,6 +30,8 @@ class LayoutMutant:
     """The check that is asked first, the cheapest that finds it."""
     layout: Layout = CP2
     """The cheapest layout of the smallest run whose training steps show it, if any do."""
+    path: str = "direct"
+    """Of a fault of whole runs: the path whose run shows it, in `layout`."""
     raises: tuple[str, ...] = ()
     """Exceptions by which production itself may refuse to go on; any other is a failure of this suite."""
 

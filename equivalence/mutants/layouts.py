@@ -13,6 +13,7 @@ from equivalence.mutants.file_faults import FILE_MUTANTS
 from equivalence.mutants.layout_mutant import LayoutMutant
 from equivalence.mutants.loss_faults import LOSS_MUTANTS
 from equivalence.mutants.rank_faults import RANK_MUTANTS
+from equivalence.mutants.run_faults import RUN_MUTANTS
 from production.parallel import Sizes
 
 LAYOUT_MUTANTS: tuple[LayoutMutant, ...] = (
@@ -22,6 +23,7 @@ LAYOUT_MUTANTS: tuple[LayoutMutant, ...] = (
     *RANK_MUTANTS,
     *FEED_MUTANTS,
     *FILE_MUTANTS,
+    *RUN_MUTANTS,
 )
 """Each fault that has happened, or that a reader of SPEC could make."""
 
@@ -37,6 +39,14 @@ def find(name: str) -> LayoutMutant:
 def entered(name: str) -> Callable[[Sizes], tuple[str, Any]]:
     """What `layout_runs.run_layout` takes as `entered`, for worlds whose ranks all have the fault."""
     return lambda sizes: ("equivalence.mutants.layouts:enter", (name, sizes))
+
+
+@contextmanager
+def enter_alone(name: str, worker: Any) -> Iterator[None]:
+    """What each rank of a whole run enters: the fault; the job lays its ranks out itself."""
+    del worker
+    with find(name).entered():
+        yield
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import distributed
 
+from equivalence.mutants.deal_faults import DP2
 from equivalence.mutants.layout_mutant import CP4, LayoutMutant
 
 
@@ -30,14 +31,26 @@ def _unclamped(sound: Any) -> Any:
 
 
 def _as_validation(sound: Any) -> Any:
+    def summed(self: Any, pairs: Any, shape: tuple[int, ...]) -> torch.Tensor:
+        total: torch.Tensor = sound(self, pairs, shape)
+        if shape != (2,):
+            return total
+        each = torch.stack(list(pairs))
+        return torch.stack([(each[:, 0] / each[:, 1].clamp(min=1)).mean() * total[1], total[1]])
+
+    return summed
+
+
+def _without_their_number(sound: Any) -> Any:
+    def add_multi_token(self: Any, loss_sums: torch.Tensor, mask_sums: torch.Tensor, *more: Any) -> None:
+        sound(self, loss_sums, torch.ones_like(mask_sums), *more)
+
+    return add_multi_token
+
+
+def _of_this_rank(sound: Any) -> Any:
     del sound
-
-    def training_loss(reports: Any, *, group: Any = None) -> torch.Tensor:
-        del group
-        each = torch.stack(list(reports))
-        return (each[:, 0] / each[:, 1].clamp(min=1)).mean()
-
-    return training_loss
+    return lambda _self, payload: payload
 
 
 def _share_only(sound: Any) -> Any:
@@ -130,9 +143,25 @@ LOSS_MUTANTS = (
     LayoutMutant(
         name="reported_as_validation",
         story="the reported loss is a mean of means, which a short microbatch weighs as much in as a long one",
-        target="production.loss:training_loss",
+        target="production.training.metrics:StepMetrics._summed",
         wrong=_as_validation,
         first="loss",
+    ),
+    LayoutMutant(
+        name="depths_reported_without_microbatches",
+        story="a depth's reported loss is the sum over microbatches, not their mean",
+        target="production.training.metrics:StepMetrics.add_multi_token",
+        wrong=_without_their_number,
+        first="models",
+        layout=DP2,
+    ),
+    LayoutMutant(
+        name="reported_by_one_rank",
+        story="the reported loss is that of a rank's own tokens",
+        target="production.training.metrics:StepMetrics._reduced",
+        wrong=_of_this_rank,
+        first="models",
+        layout=DP2,
     ),
     LayoutMutant(
         name="mtp_scale_missing",
@@ -200,4 +229,4 @@ LOSS_MUTANTS = (
         layout=CP4,
     ),
 )
-"""Each is seen on data alone, but for the last two, which need ranks."""
+"""Each is seen on data alone, but for those that name a check of training steps, which need ranks."""

@@ -12,12 +12,15 @@ from multiprocessing import get_context
 from pathlib import Path
 
 from equivalence import jobs
+from equivalence.blame import RAISED
 from equivalence.corpus import store
 from equivalence.generators import tokenizers
 from equivalence.generators.fault_classes import classes
 from equivalence.jobs import Job
 from equivalence.mutants.rows import ROW_MUTANTS, Mutant
-from equivalence.plan import SIZES, corpus_jobs, generated_jobs, sample_jobs
+from equivalence.own_settings import own_settings
+from equivalence.plan import SIZES, corpus_jobs, generated_jobs, own_jobs, sample_jobs
+from equivalence.restriction import EVERYTHING
 
 CHECKS = ("corpus", "smallest", "sample", "rows", "batches", "divergences")
 """The checks of a run that a faulty row or batch can show in."""
@@ -81,6 +84,8 @@ def _kills(name: str, sample: tuple[Path, int] | None, seed: int, first_only: bo
             tally = jobs.run(replace(job, shrink=False))
             if tally.errors:
                 raise RuntimeError(f"fault {name} could not run in {job.title}: {tally.errors[0]}")
+            if raised := [each for each in tally.differences if each.first["class"] == RAISED]:
+                raise RuntimeError(f"fault {name} could not run in {job.title}: {raised[0].first['right']}")
             if tally.differences:
                 found[check] = number
                 break
@@ -93,11 +98,13 @@ def _jobs(check: str, subjects: tuple[str, ...], sample: tuple[Path, int] | None
     """The jobs of one check in the smallest run."""
     size = SIZES["tiny"]
     if check == "corpus":
-        yield from corpus_jobs([path for path, _ in store.replay()], subjects)
+        yield from corpus_jobs([path for path, _ in store.replay(kinds=["rows"])], subjects)
     elif check == "smallest":
         yield Job(kind="smallest", subjects=subjects)
     elif check == "sample":
         if sample is not None:
-            yield from sample_jobs(sample[0], sample[1], "nemotron-mini", 2048, size, subjects)
+            own = own_settings(sample[0], pack_length=None, restriction=EVERYTHING)
+            yield from own_jobs(own, "nemotron-mini", subjects)
+            yield from sample_jobs(own, "nemotron-mini", size, subjects)
     else:
         yield from (job for job in generated_jobs(size, seed, subjects) if job.kind == check)

@@ -8,6 +8,7 @@ from typing import Any
 import jinja2
 
 from equivalence.report.summary import alike
+from equivalence.report.terminal import alone_line
 from equivalence.subjects import PROMPT_FORMATS
 
 _HERE = Path(__file__).resolve().parent
@@ -23,6 +24,7 @@ def write_html(summary: dict[str, Any], path: Path) -> None:
         lstrip_blocks=True,
     )
     environment.filters["thousands"] = lambda number: f"{number:,}"
+    environment.filters["alone"] = alone_line
     page = environment.get_template("report.html").render(
         formats=PROMPT_FORMATS,
         groups=_groups(summary),

@@ -11,42 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from equivalence.generators.fault_classes import classes
+from equivalence.registry import CHECKS
 from equivalence.run import Outcome
-from equivalence.subjects import PROMPT_FORMATS
+from equivalence.subjects import BUILT_IN, PROMPT_FORMATS
+from equivalence.tally import Differing
 from equivalence.witnesses import versions
 
 SCHEMA = 1
-WHAT = {
-    "corpus": "saved cases",
-    "files": "file readers",
-    "recorded": "recorded outcomes",
-    "sample": "packed sample",
-    "rows": "generated rows",
-    "batches": "batches",
-    "divergences": "divergences",
-    "context_parallel": "cp cuts",
-    "multi_token": "MTP depths",
-    "packing": "packers",
-    "direct_microbatches": "direct microbatches",
-    "online_microbatches": "online microbatches",
-    "meeting": "direct and online rows",
-    "loss": "losses",
-    "online_loss": "online losses",
-    "cross_entropy": "cross entropies",
-    "order": "data order",
-    "shares": "stride and bins",
-    "guards": "guards of batches",
-    "loader": "batches of the loader",
-    "packed_files": "packed files",
-    "models": "training steps",
-    "third_witness": "steps of Megatron-LM",
-    "invariance": "steps in other layouts",
-    "leaks": "leaks across boundaries",
-    "paths": "direct and online steps",
-    "trainer": "runs of twenty steps",
-    "distributed_optimizer": "distributed optimizer",
-}
-CHECKS = tuple(WHAT)
+WHAT = {check.name: check.title for check in CHECKS.values()}
 
 
 def summarise(outcome: Outcome, command: str) -> dict[str, Any]:
@@ -88,26 +60,66 @@ def summarise(outcome: Outcome, command: str) -> dict[str, Any]:
         "steps": dict(sorted(tally.features.items())),
         "divergences": _by_format(Counter({key: count for key, count in tally.fired.items() if key[1] != "any"})),
         "shown": {name: count for (name, where), count in sorted(tally.fired.items()) if where == "any"},
-        "differences": [
-            {key: value for key, value in dataclasses.asdict(each).items() if key != "case"}
-            for each in tally.differences
-        ],
+        "differences": differences_of(tally.differences),
+        "own_settings": _own(outcome),
+        "left_out": _left_out(outcome),
         "unhit": outcome.unhit,
         "errors": tally.errors,
         "stopped_early": outcome.stopped,
     }
 
 
+def _own(outcome: Outcome) -> dict[str, Any] | None:
+    """How many rows of the file were compared in its own settings; None without a file."""
+    own, tally = outcome.own, outcome.tally
+    if own is None:
+        return None
+    of_own = [key for key in tally.rows if key[0] == "own"]
+    return {
+        "file": str(own.file),
+        "rows": own.rows,
+        "compared": sum(tally.rows[key] for key in of_own),
+        "differing": sum(tally.differing[key] for key in of_own),
+        "refused": sum(tally.refused[key] for key in of_own),
+        "settings": dataclasses.asdict(own.settings),
+        "origins": dict(own.origins),
+        "told": own.told,
+    }
+
+
+def _left_out(outcome: Outcome) -> list[str]:
+    """What was left out, in words: parts of the plan, and cases that a subject does not take."""
+    found = list(dict.fromkeys(outcome.left_out))
+    for (name, check), count in sorted(outcome.tally.left_out.items()):
+        if name not in BUILT_IN:  # of the built-in ones the page says what they are witnesses of
+            found.append(f"{count:,} of {WHAT[check]}: settings that {name} does not take")
+    return found
+
+
 def alike(differences: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
     """Differences of one kind together: the same sides, check, tensor and class. The kinds with most cases first, cases in order."""
     found: dict[tuple[str, ...], list[dict[str, Any]]] = {}
     for each in differences:
-        first = each["first"]
-        # Where a tensor's name has the rank, row or depth in it, those are not another kind.
-        tensor = re.sub(r"\d+", "N", str(first["tensor"]))
-        key = (each["check"], each["left"], each["right"], tensor, str(first["class"]))
-        found.setdefault(key, []).append(each)
+        found.setdefault(kind_key(each), []).append(each)
     return sorted(found.values(), key=len, reverse=True)
+
+
+def kind_key(each: dict[str, Any]) -> tuple[str, ...]:
+    """What two differences of one kind share."""
+    first = each["first"]
+    # Where a tensor's name has the rank, row or depth in it, those are not another kind.
+    tensor = re.sub(r"\d+", "N", str(first["tensor"]))
+    return each["check"], each["left"], each["right"], tensor, str(first["class"])
+
+
+def differences_of(differences: Sequence[Differing]) -> list[dict[str, Any]]:
+    """Differences as JSON, without the cases that files hold."""
+    return [{key: value for key, value in dataclasses.asdict(each).items() if key != "case"} for each in differences]
+
+
+def first_results(outcome: Outcome) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
+    """What is there of `checks` and `own_settings` so far."""
+    return _checks(outcome), _own(outcome)
 
 
 def write_json(summary: dict[str, Any], path: Path) -> None:

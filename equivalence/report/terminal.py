@@ -10,12 +10,17 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
-from equivalence.report.summary import WHAT, alike
+from equivalence.alone import DIFFERENT, EQUAL
+from equivalence.report.summary import WHAT, alike, differences_of, first_results, kind_key
 from equivalence.run import Outcome
 from equivalence.subjects import PROMPT_FORMATS
 
 PLAIN_EVERY = 5.0
 """Seconds between plain lines."""
+FIRST = ("starting", "corpus", "own", "smallest")
+"""Kinds of jobs whose results are the first table."""
+WORTH_A_TABLE = 1000.0
+"""Planned work, in rows' worth, below which the table at the end comes soon enough."""
 TELLING_SHARE = 0.1
 """Of a run, before which no time left is told."""
 STYLES = {"equal": "bold green", "interrupted": "bold yellow"}
@@ -40,6 +45,10 @@ class Reporter:
         self._title = "starting"
         self._pace: list[tuple[float, float]] = []
         """When, and how much was done then: from the first call on, before which all is loaded."""
+        self._told = 0
+        """Differences that were looked at; one of each kind is printed as it is found."""
+        self._kinds: set[tuple[str, ...]] = set()
+        self._has_table = False
 
     def __enter__(self) -> Self:
         """Show the line."""
@@ -54,6 +63,7 @@ class Reporter:
         """Say where the run is; `title` is what just ended, if anything did."""
         self._title = title.partition(" ")[0] or self._title
         now = time.monotonic()
+        self._tell(outcome)
         if not self._pace or outcome.done > self._pace[-1][1]:
             self._pace.append((now, outcome.done))
         said = self._said(outcome)
@@ -69,6 +79,22 @@ class Reporter:
         elif now - self._last >= PLAIN_EVERY:
             self._last = now
             self._console.print(f"{self._title}: {said}", highlight=False)
+
+    def _tell(self, outcome: Outcome) -> None:
+        """Print the first table once the first pieces are done, and the first difference of each kind as it is found."""
+        title = self._title
+        if not self._has_table and outcome.tally.rows and title not in FIRST and (outcome.planned or 0) > WORTH_A_TABLE:
+            self._has_table = True
+            checks, own = first_results(outcome)
+            console = self._bar.console
+            console.print(checks_table(checks, f"first results, after {_clock(time.monotonic() - self._started)}"))
+            if own:
+                console.print(own_line(own), highlight=False)
+        differences, self._told = outcome.tally.differences[self._told :], len(outcome.tally.differences)
+        for kind in alike(differences_of(differences)):
+            if (key := kind_key(kind[0])) not in self._kinds:
+                self._kinds.add(key)
+                difference_lines(kind[0], self._bar.console, f"differs ({_clock(time.monotonic() - self._started)}): ")
 
     def _said(self, outcome: Outcome) -> str:
         elapsed = time.monotonic() - self._started
@@ -91,6 +117,19 @@ class Reporter:
         return None if done <= before else (planned - done) * (now - then) / (done - before)
 
 
+def own_line(own: dict[str, Any]) -> Text:
+    """Say how many rows of the file were compared in its own settings."""
+    whole = own["compared"] == own["rows"]
+    text = Text(f"{own['file']}: ").append(
+        f"{own['compared']:,} of {own['rows']:,} rows in their own settings", "bold green" if whole else "bold yellow"
+    )
+    if own["differing"]:
+        text.append(f", {own['differing']:,} differing", "bold red")
+    if own["refused"]:
+        text.append(f", {own['refused']:,} refused alike")
+    return text.append(f" ({own['told']})", "default")
+
+
 def show(summary: dict[str, Any], console: Console, files: list[str]) -> None:
     """The summary: witnesses, one table of checks, what was not exercised, what differs, the verdict."""
     for witness in summary["witnesses"]:
@@ -98,7 +137,11 @@ def show(summary: dict[str, Any], console: Console, files: list[str]) -> None:
         console.print(line, highlight=False)
         for each in witness["stand_ins"]:
             console.print(Text(f"{'':<13}not as it comes: {each}", "dim"))
-    console.print(_checks(summary))
+    console.print(checks_table(summary["checks"]))
+    if summary["own_settings"]:
+        console.print(own_line(summary["own_settings"]), highlight=False)
+    for each in summary["left_out"]:
+        console.print(Text(f"left out: {each}", "yellow"))
     if summary["layouts"]:
         console.print(_layouts(summary))
         console.print(Text("third witness of steps: the installed package's own pieces, but for", "dim"))
@@ -132,14 +175,15 @@ def _generated(generated: dict[str, Any]) -> str:
     return f"{rows}, {generated['rows_per_second']:,.0f} rows/s ({generated['cpu_milliseconds_per_row']:.1f} ms of CPU a row)"
 
 
-def _checks(summary: dict[str, Any]) -> Table:
-    table = Table(title="rows by check and format", title_justify="left")
+def checks_table(checks: list[dict[str, Any]], title: str = "rows by check and format") -> Table:
+    """A line for each check and format."""
+    table = Table(title=title, title_justify="left")
     for name in ("check", "format"):
         table.add_column(name, no_wrap=True)
     for name in ("rows", "equal", "refused alike", "differing"):
         table.add_column(name, justify="right")
     before = None
-    for each in summary["checks"]:
+    for each in checks:
         if before not in (None, each["check"]):
             table.add_section()
         differing = Text(f"{each['differing']:,}", "bold red" if each["differing"] else "dim")
@@ -192,20 +236,39 @@ def _differences(summary: dict[str, Any], console: Console) -> None:
         )
     for kind in kinds:
         each, more = kind[0], len(kind) - 1
-        first = each["first"]
-        place = "" if first["position"] is None else f"[{first['position']}]"
-        console.print(
-            Text("differs: ", "bold red").append(
-                f"{each['left']} and {each['right']}, {each['check']} {each['prompt_format']}, {each['count']} values, "
-                f"first {first['tensor']}{place}: {first['left']} / {first['right']} ({first['class']})\n"
-                f"         {each['path'] or each['where']}",
-                "default",
-            )
-        )
-        if each["command"]:
-            console.print(f"         {each['command']}", style="cyan", highlight=False, soft_wrap=True)
+        difference_lines(each, console)
         if more:
             console.print(f"         and {more} more like it, in the page", style="dim", highlight=False)
+
+
+def difference_lines(each: dict[str, Any], console: Console, head: str = "differs: ") -> None:
+    """A difference: its class first, where it is, the command that shows it, and whether it shows alone."""
+    first = each["first"]
+    place = "" if first["position"] is None else f"[{first['position']}]"
+    console.print(
+        Text(head, "bold red")
+        .append(str(first["class"]).replace("_", " "), "bold")
+        .append(
+            f": {each['left']} and {each['right']}, {each['check']} {each['prompt_format']}, {each['count']} values, "
+            f"first {first['tensor']}{place}: {first['left']} / {first['right']}\n"
+            f"         {each['path'] or each['where']}",
+            "default",
+        )
+    )
+    if each["command"]:
+        console.print(f"         {each['command']}", style="cyan", highlight=False, soft_wrap=True)
+    if said := alone_line(each):
+        console.print(f"         {said}", style="yellow", highlight=False, soft_wrap=True, markup=False)
+
+
+def alone_line(each: dict[str, Any]) -> str:
+    """What a replay of the smallest case alone showed, where it was not the difference."""
+    if each["alone"] == EQUAL:
+        return (
+            "alone this case is equal: it needs others before it (something is kept between cases); drawn with them by "
+            + str(each["together"])
+        )
+    return "" if each["alone"] in ("", DIFFERENT) else str(each["alone"])
 
 
 def _clock(seconds: float) -> str:

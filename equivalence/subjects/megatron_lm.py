@@ -42,6 +42,8 @@ class MegatronLM:
     """The installed Megatron-LM as a subject."""
 
     name = "megatron_lm"
+    is_witness = True
+    """An exception of it ends the run instead of being a difference."""
 
     @property
     def version(self) -> str:

@@ -118,6 +118,61 @@ def as_row(built: Any) -> Row:
     )
 
 
+def row_of(returned: Any) -> Row:
+    """Return what a subject's `build_row` returned as a row: a Row, or a dict of tensors by the names of Row's fields.
+
+    TypeError names what is missing or unknown. Lists become tensors, and `max_seqlen` is derived where the boundaries are there.
+    """
+    if isinstance(returned, Row):
+        return returned
+    values = _values_of(returned, Row, needed=ROW_TENSORS, method="build_row")
+    refusal = values.pop("refusal", None)
+    if refusal is not None:
+        return Row(refusal=refusal if isinstance(refusal, Refusal) else Refusal(kind=str(refusal)))
+    row: dict[str, Any] = {name: _tensor(name, values[name]) for name in ROW_TENSORS}
+    longest = values.get("max_seqlen")
+    lengths = row["cu_seqlens"].diff()
+    derived = int(lengths.max()) if len(lengths) else 0
+    return Row(**row, max_seqlen=derived if longest is None else int(longest), report=values.get("report"))
+
+
+def batch_of(returned: Any) -> Batch:
+    """Return what a subject's `collate` returned as a batch: a Batch, or a dict of tensors by the names of Batch's fields."""
+    if isinstance(returned, Batch):
+        return returned
+    values = _values_of(returned, Batch, needed=BATCH_TENSORS[:4], method="collate")
+    tensors = {name: None if value is None else _tensor(name, value) for name, value in values.items()}
+    longest = values.get("flat_max_seqlen")
+    fields = dict.fromkeys(BATCH_TENSORS) | tensors | {"flat_max_seqlen": None if longest is None else int(longest)}
+    return Batch(**fields)  # type: ignore[arg-type] # a field that is left out is None, and is not compared
+
+
+def _values_of(returned: Any, kind: type, *, needed: Sequence[str], method: str) -> dict[str, Any]:
+    known = [field.name for field in dataclasses.fields(kind)]
+    if not isinstance(returned, Mapping):
+        raise TypeError(
+            f"{method} returned {type(returned).__name__}: return equivalence.subjects.{kind.__name__}, or a dict of tensors with the keys "
+            f"{', '.join(needed)}"
+        )
+    unknown = sorted(str(name) for name in returned if name not in known)
+    missing = [name for name in needed if name not in returned] if returned.get("refusal") is None else []
+    if unknown or missing:
+        parts = [f"has unknown keys {', '.join(unknown)}"] if unknown else []
+        parts += [f"lacks {', '.join(missing)}"] if missing else []
+        raise TypeError(f"the dict that {method} returned {' and '.join(parts)}; known are {', '.join(known)}")
+    return dict(returned)
+
+
+def _tensor(name: str, value: Any) -> torch.Tensor:
+    if isinstance(value, torch.Tensor):
+        return value
+    made = torch.as_tensor(value)
+    if isinstance(value, (list, tuple)):  # a list has no dtype of its own
+        is_mask = name.endswith("_mask")
+        made = made.to(torch.float32 if is_mask else torch.int32 if name.endswith("cu_seqlens") else torch.int64)
+    return made
+
+
 def as_refusal(error: Any) -> Row:
     """The refused row of a side's own error, which says kind, conversation and turn."""
     place = {"conversation": error.conversation, "turn": error.turn}
@@ -152,7 +207,11 @@ class Batch:
 
 
 class Subject(Protocol):
-    """A side of the comparison. `tokenizer` is a transformers tokenizer loaded from a folder."""
+    """A side of the comparison. `tokenizer` is a transformers tokenizer loaded from a folder.
+
+    Optional attributes say what it takes, where it does not take everything: `prompt_formats`, `context_parallel_sizes` and `semantics`
+    (each a sequence), or a method `covers(settings)`. Both methods may return a dict of tensors by the field's names instead.
+    """
 
     name: str
 

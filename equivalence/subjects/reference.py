@@ -67,6 +67,8 @@ class Reference:
     """`reference/` as a subject."""
 
     name = "reference"
+    is_witness = True
+    """An exception of it ends the run instead of being a difference."""
 
     def build_row(self, messages: Messages, tokenizer: Any, settings: RowSettings) -> Row:
         """The row, or its refusal."""

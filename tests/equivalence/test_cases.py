@@ -79,8 +79,11 @@ def test_expected_values_hold_a_row_to_them():
         RowSettings(prompt_format="identity", pack_length=2),
     )
     assert differs_from_expected(row, {"input_ids": [12, 13], "token_mask": [1.0, 0.0], "max_seqlen": 2}) == []
-    assert differs_from_expected(row, {"input_ids": [12, 14]}) == ["input_ids is [12, 13], expected [12, 14]"]
-    assert differs_from_expected(row, {"refusal": "empty_row"}) == ["refusal is None, expected empty_row"]
+    (wrong,) = differs_from_expected(row, {"input_ids": [12, 14]})
+    assert (wrong.tensor, wrong.left, wrong.right) == ("input_ids", [12, 14], [12, 13])
+    (wrong,) = differs_from_expected(row, {"refusal": "empty_row"})
+    assert (wrong.tensor, wrong.left, wrong.right) == ("refusal", "empty_row", None)
     refused = Row(refusal=Refusal(kind="role_order"))
-    assert differs_from_expected(refused, {"input_ids": [12]}) == ["refusal is role_order, expected None"]
+    (wrong,) = differs_from_expected(refused, {"input_ids": [12]})
+    assert (wrong.tensor, wrong.left, wrong.right) == ("refusal", None, "role_order")
     assert differs_from_expected(refused, {"refusal": "role_order"}) == []

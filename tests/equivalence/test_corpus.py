@@ -3,10 +3,10 @@
 import pytest
 
 from equivalence.corpus.store import SAVED, replay
-from equivalence.jobs import check_case
+from equivalence.row_cases import check_case
 from equivalence.subjects import load
 
-CASES = {path.stem: case for path, case in replay()}
+CASES = {path.stem: case for path, case in replay(kinds=["rows"])}
 
 
 @pytest.mark.parametrize("name", CASES)

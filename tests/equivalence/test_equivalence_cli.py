@@ -2,6 +2,7 @@
 
 import json
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 
@@ -48,12 +49,12 @@ def test_the_same_seed_draws_the_same_rows_on_any_number_of_workers(tmp_path):
 
 def test_a_wrong_side_exits_1_and_its_counterexample_is_small_and_replayed_first(tmp_path, capsys):
     options = {"subjects": "reference,wrong_subjects:TrainsBoundaryPadding"}
-    code, report = run(tmp_path, shard="18/30", **options)
+    code, report = run(tmp_path, "--job", "rows", shard="6/30", **options)
     assert code == 1
     found = [each for each in report["differences"] if each["check"] == "rows"]
     assert found
     assert found[0]["command"] == (
-        f"packproof-diff-row --case {found[0]['path']} --sides reference,wrong_subjects:TrainsBoundaryPadding"
+        f"python -m tools.diff_row --case {found[0]['path']} --sides reference,wrong_subjects:TrainsBoundaryPadding"
     )
     cases = [read_case(path) for path in sorted((tmp_path / "corpus").iterdir())]
     assert len(cases) == len({each["path"] for each in found})
@@ -69,7 +70,7 @@ def test_a_wrong_side_exits_1_and_its_counterexample_is_small_and_replayed_first
     first = again["differences"][0]
     assert first["check"] == "corpus"
     assert first["where"].startswith(str(tmp_path / "corpus"))
-    assert f"packproof-diff-row --case {first['where']}" in capsys.readouterr().out.replace("\n", "")
+    assert f"python -m tools.diff_row --case {first['where']}" in capsys.readouterr().out.replace("\n", "")
 
 
 @pytest.mark.parametrize(
@@ -80,6 +81,13 @@ def test_a_wrong_side_exits_1_and_its_counterexample_is_small_and_replayed_first
         (["--subjects", "reference,nobody"], "no subject is called 'nobody'"),
         (["--subjects", "reference"], "at least two sides"),
         (["--shard", "5/4"], "--shard 5/4"),
+        (
+            ["--semantics", "megatron-lm-0.18"],
+            "no preset is called 'megatron-lm-0.18'; the nearest is 'megatron-lm-0.19'",
+        ),
+        (["--semantics", "strict,row_end=any"], "row_end"),
+        (["--formats", "identiy"], "no format is called 'identiy'; the nearest is 'identity'"),
+        (["--cp", "1,two"], "'two' is no context parallel size"),
         (["--tokenizer", "nothing", "--sample", __file__], "no tokenizer is called 'nothing'"),
     ],
 )
@@ -90,24 +98,114 @@ def test_bad_input_or_a_witness_that_cannot_be_loaded_exits_2_and_is_named(optio
 
 @pytest.mark.xdist_group("gloo")
 def test_training_steps_are_in_the_report_with_what_stands_in(tmp_path, capsys):
-    from equivalence import model_cases
-
-    replayed = next(path for path, _ in model_cases.replay())
+    steps = [path for path, _ in store.replay(kinds=["models"])]
+    replayed = steps[0]
     assert main(["replay", str(replayed)]) == 0
     assert "models equal, third_witness equal" in capsys.readouterr().out.replace("\n", " ")
-    # Of a run's jobs the second replays the shipped steps.
-    code = main([*SMALL[:-1], "--out", str(tmp_path), "--subjects", "reference,production", "--shard", "2/1000"])
+    code = main([*SMALL[:-1], "--out", str(tmp_path), "--subjects", "reference,production", "--job", "corpus"])
     report = json.loads((tmp_path / "report.json").read_text())
     assert code == 0
-    assert sum(each["cases"] for each in report["layouts"]) == len(list(model_cases.replay()))
+    assert sum(each["cases"] for each in report["layouts"]) == len(steps)
     assert all(each["third_witness"] for each in report["layouts"])
     assert {"CUDA", "norm", "core attention", "driver"} <= report["third_witness"]["stand_ins"].keys()
     assert "roll_tensor" in report["third_witness"]["upstream"]
-    assert {each["check"] for each in report["checks"]} == {"models", "third_witness", "invariance"}
+    assert {each["check"] for each in report["checks"]} == {"corpus", "models", "third_witness", "invariance"}
     page = (tmp_path / "report.html").read_text()
     assert "Training steps by layout" in page
     assert "production.device.attention" in page
     assert "training steps by layout" in capsys.readouterr().out
+
+
+def packed(folder, rows, **says):
+    """The first rows of the example, with a manifest that says what they were packed for."""
+    example = Path(__file__).parents[2] / "examples" / "packed" / "sample.jsonl.packed"
+    path = folder / "mine.jsonl"
+    path.write_bytes(b"".join(example.read_bytes().splitlines(keepends=True)[:rows]))
+    manifest = {"pack_length": 2048, **says, "output": {"bytes": path.stat().st_size}}
+    (folder / "mine.jsonl.manifest.json").write_text(json.dumps(manifest))
+    return path
+
+
+OWN = {"prompt_format": "nemotron-h-aligned", "context_parallel_size": 2, "semantics": "megatron-lm-main"}
+
+
+def run_on(sample, out, *options, subjects="reference,production,megatron_lm"):
+    given = ["run", "--sample", str(sample), "--workers", "1", "--no-models", "--out", str(out), "--subjects", subjects]
+    code = main([*given, *options])
+    return code, json.loads((out / "report.json").read_text())
+
+
+def test_every_row_of_a_file_comes_first_in_the_settings_of_its_manifest(tmp_path, capsys):
+    sample = packed(tmp_path, 9, **OWN)
+    code, report = run_on(sample, tmp_path / "out", "--job", "own nemotron")
+    assert code == 0
+    assert report["size"] == "tiny", "the size that is taken unless another is given"
+    own = report["own_settings"]
+    assert (own["rows"], own["compared"], own["differing"]) == (9, 9, 0)
+    assert own["settings"].items() >= (OWN | {"pack_length": 2048}).items()
+    assert set(own["origins"].values()) == {"manifest"}
+    (check,) = [each for each in report["checks"] if each["check"] == "own"]
+    assert (check["format"], check["rows"]) == ("nemotron-h-aligned", 9)
+    assert report["witnessed"]["megatron_lm"]["nemotron-h-aligned"] >= 9
+    screen = " ".join(capsys.readouterr().out.split())
+    assert (
+        "9 of 9 rows in their own settings (nemotron-h-aligned, cp 2, megatron-lm-main, 2,048 tokens as its manifest says)"
+        in screen
+    )
+
+
+def test_what_contradicts_a_file_s_manifest_is_refused_and_another_cp_is_taken(tmp_path, capsys):
+    sample = packed(tmp_path, 2, **OWN)
+    for options in (["--pack-length", "1024"], ["--formats", "identity"]):
+        assert main(["run", "--sample", str(sample), "--out", str(tmp_path / "out"), *options]) == 2
+        assert "was packed for" in capsys.readouterr().err
+    given = ["--cp", "4", "--semantics", "strict", "--job", "own nemotron"]
+    code, report = run_on(sample, tmp_path / "out", *given, subjects="reference,production")
+    assert code == 0
+    assert report["own_settings"]["settings"].items() >= {"context_parallel_size": 4, "semantics": "strict"}.items()
+    assert report["own_settings"]["compared"] == 2
+    assert [each["rows"] for each in report["checks"]] == [2]
+
+
+def test_a_subject_of_one_format_is_judged_by_it_and_the_rest_is_left_out_and_counted(tmp_path, capsys):
+    sample = packed(tmp_path, 3, **OWN)
+    both = "reference,wrong_subjects:OneFormat"
+    code, report = run_on(sample, tmp_path / "out", "--shard", "1/12", subjects=both)
+    assert code == 0, report["differences"] + report["errors"]
+    assert {each["format"] for each in report["checks"] if each["check"] not in ("divergences", "smallest")} == {
+        "nemotron-h-aligned"
+    }
+    assert any("of generated rows: settings that wrong does not take" in each for each in report["left_out"])
+    assert any("they hold production, which is not among the subjects" in each for each in report["left_out"])
+    assert "left out:" in capsys.readouterr().out
+    code, report = run_on(
+        sample, tmp_path / "out", "--shard", "1/8", "--formats", "nemotron-h-aligned", "--cp", "1,2", "--semantics", "strict",
+        subjects=both,
+    )  # fmt: skip
+    assert code == 0, report["differences"] + report["errors"]
+    assert {each["format"] for each in report["checks"]} == {"nemotron-h-aligned"}
+    assert "walks between presets: --semantics restricts them" in report["left_out"]
+
+
+def test_a_dict_that_lacks_a_tensor_is_a_difference_that_names_it(tmp_path):
+    code, report = run_on(
+        packed(tmp_path, 2, **OWN), tmp_path / "out", "--job", "sample", subjects="reference,wrong_subjects:Halved"
+    )
+    assert code == 1
+    said = report["differences"][0]["first"]["right"]
+    assert "the dict that build_row returned has unknown keys labels and lacks target_ids" in said
+
+
+def test_a_fault_with_memory_is_said_to_need_others_before_its_smallest_case(tmp_path, capsys):
+    both = "reference,wrong_subjects:Remembers"
+    code, report = run(tmp_path, "--job", "rows combining", subjects=both, shard="1/1")
+    assert code == 1
+    (found, *_) = report["differences"]
+    assert found["alone"] == "equal"
+    screen = " ".join(capsys.readouterr().out.split())
+    assert "alone this case is equal: it needs others before it" in screen
+    assert found["together"] in screen
+    assert "--job" in found["together"]
 
 
 def test_a_saved_case_that_cannot_be_read_exits_2(tmp_path, capsys):
@@ -117,11 +215,15 @@ def test_a_saved_case_that_cannot_be_read_exits_2(tmp_path, capsys):
     assert "half.json" in capsys.readouterr().err
 
 
-def test_a_side_that_raises_exits_2_with_the_smallest_row_that_makes_it(tmp_path):
-    code, report = run(tmp_path, subjects="reference,wrong_subjects:Raises", shard="18/30")
-    assert code == 2
-    assert "thirteen is too many" in report["errors"][0]
-    assert report["errors"][0].count('"role"') < 25, "shrunk"
+def test_a_subject_that_raises_is_a_difference_with_its_line_and_the_smallest_row_that_makes_it(tmp_path):
+    code, report = run(tmp_path, "--job", "rows", subjects="reference,wrong_subjects:Raises", shard="6/30")
+    assert code == 1
+    assert report["errors"] == []
+    found = next(each for each in report["differences"] if each["check"] == "rows")
+    assert (found["right"], found["first"]["class"], found["alone"]) == ("wrong", "raised", "different")
+    assert "RuntimeError: thirteen is too many" in found["first"]["right"]
+    assert "wrong_subjects.py:" in found["first"]["right"]
+    assert len(read_case(Path(found["path"])).messages) < 25, "shrunk"
 
 
 def test_a_worker_that_dies_exits_2_and_does_not_hang(tmp_path):

@@ -20,6 +20,7 @@ from equivalence.generators.online import (
     online_cases,
 )
 from equivalence.layouts import draw_layouts
+from equivalence.mutants.loss_faults import LOSS_MUTANTS
 from equivalence.plan import LAYOUT_CHECKS
 
 reached = collections.Counter()
@@ -256,9 +257,9 @@ def test_a_wrong_squeeze_is_found(monkeypatch):
             assert name in differences("online")
     monkeypatch.setattr(production, "squeeze", without_shift)
     differences("meeting")
-    found, where = list(draw_layouts("online_microbatches", number=3, examples=30))[-1]
+    found, case = list(draw_layouts("online_microbatches", number=3, examples=30))[-1]
     assert not found.equal
-    assert "OnlineCase(" in where
+    assert "OnlineCase(" in str(case)
 
 
 def test_a_wrong_loss_is_found(monkeypatch):
@@ -273,9 +274,12 @@ def test_a_wrong_loss_is_found(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(production, "ONLINE_EPSILON", 0.0)
         differences("online_loss")
-    with monkeypatch.context() as patch:  # the mean of all, not of microbatches
-        patch.setattr(production, "validation_loss", production.training_loss)
-        assert "validation" in differences("loss")
+    with monkeypatch.context() as patch:  # a mean of means, which a short microbatch weighs as much in as a long one
+        (fault,) = [each for each in LOSS_MUTANTS if each.name == "reported_as_validation"]
+        patch.setattr(loss.StepMetrics, "_summed", fault.wrong(loss.StepMetrics._summed))
+        found = differences("loss")
+        assert "reported: training" in found
+        assert "reported: validation" in found
     with monkeypatch.context() as patch:  # a divisor of its own
         patch.setattr(loss.reference, "NORMALIZATIONS", ())
         patch.setattr(loss.reference, "masked_sum", lambda losses, mask: (losses * mask).mean())

@@ -68,7 +68,7 @@ def test_what_is_wrong_with_an_outcome_shows_against_the_reference(runs):
         f"gradient of {name}": with_gradient(right, name, nudged),
         "rank 0 microbatch 1 depth 1 token losses": broken(right, token_losses=losses),
         "rank 0 microbatch: how many": broken(right, token_losses=losses[:1]),
-        "reported loss": broken(right, reports=[each * torch.tensor([1.001, 1.0]) for each in right[0].reports]),
+        "rank 0 reported loss": broken(right, reported=right[0].reported * 1.001),
         "rank 0 reported of each depth": broken(right, mtp_losses=right[0].mtp_losses * 1.001),
         "rank 0 valid tokens": broken(right, valid_tokens=right[0].valid_tokens + 1),
         "rank 0 gradient norm": broken(right, gradient_norm=right[0].gradient_norm * 1.0001),
@@ -104,6 +104,10 @@ def test_the_third_witness_is_held_to_the_bit(runs):
     last = with_gradient(theirs, "output_layer.weight", one_bit)
     (finding,) = compare_outcomes("third_witness", "production", ours, "megatron_lm", last).findings
     assert [each.tensor for each in finding.differences] == ["rank 0 gradient of output_layer.weight"]
+    (finding,) = compare_outcomes(
+        "third_witness", "production", ours, "megatron_lm", broken(theirs, reported=theirs[0].reported * 1.001)
+    ).findings
+    assert [each.tensor for each in finding.differences] == ["rank 0 reported loss"]
     less = broken(theirs, gradients=theirs[0].gradients[1:])
     assert not compare_outcomes("third_witness", "production", ours, "megatron_lm", less).equal
 

@@ -95,7 +95,7 @@ def test_a_reader_that_raises_is_a_difference_with_its_error(monkeypatch):
 
 def test_of_plain_draws_that_differ_the_shortest_is_told(monkeypatch):
     monkeypatch.setattr(packed_files, "_told", lambda *_, **__: {"number of rows": -1})
-    found, where = list(draw_layouts("packed_files", number=1, examples=0, plain=4))[-1]
+    found, case = list(draw_layouts("packed_files", number=1, examples=0, plain=4))[-1]
     assert not found.equal
     drawn = [str(draw_files(RandomChoices(1, place))) for place in range(4)]
-    assert where == min(drawn, key=len)
+    assert str(case.value) == min(drawn, key=len)

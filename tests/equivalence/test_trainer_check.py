@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 import torch
 
+from equivalence.corpus import store
 from equivalence.generators.models import Layout
 from equivalence.jobs import Job
 from equivalence.tally import Tally
@@ -121,6 +122,13 @@ def test_a_schedule_that_is_a_step_early_shows_in_the_rates(exact):
     assert {"rank 0 learning rate of step 0", "rank 1 learning rate of step 19"} <= set(found)
 
 
+def numbers_with(outcome, step, **changes):
+    """The outcome's numbers, those of one step changed."""
+    numbers = list(outcome.numbers)
+    numbers[step] = dataclasses.replace(numbers[step], **changes)
+    return {"numbers": numbers}
+
+
 def test_what_is_wrong_with_an_outcome_shows_by_name(exact):
     from equivalence.checks.trainer import check_trainer, whole_weights
 
@@ -131,8 +139,14 @@ def test_what_is_wrong_with_an_outcome_shows_by_name(exact):
     for broken, shows in (
         ({"weights": [nudged, *first.weights[1:]]}, f"weight {name}"),
         ({"weights": lost}, f"weight {name}"),
-        ({"gradient_norms": [torch.nan, *first.gradient_norms[1:]]}, "rank 0 gradient norm of step 0"),
-        ({"reports": [each * torch.tensor([1.001, 1]) for each in first.reports]}, "loss of step 7"),
+        (numbers_with(first, 0, gradient_norm=torch.nan), "rank 0 gradient norm of step 0"),
+        (numbers_with(first, 7, loss=first.numbers[7].loss * 1.001), "rank 0 loss of step 7"),
+        (
+            numbers_with(first, 8, mtp_losses=(first.numbers[8].mtp_losses[0] * 1.001,)),
+            "rank 0 loss of depth 1 of step 8",
+        ),
+        (numbers_with(first, 8, mtp_losses=()), "rank 0 depths"),
+        ({"numbers": first.numbers[:-1]}, "rank 0 reported steps"),
         ({"weight_decays": [(0.0, 0.2)] * 20}, "rank 0 weight decay of step 3"),
     ):
         outcomes = [dataclasses.replace(first, **broken), second]
@@ -191,3 +205,9 @@ def test_a_job_of_the_main_run_trains_in_all_its_layouts_and_counts_them(monkeyp
     monkeypatch.setattr(training_runs, "TRAIN", "trainer_targets:without_decay_groups")
     training_runs.run_drawn(job, tally)
     assert [each.check for each in tally.differences] == ["trainer"]
+    case = store.parse(tally.differences[0].case)
+    assert (type(case).__name__, case.steps) == ("TrainingCase", 2)
+    # The same fault shows in a replay, and production as it is shows none.
+    assert not store.check(case, ())[0].equal
+    monkeypatch.undo()
+    assert store.check(case, ())[0].equal

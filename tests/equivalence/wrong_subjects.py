@@ -3,7 +3,7 @@
 import dataclasses
 import os
 
-from equivalence.subjects import Row, load
+from equivalence.subjects import ROW_TENSORS, Row, load
 
 REFERENCE = load("reference")
 
@@ -42,6 +42,48 @@ class Raises(_Like):
         if len(messages) > 12:
             raise RuntimeError("thirteen is too many")
         return REFERENCE.build_row(messages, tokenizer, settings)
+
+
+class Remembers(_Like):
+    """Gives every row of as many messages the mask of the first one that it met."""
+
+    def __init__(self):
+        self.met = {}
+
+    def build_row(self, messages, tokenizer, settings):
+        row = REFERENCE.build_row(messages, tokenizer, settings)
+        if row.refusal:
+            return row
+        mask = self.met.setdefault((len(messages), len(row.token_mask)), row.token_mask)
+        return dataclasses.replace(row, token_mask=mask)
+
+
+class OneFormat(_Like):
+    """Takes one format, says so, and returns a dict of tensors."""
+
+    prompt_formats = ("nemotron-h-aligned",)
+
+    def build_row(self, messages, tokenizer, settings):
+        if settings.prompt_format not in self.prompt_formats:
+            raise RuntimeError("asked for another format")
+        row = REFERENCE.build_row(messages, tokenizer, settings)
+        if row.refusal:
+            return {"refusal": row.refusal.kind}
+        return {name: getattr(row, name) for name in ROW_TENSORS}
+
+    def collate(self, rows, settings):
+        batch = REFERENCE.collate(rows, settings)
+        return {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
+
+
+class Halved(OneFormat):
+    """A dict without the labels, and with a name that is not the protocol's."""
+
+    def build_row(self, messages, tokenizer, settings):
+        row = super().build_row(messages, tokenizer, settings)
+        if "target_ids" in row:
+            row["labels"] = row.pop("target_ids")
+        return row
 
 
 class Dies(_Like):

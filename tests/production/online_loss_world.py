@@ -16,10 +16,11 @@ from torch import distributed
 warnings.simplefilter("ignore")  # of megatron-core, that CUDA and optional kernels are absent
 
 from production.context_parallel import shard_index  # noqa: E402
-from production.loss import LossSettings, loss_function, training_loss, validation_loss  # noqa: E402
+from production.loss import LossSettings, loss_function  # noqa: E402
 from production.microbatches import MicrobatchSettings, process_microbatch  # noqa: E402
 from production.rectangle import Conversation, build_rectangle  # noqa: E402
 from production.squeeze import Padding  # noqa: E402
+from production.training.metrics import Group, StepMetrics  # noqa: E402
 
 TENSOR, CONTEXT, VOCABULARY, MICROBATCHES = 2, 2, 12, 3
 CONVERSATIONS = [([1, 2, 3, 4, 5], [0, 0, 1, 1, 1]), ([6, 7, 8], [0, 1, 1]), ([9, 10], [1, 1])]
@@ -72,16 +73,15 @@ def work(rank, folder):
     )
     loss, report = compute(share.clone())
     (loss * CONTEXT / MICROBATCHES).backward()  # as the schedule does
-    reports = [report["lm loss"]]
-    group = context_groups[tensor_rank]
+    metrics = StepMetrics(group=Group(data=context_groups[tensor_rank]))
+    metrics.add_loss(*report["lm loss"])
     torch.save(
         {
             "loss": loss.detach(),
             "gradient": share.grad[0],
             "index": index,
-            "report": reports[0],
-            "training": training_loss(reports, group=group),
-            "validation": validation_loss(reports, group=group),
+            "report": report["lm loss"],
+            "reported": metrics.report_losses().loss,
         },
         folder / f"{rank}.pt",
     )

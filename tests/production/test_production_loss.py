@@ -9,7 +9,6 @@ from types import SimpleNamespace
 import online_loss_world as world
 import pytest
 import torch
-from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
 from production import loss
 from production.errors import PackproofError
@@ -52,24 +51,12 @@ def test_r_loss_1_half_precision_is_summed_in_float32_and_all_masked_is_0():
             LOSSES, target_mask=MASK * 0, settings=settings(normalization), global_valid_tokens=VALID * 0
         )
         assert float(found[0]) == 0
-    report = [torch.zeros(2), torch.zeros(2)]
-    assert float(loss.training_loss(report)) == float(loss.validation_loss(report)) == 0
-    for online in (False, True):
-        assert float(loss.reported_valid_tokens_loss(report, VALID * 0, online=online)) == 0
 
 
 def test_r_loss_1_only_the_mask_removes_a_token():
     leaf = LOSSES.clone().requires_grad_()
     loss.direct_loss(leaf, target_mask=MASK, settings=settings())[0].backward()
     assert leaf.grad.tolist() == [[1.0, 1.0, 0.0]]
-
-
-def test_r_loss_7_to_9_what_is_reported():
-    reports = [torch.tensor([6.0, 2.0]), torch.tensor([4.0, 1.0]), torch.tensor([0.0, 0.0])]
-    assert float(loss.training_loss(reports)) == pytest.approx(10 / 3)
-    assert float(loss.validation_loss(reports)) == pytest.approx((3 + 4 + 0) / 3)
-    assert float(loss.reported_valid_tokens_loss(reports, VALID, online=False)) == 2.5
-    assert float(loss.reported_valid_tokens_loss(reports, VALID.double(), online=True)) == 10 / (4 + 1e-8)
 
 
 def test_r_loss_6_losses_inside_the_model_are_scaled_where_nothing_else_divides_them():
@@ -81,22 +68,11 @@ def test_r_loss_6_losses_inside_the_model_are_scaled_where_nothing_else_divides_
     assert found == [True, False, True]
 
 
-def test_r_loss_10_megatron_cores_own_sums_are_taken_and_cleared(monkeypatch):
-    monkeypatch.setattr(MTPLossLoggingHelper, "tracker", {})
-    assert loss.take_multi_token_losses(2) is None
-    tracker = {name: torch.tensor([6.0, 3.0]) for name in ("loss_values", "correct_values", "total_values")}
-    monkeypatch.setattr(MTPLossLoggingHelper, "tracker", tracker)
-    assert loss.take_multi_token_losses(2).tolist() == [3.0, 1.5]
-    assert loss.take_multi_token_losses(2).tolist() == [0.0, 0.0]
-
-
 def test_nothing_waits_for_a_device():
     """On `meta` every read of a value is an error."""
     tensors = {"target_mask": MASK.to("meta"), "global_valid_tokens": VALID.to("meta")}
     for normalization in ("per_token", "mean_of_means", "global_valid_tokens"):
-        found = loss.direct_loss(LOSSES.to("meta"), settings=settings(normalization), **tensors)
-        loss.training_loss([found[-1]["lm loss"]] * 2)
-        loss.validation_loss([found[-1]["lm loss"]] * 2)
+        loss.direct_loss(LOSSES.to("meta"), settings=settings(normalization), **tensors)
     share = LOSSES.to("meta")
     loss.online_loss(share, share, row_mask=MASK.to("meta"), settings=settings("global_valid_tokens"), **tensors)
 
@@ -157,9 +133,8 @@ def test_r_loss_5_ranks_that_share_a_row_and_its_vocabulary_have_one_loss_and_th
 
 
 @pytest.mark.xdist_group("gloo")
-def test_r_loss_7_and_8_reports_are_reduced_over_the_group(ranks):
+def test_r_loss_7_and_9_reports_are_added_up_over_the_group_that_shares_a_row(ranks):
     each = [ranks[rank]["report"] for rank in (0, 2)]
     total = each[0] + each[1]
     for rank in (0, 2):
-        assert ranks[rank]["training"] == total[0] / total[1]
-        assert ranks[rank]["validation"] == (each[0][0] / each[0][1] + each[1][0] / each[1][1]) / 2
+        assert ranks[rank]["reported"] == float(total[0] / total[1])

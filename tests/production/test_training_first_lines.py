@@ -46,7 +46,7 @@ def looked(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.jsonl.gz"])
-def test_a_packed_file_on_the_online_path_is_refused(looked, name):
+def test_r_setup_22_a_packed_file_on_the_online_path_is_refused(looked, name):
     (refused,), _ = looked([SEVERAL, SEVERAL], *ONLINE, name=name)
     assert "the file is packed (every line has several system messages)" in refused
     assert "set dataset_name to megatron_sft_packed" in refused
@@ -82,7 +82,7 @@ def test_settings_that_were_left_out_are_told_online(looked):
     assert notes == ["data.add_bos is true and the tokenizer has no BOS token: none is added, as in NeMo-RL"]
 
 
-def test_conversations_that_become_other_tokens_are_refused_with_their_line(looked):
+def test_r_setup_22_conversations_that_become_other_tokens_are_refused_with_their_line(looked):
     merging = [USER, {"role": "user", "content": "w1"}, {"role": "assistant", "content": "2"}]
     (refused,), _ = looked([ONE, merging], *ONLINE, tokenizer=tokenizers.load("word"))
     assert "rows.jsonl, line 2, message 1" in refused
@@ -95,7 +95,7 @@ def test_conversations_that_become_other_tokens_are_refused_with_their_line(look
     assert looked([with_tools], *ONLINE, "data.train.tool_key=null", tokenizer=tokenizers.load("word"))[0] == []
 
 
-def test_a_message_that_only_calls_tools_needs_no_content_online(looked):
+def test_r_file_14_a_message_that_only_calls_tools_needs_no_content_online(looked):
     call = {"role": "assistant", "content": None, "tool_calls": [{"name": "w3"}]}
     refused, _ = looked([[USER, call]], *ONLINE, tokenizer=tokenizers.load("word"))
     assert ["renders no tools, and the line has tool calls" in each for each in refused] == [True]

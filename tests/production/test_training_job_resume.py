@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,33 @@ def test_a_resumed_job_gives_the_losses_of_one_that_was_never_stopped(world, row
         assert list(first["losses"]) == [1, 2], first
         assert list(rest["losses"]) == [3, 4], rest
         assert whole["losses"] == first["losses"] | rest["losses"]
+
+
+SCHEDULE = {
+    f"{MEGATRON}.optimizer.min_lr": 1e-4,
+    f"{MEGATRON}.scheduler.lr_decay_style": "cosine",
+    f"{MEGATRON}.scheduler.lr_warmup_iters": 2,
+    f"{MEGATRON}.scheduler.lr_decay_iters": 6,
+    f"{MEGATRON}.scheduler.start_weight_decay": 0.01,
+    f"{MEGATRON}.scheduler.end_weight_decay": 0.4,
+    f"{MEGATRON}.scheduler.weight_decay_incr_style": "linear",
+}
+
+
+def test_a_resumed_job_goes_on_with_its_learning_rate_and_its_growing_weight_decay(world, rows, tmp_path):
+    """Stopped by a signal, since another number of steps would be another course of the weight decay."""
+    whole, stopped, gone_on = resumed(tmp_path, rows, SCHEDULE, first=6, last=6)
+    stopped |= {"step": 2, "happens": "asks_to_end"}
+    ((never, first, rest),) = world(1, "weight_decays_in_turn", [whole, stopped, gone_on])
+    assert (first[0]["reason"], [*first[0]["losses"]]) == ("signal", [1, 2])
+    assert [*rest[0]["losses"]] == [3, 4, 5, 6]
+    assert never[0]["losses"] == first[0]["losses"] | rest[0]["losses"]
+    # R-TRAIN-1 to 3 by hand: a warm-up of two steps, a quarter of a cosine a step, a sixth of the way a step.
+    falls = [1e-4 + (2e-3 - 1e-4) * (1 + math.cos(math.pi * step / 4)) / 2 for step in range(4)]
+    rates = [each[3] for part in (first, rest) for each in part[0]["losses"].values()]
+    assert rates == pytest.approx([0.0, 1e-3, *falls], rel=1e-12)
+    assert first[1] + rest[1] == pytest.approx([0.01 + 0.39 * step / 6 for step in range(6)], rel=1e-12)
+    assert never[1] == first[1] + rest[1]
 
 
 def test_a_job_can_be_resumed_after_any_step(world, rows, tmp_path):

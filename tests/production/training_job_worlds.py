@@ -443,7 +443,12 @@ def weight_decays(payload, worker):
         return whole(self, batches)
 
     with mock.patch.object(Engine, "step", step):
-        return train(payload, worker), found
+        return (train_disturbed if "happens" in payload else train)(payload, worker), found
+
+
+def weight_decays_in_turn(payload, worker):
+    """Several jobs one after the other."""
+    return [weight_decays(each, worker) for each in payload]
 
 
 def exported_to_hugging_face(payload, worker):  # noqa: ARG001 - as a world calls it

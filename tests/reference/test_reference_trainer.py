@@ -301,5 +301,6 @@ def test_r_train_9_bounds_are_narrow_and_hold_a_trainer_that_rounds_otherwise_bu
         assert len(beyond) == len(found.weights)
     with pytest.raises(ValueError, match="float32 and float64"):
         train(SHAPE, named(), settings, batches, dtype=torch.bfloat16)
+    balanced = Model(dataclasses.replace(SHAPE, moe_aux_loss_coeff=0.1), {}, None)
     with pytest.raises(ValueError, match="load-balancing"):
-        Trainer(Model(dataclasses.replace(SHAPE, moe_aux_loss_coeff=0.1), {}, None), settings)
+        Trainer(balanced, dataclasses.replace(settings, normalization="mean_of_means"))

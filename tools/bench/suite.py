@@ -97,10 +97,10 @@ def _data(examples: int) -> Measured:
 
     started, count, used = time.perf_counter(), 0, _processor()
     for check in (each for each in LAYOUT_CHECKS if each not in NEVER_SMALL):
-        for result, where in draw_layouts(check, number=0, examples=examples):
+        for result, case in draw_layouts(check, number=0, examples=examples):
             count += 1
             if not result.equal:
-                raise RuntimeError(f"{check} differs: {where}")
+                raise RuntimeError(f"{check} differs: {case}")
     seconds = time.perf_counter() - started
     return Measured(
         what="data alone, one process",

@@ -15,10 +15,12 @@ from typing import Any
 
 import torch
 
+from equivalence.blame import told
 from equivalence.cases import read_case
 from equivalence.errors import CaseError
 from equivalence.generators import tokenizers as named_tokenizers
 from equivalence.subjects import BUILT_IN, Messages, Row, RowSettings, Subject, load
+from equivalence.subjects.protocol import row_of
 from equivalence.subjects.tokenizers import load_folder
 from production.errors import PackproofError
 from production.files.identity import is_there
@@ -396,11 +398,9 @@ def _build(name: str, asked: _Asked) -> Side:
             f"side {name!r} is no witness of semantics {asked.settings.semantics!r}: leave it out of --sides"
         )
     try:
-        row = subject.build_row(asked.messages, asked.tokenizer, asked.settings)
+        row = row_of(subject.build_row(asked.messages, asked.tokenizer, asked.settings))
     except Exception as error:
-        raise BadInput(
-            f"side {name!r} could not run ({type(error).__name__}: {error}): it must build a row or refuse it"
-        ) from error
+        raise BadInput(f"side {name!r} could not run ({told(error)}): it must build a row or refuse it") from error
     return Side(name=name, version=version_of(subject, name), row=row)
 
 
