@@ -25,6 +25,8 @@ Weights = Literal["rank", "rows"]
 
 _EMBEDDING = ("input_ids", "position_ids")
 _LOSS = ("target_ids", "token_mask")
+TOKEN_SUMS = "packproof_token_sums"
+"""Key of megatron-core's tracker under which the sums of `DepthFeed.token_sums` stand, [3, D], added up over microbatches."""
 
 
 @dataclass
@@ -136,6 +138,15 @@ class DepthFeed:
             return self._counting_mask, self.tables.row_counts[0]
         return table * self._scale, self.tables.row_counts[depth]
 
+    def token_sums(self, loss: torch.Tensor, depth: int) -> torch.Tensor:
+        """Return [3] float32 of this share at a depth: the sum of its token losses, its targets, and 1 where it divides by no target.
+
+        `loss` is what megatron-core logs of the depth: the sum of the masked token losses over the divisor, 0 where that is 0.
+        """
+        divisor = self.tables.rank_counts[depth] if self._scale == 1 else self.tables.row_counts[depth]
+        is_empty = (divisor == 0).to(torch.float32)
+        return torch.stack([loss.float() * divisor / self._scale, self.tables.rank_counts[depth], is_empty])
+
     def _fault(
         self,
         tensor: torch.Tensor | None,
@@ -200,6 +211,8 @@ def multi_token_params(batch: FlatBatch, tables: DepthTables, **options: Any) ->
 def rolls_from_tables() -> Iterator[None]:
     """Answers megatron-core's rolls from the tables of the parameters that come with them; undone on exit.
 
+    Beside what megatron-core logs of each depth, its tracker then holds the depths' sums by token (`TOKEN_SUMS`).
+
     Parameters without a feed, and calls without parameters, get megatron-core's own roll. Raises PackproofError where a
     call is not the one expected, and on leaving where a pass has begun and not ended.
     """
@@ -209,6 +222,9 @@ def rolls_from_tables() -> Iterator[None]:
             what="the rolls are answered from tables already", where="rolls_from_tables", mend="enter it once"
         )
     begun: set[DepthFeed] = set()
+    helper = multi_token_prediction.MTPLossLoggingHelper
+    logged = helper.save_metrics_to_tracker
+    current: list[DepthFeed | None] = [None]
 
     def roll_tensor(
         tensor: torch.Tensor | None,
@@ -218,6 +234,7 @@ def rolls_from_tables() -> Iterator[None]:
         packed_seq_params: Any = None,
     ) -> Any:
         feed: DepthFeed | None = getattr(packed_seq_params, "feed", None)
+        current[0] = feed
         if feed is None:
             return upstream(tensor, shifts, dims, cp_group, packed_seq_params)
         answer = feed.answer(tensor, shifts=shifts, dims=dims, size=1 if cp_group is None else cp_group.size())
@@ -227,12 +244,23 @@ def rolls_from_tables() -> Iterator[None]:
             begun.add(feed)
         return answer
 
+    def save_metrics_to_tracker(
+        loss: torch.Tensor, correct: Any, total: Any, layer_number: int | None, num_layers: int, **groups: Any
+    ) -> None:
+        logged(loss, correct, total, layer_number, num_layers, **groups)
+        if layer_number is not None and current[0] is not None:
+            fresh = torch.zeros(3, num_layers, device=loss.device)
+            sums = helper.tracker.setdefault(TOKEN_SUMS, fresh)
+            sums[:, layer_number] += current[0].token_sums(loss.detach(), layer_number + 1)
+
     roll_tensor.answers_from_tables = True  # type: ignore[attr-defined]
     multi_token_prediction.roll_tensor = roll_tensor
+    helper.save_metrics_to_tracker = staticmethod(save_metrics_to_tracker)
     try:
         yield
     finally:
         multi_token_prediction.roll_tensor = upstream
+        helper.save_metrics_to_tracker = staticmethod(logged)
     for feed in begun:
         raise _unexpected("the end of the pass", feed.expected)
 

@@ -17,16 +17,18 @@ from production.training.config import (
     Job,
     SetupRefused,
     blocked_folders,
-    device_here,
+    held_checkpoints,
     load,
     missing_files,
+    missing_packages,
     notes,
     packed_otherwise,
     plan,
     print_config,
     refusals,
-    unready,
 )
+from production.training.door import reasons_against
+from production.training.environment import started_ranks
 from production.training.first_lines import FirstLines, look
 from production.training.lost import TOLD
 from production.training.quiet import quiet
@@ -72,14 +74,14 @@ def _dry_run(job: Job, world_size: int | None) -> int:
     if first.refusals:
         return _refuse(first.refusals, f" against this job on {ranks} ranks")
     print(plan(job, ranks).text(), end="")
-    here = [*missing_files(job), *unloadable(job), *blocked_folders(job)]
-    told = [
-        *notes(asked, ranks),
-        *(each.what for each in here),
-        *packed_otherwise(job),
-        *of_tokens,
-        *first.notes,
+    here = [
+        *missing_files(job),
+        *unloadable(job),
+        *missing_packages(job),
+        *blocked_folders(job),
+        *held_checkpoints(job),
     ]
+    told = [*notes(asked, ranks), *(each.what for each in here), *packed_otherwise(job), *of_tokens, *first.notes]
     for note in told:
         print(f"note: {note}")
     print(f"nothing against this job on {ranks} ranks" + (", but for the notes above" if told else ""))
@@ -99,12 +101,9 @@ def _first_lines(job: Job) -> FirstLines:
 def _run(job: Job) -> int:
     """Refuse what must not run, on every rank alike, before anything is started; then run it."""
     try:
-        world_size = _started_ranks() or 1
-        found: list[PackproofError] = [*refusals(job, world_size, device=device_here(job)), *missing_files(job)]
-        found += unloadable(job)
+        found = reasons_against(job, started_ranks() or 1)
     except PackproofError as error:
         return _refuse([error])
-    found = found or [*unready(job)]  # which makes folders: not for a job that is refused
     if found:
         return _refuse(found, " against this job")
     if os.environ.get("RANK", "0") == "0":
@@ -154,21 +153,12 @@ def _refuse(found: Sequence[PackproofError], against: str = "") -> int:
 
 def _world_size(job: Job) -> int:
     """What torchrun started, else what the cluster section says, else one replica of the model."""
-    if (started := _started_ranks()) is not None:
+    if (started := started_ranks()) is not None:
         return started
     if job.cluster.ranks is not None:
         return job.cluster.ranks
     megatron = job.megatron
     return megatron.tensor_model_parallel_size * megatron.context_parallel_size * megatron.pipeline_model_parallel_size
-
-
-def _started_ranks() -> int | None:
-    """What torchrun says; None where it did not start this process. Raises PackproofError for what is no number."""
-    said = os.environ.get("WORLD_SIZE")
-    if said is not None and not said.isdecimal():
-        mend = "start with torchrun, or take it out of the environment"
-        raise PackproofError(what=f"{said!r} is no number of ranks", where="WORLD_SIZE (environment)", mend=mend)
-    return None if said is None else int(said)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -5,8 +5,8 @@ megatron-core's dist_checkpointing writes and reads the tensors. docs/checkpoint
 
 from __future__ import annotations
 
+import contextlib
 import math
-import os
 import re
 import shutil
 from collections.abc import Callable, Mapping
@@ -14,60 +14,40 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
-import xxhash
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from torch import distributed
 from torch.distributed.checkpoint.api import CheckpointException
 
 from production.errors import PackproofError
+from production.training.checkpoint_files import check_written, make_way, remove, sync, told, write
 from production.training.checkpoint_state import (
     allocate,
     metadata,
+    not_finite,
     results_in_this_process,
     set_random,
     set_steps,
     sharded_state,
 )
 from production.training.engine import Engine
+from production.training.manifest import MANIFEST, CheckpointRefused, Manifest, digest, read_manifest, sealed
+from production.training.versions import versions
 from production.weights import unwrap
 
-MANIFEST = "packproof.json"
 _NAME = re.compile(r"step_(\d{8})")
-_CHUNK = 1 << 22
-
-
-class CheckpointRefused(PackproofError):  # noqa: N818 - reads as the verdict it is
-    """A checkpoint that cannot be trusted, or is not one of this job."""
+_Fault = tuple[str, str]
+"""What is wrong and how to mend it."""
+_ROOM = "make room or lower checkpointing.keep_top_k, then start the job again: it goes on from its newest checkpoint"
+_NUMBERS = (
+    "lower the learning rate or change the optimizer's numbers (adam_eps, clip_grad), then start the job again: it goes on from its "
+    "newest checkpoint"
+)
 
 
 class CheckpointFailed(PackproofError):  # noqa: N818 - reads as the verdict it is
     """A checkpoint could not be written; those before it are as they were."""
-
-
-class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """What stands beside the tensors: the last file to be written."""
-
-    step: int
-    """Steps that were taken."""
-    consumed_samples: int
-    """Rows of all of them."""
-    fingerprint: dict[str, Any]
-    """What the run is (`start.identity`)."""
-    config: dict[str, Any]
-    """The resolved job."""
-    metrics: dict[str, float | None]
-    """What the best checkpoints are chosen by; None for what is no number, which JSON lacks."""
-    has_optimizer: bool
-    """Whether it can be resumed."""
-    sharding_type: str
-    """megatron-core's name for how the distributed optimizer's state is laid out."""
-    files: dict[str, list[int]]
-    """Size and xxh3-64 of each file, by its path in the folder."""
-    checksum: int = 0
-    """xxh3-64 of this manifest with a 0 here."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,9 +76,24 @@ class Checkpoints:
         fingerprint: Mapping[str, Any],
         config: Mapping[str, Any],
         metrics: Mapping[str, float],
+        run: str = "",
+        trained_tokens: int | None = None,
+        skipped_rows: int | None = None,
+        allowed: Callable[[], None] = lambda: None,
     ) -> Path:
-        """Write one. Collective over the world; it appears whole or not at all. Raises CheckpointFailed on all ranks, such as for a full disk."""
+        """Write one. Collective over the world; it appears whole or not at all.
+
+        `run` names the run that it is of; `allowed` raises PackproofError on the first rank where the folder is no longer this run's.
+        Raises CheckpointFailed on all ranks: for a full disk, for weights or a state of the optimizer that are no numbers, and for a
+        checkpoint of another run that stands in its place.
+        """
         final, work = self.folder / _name(step), self.folder / f".{_name(step)}.writing"
+        fault = not_finite(engine)
+        self._all_agree(None if fault is None else (fault, _NUMBERS), None)
+
+        def ready() -> None:
+            allowed()
+            self._check_free(final, run)
 
         def begin() -> None:
             shutil.rmtree(work, ignore_errors=True)
@@ -113,16 +108,21 @@ class Checkpoints:
                 metrics={name: value if math.isfinite(value) else None for name, value in metrics.items()},
                 has_optimizer=self.with_optimizer,
                 sharding_type=self.sharding_type,
-                files={
-                    str(path.relative_to(work)): _digest(path) for path in sorted(work.rglob("*")) if path.is_file()
-                },
+                files=_files(work, hashes),
+                run=run,
+                trained_tokens=trained_tokens,
+                skipped_rows=skipped_rows,
+                versions=versions(),
             )
-            _write(work / MANIFEST, msgspec.json.encode(_sealed(manifest)))
-            if final.exists():
-                _remove(final)
+            check_written(work)
+            write(work / MANIFEST, sealed(manifest))
+            ready()
+            make_way(final)
             work.rename(final)
-            _sync(self.folder)
+            sync(self.folder)
 
+        self._first_does(ready, None)  # what lies there may be another run's, and stays
+        hashes: dict[str, list[int]] = {}
         self._first_does(begin, work)
         with engine.settled(), results_in_this_process() as errors:
             state = sharded_state(
@@ -131,43 +131,69 @@ class Checkpoints:
             try:
                 dist_checkpointing.save(state, str(work), content_metadata=metadata(self.sharding_type))
             except CheckpointException as error:  # which torch raises on every rank, with the reasons on the first
-                self._all_agree(str(errors[0]) if errors else None, work)
-                self._all_agree(_reasons(error), work)
-                raise self._failed(str(error), work) from error
+                self._all_agree((told(errors[0], self.folder), _ROOM) if errors else None, work)
+                reasons = _reasons(error)
+                self._all_agree(None if reasons is None else (reasons, _ROOM), work)
+                raise self._failed(told(error, self.folder), work) from error
             except (OSError, CheckpointingException) as error:  # of this rank alone: the others learn it from its end
-                raise self._failed(str(error), work) from error
+                raise self._failed(told(error, self.folder), work) from error
+        hashes |= self._hash_together(work)
         self._first_does(end, work)
         if _is_first():
-            self._drop_old()
+            self._drop_old(run)
         return final
 
-    def _first_does(self, part: Callable[[], None], work: Path) -> None:
+    def _hash_together(self, work: Path) -> dict[str, list[int]]:
+        """Size and hash of each rank's own files, which it alone reads: one rank would read a large checkpoint for longer than others wait."""
+        mine: dict[str, list[int]] = {}
+        fault: _Fault | None = None
+        try:
+            mine = {path.name: digest(path) for path in work.glob(f"__{distributed.get_rank()}_*.distcp")}
+        except OSError as error:
+            fault = told(error, self.folder), _ROOM
+        self._all_agree(fault, work)
+        everyone: list[dict[str, list[int]]] = [{}] * distributed.get_world_size()
+        distributed.all_gather_object(everyone, mine)
+        return {name: found for each in everyone for name, found in each.items()}
+
+    def _check_free(self, final: Path, run: str) -> None:
+        """Refuse the place of a whole checkpoint of another run; one of this run is made again."""
+        if (final / MANIFEST).is_file() and (not run or read_manifest(final).run != run):
+            raise CheckpointRefused(
+                what=f"{final.name} is there already, of another run",
+                where=str(self.folder),
+                mend="give this run a folder of its own (checkpointing.checkpoint_dir), or move that checkpoint away",
+            )
+
+    def _first_does(self, part: Callable[[], None], work: Path | None) -> None:
         """A part of saving that is the first rank's, for which the others wait; all raise where it fails."""
-        fault = None
+        fault: _Fault | None = None
         if _is_first():
             try:
                 part()
             except OSError as error:
-                fault = str(error)
+                fault = told(error, self.folder), _ROOM
+            except PackproofError as error:
+                fault = f"{error.where}: {error.what}", error.mend
         self._all_agree(fault, work)
 
-    def _all_agree(self, fault: str | None, work: Path) -> None:
-        faults: list[str | None] = [None] * distributed.get_world_size()
+    def _all_agree(self, fault: _Fault | None, work: Path | None) -> None:
+        faults: list[_Fault | None] = [None] * distributed.get_world_size()
         distributed.all_gather_object(faults, fault)
         for rank, each in enumerate(faults):
             if each is not None:
-                raise self._failed(f"rank {rank}: {each}", work)
+                raise self._failed(f"rank {rank}: {each[0]}", work, mend=each[1])
 
-    def _failed(self, fault: str, work: Path) -> CheckpointFailed:
+    def _failed(self, fault: str, work: Path | None, *, mend: str = _ROOM) -> CheckpointFailed:
         """The error; room is made at once, since a disk that is full stays so."""
-        if _is_first():
+        if _is_first() and work is not None:
             shutil.rmtree(work, ignore_errors=True)
         newest = max(self.whole(), default=None, key=_step)
         before = "no checkpoint was written before" if newest is None else f"the one before, {newest}, is as it was"
         return CheckpointFailed(
             what=f"{fault}; {before}",
             where=f"saving a checkpoint to {self.folder}",
-            mend="make room or lower checkpointing.keep_top_k, then start the job again: it goes on from its newest checkpoint",
+            mend=mend,
         )
 
     def newest(self) -> Path | None:
@@ -200,23 +226,36 @@ class Checkpoints:
             return True, 0.0
         return False, -value if self.higher_is_better else value
 
-    def _drop_old(self) -> None:
+    def _drop_old(self, run: str) -> None:
+        """Remove what is left of a run that was killed while it wrote, and checkpoints beyond those kept; never one of another run."""
         for path in self.folder.glob(".step_*"):
-            shutil.rmtree(path, ignore_errors=True)  # of a run that was killed while it wrote
+            shutil.rmtree(path, ignore_errors=True)
         if self.keep is None:
             return
         _newest, *others = self.whole()[::-1]
         if self.metric is not None:
             others.sort(key=self._rank)
         for path in others[self.keep - 1 :]:
-            _remove(path)
+            with contextlib.suppress(CheckpointRefused):  # a damaged one may be of anyone
+                if read_manifest(path).run in {"", run}:
+                    remove(path)
 
 
 def restore(path: Path, engine: Engine, manifest: Manifest) -> None:
     """Load weights, optimizer, schedule and random states, so that the run goes on to the bit. Collective over the world.
 
-    Verify the files first (`verify`). Raises CheckpointRefused for one without optimizer.
+    Verify the files first (`manifest.verify`). Raises CheckpointRefused for one without optimizer.
     """
+    _restore(path, engine, manifest, with_random=True)
+
+
+def restore_resharded(path: Path, engine: Engine, manifest: Manifest) -> None:
+    """Load all but the random states, of which ranks that are laid out otherwise have none. Collective and raises as `restore`."""
+    _restore(path, engine, manifest, with_random=False)
+
+
+def _restore(path: Path, engine: Engine, manifest: Manifest, *, with_random: bool) -> None:
+    """Load weights, optimizer and schedule, and random states where asked for."""
     if not manifest.has_optimizer:
         raise CheckpointRefused(
             what="it was written without the optimizer's state",
@@ -226,49 +265,15 @@ def restore(path: Path, engine: Engine, manifest: Manifest) -> None:
     with torch.no_grad(), engine.settled():
         allocate(engine.optimizer)
         wanted = sharded_state(engine, with_optimizer=True, sharding_type=manifest.sharding_type, loading=True)
+        if not with_random:
+            del wanted["random"]
         state = load_state(wanted, path)
         unwrap(engine.model).load_state_dict(state["model"])
         engine.optimizer.load_state_dict(state["optimizer"])
         set_steps(engine.optimizer)
         engine.scheduler.load_state_dict(state["scheduler"])
-        set_random(state["random"])
-
-
-def verify(path: Path) -> Manifest:
-    """Read the manifest and hold every file against it; all ranks share the work. Raises CheckpointRefused on all of them."""
-    fault: str | None = None
-    manifest = None
-    try:
-        manifest = read_manifest(path)
-        rank, size = distributed.get_rank(), distributed.get_world_size()
-        for name in list(manifest.files)[rank::size]:
-            if not (path / name).is_file():
-                fault = f"{name} is missing"
-            elif _digest(path / name) != manifest.files[name]:
-                fault = f"{name} is not as it was written"
-            if fault:
-                break
-    except CheckpointRefused as error:
-        fault = error.what
-    except OSError as error:
-        fault = str(error)
-    faults: list[str | None] = [None] * distributed.get_world_size()
-    distributed.all_gather_object(faults, fault)
-    if found := next((each for each in faults if each), None):
-        raise _damaged(f"the checkpoint is damaged: {found}", path)
-    assert manifest is not None
-    return manifest
-
-
-def read_manifest(path: Path) -> Manifest:
-    """What stands beside the tensors of one checkpoint. Raises CheckpointRefused where it cannot be read or is not as it was written."""
-    try:
-        manifest = msgspec.json.decode((path / MANIFEST).read_bytes(), type=Manifest)
-    except (OSError, msgspec.MsgspecError) as error:
-        raise _damaged(f"{MANIFEST} cannot be read ({error})", path) from error
-    if _sealed(manifest) != manifest:
-        raise _damaged(f"{MANIFEST} is not as it was written", path)
-    return manifest
+        if with_random:
+            set_random(state["random"])
 
 
 def load_state(wanted: dict[str, Any], path: Path) -> dict[str, Any]:
@@ -286,25 +291,15 @@ def load_state(wanted: dict[str, Any], path: Path) -> dict[str, Any]:
     return loaded
 
 
-def _sealed(manifest: Manifest) -> Manifest:
-    bare = msgspec.structs.replace(manifest, checksum=0)
-    return msgspec.structs.replace(manifest, checksum=xxhash.xxh3_64_intdigest(msgspec.json.encode(bare)))
-
-
-def _damaged(what: str, path: Path) -> CheckpointRefused:
-    return CheckpointRefused(what=what, where=str(path), mend="move it away: the job then goes on from the one before")
+def _files(work: Path, hashes: Mapping[str, list[int]]) -> dict[str, list[int]]:
+    """Size and hash of every file below the folder by its path: as its rank found them, the few others as they are read here."""
+    names = sorted(str(path.relative_to(work)) for path in work.rglob("*") if path.is_file())
+    return {name: hashes[name] if name in hashes else digest(work / name) for name in names}
 
 
 def _reasons(error: CheckpointException) -> str | None:
     """What ranks could not do, of the rank that was told."""
     return next((f"of rank {rank}, {type(each[0]).__name__}: {each[0]}" for rank, each in error.failures.items()), None)
-
-
-def _remove(path: Path) -> None:
-    """Out of sight at once, then gone."""
-    gone = path.with_name(f".{path.name}.removing")
-    path.rename(gone)
-    shutil.rmtree(gone, ignore_errors=True)
 
 
 def _name(step: int) -> str:
@@ -319,26 +314,3 @@ def _step(path: Path) -> int:
 
 def _is_first() -> bool:
     return distributed.get_rank() == 0
-
-
-def _digest(path: Path) -> list[int]:
-    hashed = xxhash.xxh3_64()
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK):
-            hashed.update(chunk)
-        return [file.tell(), hashed.intdigest()]
-
-
-def _write(path: Path, data: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -57,6 +57,37 @@ def results_in_this_process() -> Iterator[list[Exception]]:
         writer.write_preloaded_data = staticmethod(write)
 
 
+def not_finite(engine: Engine) -> str | None:
+    """Name the first weight, buffer or state of the optimizer on this rank that holds NaN or infinity; None where all are numbers.
+
+    One pass over them on the device, and one wait for it.
+    """
+    named = [(f"weight {name}", each) for name, each in unwrap(engine.model).named_parameters()]
+    named += [(f"buffer {name}", each) for name, each in unwrap(engine.model).named_buffers()]
+    named += [(f"the optimizer's {name}", each) for name, each in _states(engine.optimizer)]
+    named = [(name, each.detach()) for name, each in named if each.is_floating_point() and each.numel()]
+    with torch.no_grad():
+        flags = [torch.linalg.vector_norm(each, ord=torch.inf, dtype=_wide(each)).isfinite() for _, each in named]
+    if not flags or bool(torch.stack(flags).all()):
+        return None
+    return next(f"{name} is not finite" for (name, _), flag in zip(named, flags, strict=True) if not flag)
+
+
+def _wide(tensor: torch.Tensor) -> torch.dtype:
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+
+
+def _states(optimizer: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors that the optimizer keeps: main weights and moments."""
+    for each in _single(optimizer):
+        for group in each.optimizer.param_groups:
+            yield from ((f"weight {number}", parameter) for number, parameter in enumerate(group["params"]))
+        for number, state in enumerate(each.optimizer.state.values()):
+            for name, value in state.items():
+                if isinstance(value, torch.Tensor) and name != "step":
+                    yield f"{name} of weight {number}", value
+
+
 def set_steps(optimizer: Any) -> None:
     """A step count of its own for each parameter, as saved: where torch's Adam serves, megatron-core 0.19.2 leaves it wrong.
 

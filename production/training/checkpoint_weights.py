@@ -15,7 +15,8 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 from torch import distributed
 
 from production.rectangle import round_up
-from production.training.checkpoint import MANIFEST, CheckpointRefused, load_state, verify
+from production.training.checkpoint import load_state
+from production.training.manifest import MANIFEST, CheckpointRefused, verify
 from production.weights import unwrap
 
 _NO_WEIGHT = re.compile(r"(^|\.)(optimizer\.|_extra_state|rng_state|rerun_state|random$|common_state)")

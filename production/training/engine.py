@@ -18,6 +18,7 @@ from megatron.core.utils import get_model_config
 from production.batches import Batch
 from production.errors import PackproofError
 from production.model import build_model, reason_of
+from production.multi_token_feed import TOKEN_SUMS
 from production.parallel import Place
 from production.rectangle import Rectangle
 from production.squeeze import Padding
@@ -30,6 +31,7 @@ from production.training.config import (
     optimizer_options,
     sizes,
 )
+from production.training.lost import is_of_a_collective
 from production.training.router_losses import clear_router_losses, take_router_losses
 from production.training.step import StepReport, StepSettings, forward_backward, wrap
 
@@ -46,6 +48,8 @@ class Stepped:
     """That the step was taken with."""
     mtp_loss_sums: torch.Tensor | None
     """[D] float32: megatron-core's losses of this rank's microbatches, added up; None but on the last stage."""
+    mtp_token_sums: torch.Tensor | None
+    """[3, D] float32: sums of token losses, targets, and shares that have none (`DepthFeed.token_sums`); None where they are not known."""
     mtp_accepted: torch.Tensor | None
     """[2, D] float32: of each depth, positions whose best guess is the label, and positions that count; None but on the last stage."""
     router_losses: Mapping[str, torch.Tensor]
@@ -83,10 +87,12 @@ class Engine:
             mtp_weights=job.loss.mtp_weights,
         )
         self.model_settings = model_settings(job, vocab_size)
-        built = build_model(self.model_settings, sizes(job))
+        with _in_our_words("the model", "model"):
+            built = build_model(self.model_settings, sizes(job))
         if prepare is not None:
             prepare(built)
-        self.model = wrap(built, self.settings, DistributedDataParallelConfig(**ddp_options(job)))
+        with _in_our_words("data parallelism", "policy.megatron_cfg.distributed_data_parallel_config"):
+            self.model = wrap(built, self.settings, DistributedDataParallelConfig(**ddp_options(job)))
         self.config = get_model_config(self.model)
         optimizer_config = OptimizerConfig(**optimizer_options(job))
         self.optimizer = _optimizer(optimizer_config, self.model)
@@ -109,12 +115,13 @@ class Engine:
         learning_rate = float(self.optimizer.param_groups[0]["lr"])
         _, gradient_norm, _ = self.optimizer.step()
         self.scheduler.step(increment=self._rows_per_step)
-        depths, accepted = self._take_multi_token() if self.place.is_last_stage else (None, None)
+        depths, by_token, accepted = self._take_multi_token()
         return Stepped(
             report=report,
             gradient_norm=gradient_norm,
             learning_rate=learning_rate,
             mtp_loss_sums=depths,
+            mtp_token_sums=by_token,
             mtp_accepted=accepted,
             router_losses=take_router_losses(
                 self.config,
@@ -154,15 +161,18 @@ class Engine:
     def _settings_now(self) -> StepSettings:
         return dataclasses.replace(self.settings, padding=self.padding)
 
-    def _take_multi_token(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """What megatron-core has counted of the depths: sums of losses [D], and guesses that were right and all of them [2, D]."""
+    def _take_multi_token(self) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+        """Take what the tracker holds of the depths, and clean it: sums of losses [D], those by token [3, D], and guesses that were right
+        and all of them [2, D]; nothing but on the last stage.
+        """
         tracker = MTPLossLoggingHelper.tracker
+        by_token = tracker.pop(TOKEN_SUMS, None)
         if not self.settings.depths or "loss_values" not in tracker:
-            return None, None
+            return None, None, None
         sums = tracker["loss_values"].clone()
         accepted = torch.stack([tracker["correct_values"], tracker["total_values"]])
         MTPLossLoggingHelper.clean_metrics_in_tracker()
-        return sums, accepted
+        return (sums, by_token, accepted) if self.place.is_last_stage else (None, None, None)
 
     def _finalize(self, *args: Any, **options: Any) -> None:
         self._first_wait = self.clock.mark()
@@ -170,13 +180,30 @@ class Engine:
 
 
 def _optimizer(config: OptimizerConfig, model: torch.nn.Module) -> Any:
-    try:
+    with _in_our_words("the optimizer", "policy.megatron_cfg.optimizer"):
         return get_megatron_optimizer(config, [model], use_gloo_process_groups=False)
-    except (ValueError, ImportError, AssertionError) as error:
+
+
+_OF_BUILDING = (
+    AssertionError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, ImportError, RuntimeError, MemoryError,
+)  # fmt: skip
+"""What megatron-core and torch raise for what cannot be built."""
+
+
+@contextlib.contextmanager
+def _in_our_words(part: str, key: str) -> Iterator[None]:
+    """Say which part megatron-core could not build, and why, whatever it raises."""
+    try:
+        yield
+    except PackproofError:
+        raise
+    except _OF_BUILDING as error:
+        if isinstance(error, RuntimeError) and is_of_a_collective(error):
+            raise  # of another rank, which will be named
         raise PackproofError(
-            what=f"megatron-core refuses this optimizer: {reason_of(error)}",
-            where="policy.megatron_cfg.optimizer",
-            mend="change the option that it names",
+            what=f"megatron-core cannot build {part}: {reason_of(error) or type(error).__name__}",
+            where=key,
+            mend="change the option that it names, or the sizes of the model",
         ) from error
 
 

@@ -27,7 +27,7 @@ from production.errors import PackproofError
 from production.training.quiet import quiet
 
 if TYPE_CHECKING:  # it imports megatron-core
-    from production.training.checkpoint import Manifest
+    from production.training.manifest import Manifest
 
 _STACK = re.compile(r"^(decoder\.layers)\.(?!\d)")
 _OF_STAGES = (
@@ -116,8 +116,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _verified(checkpoint: Path) -> Manifest:
-    from production.training.checkpoint import MANIFEST, verify  # noqa: PLC0415 - imports megatron-core
     from production.training.checkpoint_weights import not_one  # noqa: PLC0415
+    from production.training.manifest import MANIFEST, verify  # noqa: PLC0415 - imports megatron-core
 
     if not (checkpoint / MANIFEST).is_file():
         raise not_one(checkpoint)

@@ -12,7 +12,7 @@ import torch
 from production.batches import Batch
 from production.chat import ChatTokenizer
 from production.errors import PackproofError
-from production.files.source import Location, PackedSource, open_source
+from production.files.source import Location, PackedSource, SkippedRow, open_source
 from production.guards import BatchSettings
 from production.parallel import Place
 from production.rectangle import Rectangle
@@ -65,6 +65,8 @@ class Feed:
     def __init__(self, job: Job, place: Place, *, consumed_samples: int = 0) -> None:
         """Open the files, the tokenizer and the loaders. Raises PackproofError for what cannot be fed."""
         self._job, self._place = job, place
+        self.skipped_in_validation: list[SkippedRow] = []
+        """Of the last validation, what `skipped` is of training."""
         self.tokenizer = load_tokenizer(job)
         found = look(job, self.tokenizer)
         for refusal in found.refusals:
@@ -128,6 +130,11 @@ class Feed:
             else dataclasses.asdict(chat_settings(job, dataset)) | {"tool_key": dataset.tool_key},
         }
 
+    @property
+    def skipped(self) -> list[SkippedRow]:
+        """Lines of the training files that `on_bad_row: skip` leaves out."""
+        return [row for source in self.sources for row in source.skipped]
+
     def locate(self, sample: Sample) -> Location:
         """Where a sample's row stands."""
         return self.sources[sample.source].locate(sample.row)
@@ -151,8 +158,10 @@ class Feed:
     def validation(self) -> Iterator[Fed]:
         """The global batches of one validation, the same each time."""
         job = self._job
+        self.skipped_in_validation = []
         for dataset in job.data.validation:
             sources = _open(job, dataset, apart=False)
+            self.skipped_in_validation += [row for source in sources for row in source.skipped]
             rows = sum(map(len, sources))
             size = job.sft.val_global_batch_size or job.policy.train_global_batch_size
             wanted = None if job.sft.val_batches is None else job.sft.val_batches * size

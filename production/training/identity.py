@@ -14,7 +14,11 @@ from production.files.source import PackedSource
 from production.rows import RowSettings
 from production.training.order import OrderSettings
 
+BUCKETS = "distributed_data_parallel_config.overlap_grad_reduce"
+"""Key of what decides the buckets that the distributed optimizer's state is saved by."""
 MEND = {
+    BUCKETS: "set policy.megatron_cfg.distributed_data_parallel_config.overlap_grad_reduce to what it was, since the distributed "
+    "optimizer's state is saved by the buckets that it makes (dp_reshardable), or begin a new run",
     "tokenizer": "give policy.tokenizer.name the tokenizer that the run began with, or begin a new run",
     "files": "give data.train.data_path the files that the run began with (names may differ, contents may not), or begin a new run",
     "semantics": "give data.train.semantics the preset and overrides that the run began with, or begin a new run",
@@ -64,7 +68,8 @@ _SECTIONS = {
     "sequence_packing": "policy.sequence_packing",
 }
 """Those of `start.identity` that a configuration calls otherwise."""
-_MISSING = "(not there)"
+MISSING = "(not there)"
+"""What is said of a key that one side lacks."""
 
 
 class ResumeRefused(PackproofError):  # noqa: N818 - reads as the verdict it is
@@ -104,17 +109,21 @@ def fingerprint(
     }
 
 
-def check_resume(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Refuse to go on where the two fingerprints differ: ResumeRefused with both values of each key that does."""
+def check_resume(saved: Mapping[str, Any], now: Mapping[str, Any], *, free: Sequence[str] = ()) -> list[str]:
+    """Refuse to go on where the two fingerprints differ: ResumeRefused with both values of each key that does.
+
+    Keys of `free` may differ, and those that do are returned.
+    """
     # Through JSON, as the saved one went: a tuple and a list are the same.
     before, after = (msgspec.json.decode(msgspec.json.encode(dict(one))) for one in (saved, now))
     differing = {
-        key: (before.get(key, _MISSING), after.get(key, _MISSING))
+        key: (before.get(key, MISSING), after.get(key, MISSING))
         for key in dict.fromkeys([*before, *after])
-        if before.get(key, _MISSING) != after.get(key, _MISSING)
+        if before.get(key, MISSING) != after.get(key, MISSING)
     }
+    changed = [key for key in free if differing.pop(key, None) is not None]
     if not differing:
-        return
+        return changed
     told = "; ".join(
         f"{key}: saved {_said(key, old)}, now {_said(key, new)}"
         for key, (old, new) in ((key, _apart(*pair)) for key, pair in differing.items())
@@ -163,7 +172,7 @@ def _mend(key: str, saved: object) -> str:
     name = option(key)
     if key.startswith("transformer."):  # a file may say it in either place, not in both
         name += f" (or {_MEGATRON}.{key}, where it stands there)"
-    back = f"take {name} out" if saved == _MISSING else f"set {name} to {_short(saved)}"
+    back = f"take {name} out" if saved == MISSING else f"set {name} to {_short(saved)}"
     return f"{back} to go on, or begin a new run"
 
 
@@ -171,14 +180,14 @@ def _apart(old: Any, new: Any) -> tuple[Any, Any]:
     """Of two mappings what differs, which a long one could hide."""
     if not isinstance(old, dict) or not isinstance(new, dict):
         return old, new
-    keys = [key for key in {**old, **new} if old.get(key, _MISSING) != new.get(key, _MISSING)]
+    keys = [key for key in {**old, **new} if old.get(key, MISSING) != new.get(key, MISSING)]
     return {key: old[key] for key in keys if key in old}, {key: new[key] for key in keys if key in new}
 
 
 def _said(key: str, value: Any) -> str:
     """In words, where its JSON would say little."""
-    if value == _MISSING:
-        return _MISSING
+    if value == MISSING:
+        return MISSING
     if key != "files":  # of a mapping only what differs is left, and all of it is said
         return json.dumps(value, sort_keys=True) if isinstance(value, dict) else _short(value)
     return " and ".join(f"{each['rows']} rows (fingerprint {str(each['fingerprint'])[:8]})" for each in value)

@@ -15,6 +15,7 @@ from torch._C._distributed_c10d import HashStore
 from production.device.shim import cpu_shim
 from production.errors import PackproofError
 from production.parallel import Place, Sizes, parallel
+from production.training.environment import started_ranks, threads
 from production.training.lost import naming_the_lost
 from production.training.quiet import quiet
 
@@ -45,7 +46,7 @@ def launched(
     quiet()
     with contextlib.ExitStack() as undo:
         if not is_cuda:
-            torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+            torch.set_num_threads(threads())
             undo.enter_context(cpu_shim())
         else:
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
@@ -70,7 +71,7 @@ def launched(
 
 def world_size() -> int:
     """Ranks that torchrun started, or of the process group that is there; 1 without either."""
-    return distributed.get_world_size() if distributed.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    return distributed.get_world_size() if distributed.is_initialized() else started_ranks() or 1
 
 
 def _is_cuda(device: str) -> bool:

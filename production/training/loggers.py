@@ -59,7 +59,8 @@ class WandbSettings:
     entity: str | None = None
     """Team or user; None: the login's own."""
     run_id: str | None = None
-    """Of a run to go on with; in offline mode the two are brought together by `wandb sync --append`."""
+    """Of the run, which is gone on with where it is there (a job gives its own); in offline mode the parts of one run are brought together
+    by `wandb sync --append`. None: W&B makes one up."""
     mode: Literal["online", "offline"] = "online"
     """`offline` writes below the folder, for `wandb sync`."""
 
@@ -166,7 +167,9 @@ def open_loggers(settings: LoggerSettings, *, rank: int, run: Mapping[str, Value
 
 
 class JsonLines:
-    """One object a line (R-RECORD-1): `kind`, `step`, then the values. NaN and infinities are the strings of NOT_NUMBERS."""
+    """One object a line (R-RECORD-1): `kind`, `step`, `time` in seconds since 1970, then the values. NaN and infinities are the strings of
+    NOT_NUMBERS.
+    """
 
     def __init__(self, path: Path) -> None:
         """Append to the file (R-RECORD-2). A last line that was cut off is taken away; `repaired` says how many bytes that were."""
@@ -180,7 +183,8 @@ class JsonLines:
     def log(self, record: Record) -> None:
         """Write one whole line at once."""
         values = {name: _as_json(value) for name, value in record.values.items()}
-        line = json.dumps({"kind": record.kind, "step": record.step, **values}, allow_nan=False, ensure_ascii=False)
+        said = {"kind": record.kind, "step": record.step, "time": round(time.time(), 3), **values}
+        line = json.dumps(said, allow_nan=False, ensure_ascii=False)
         rest = line.encode("utf-8", "backslashreplace") + b"\n"
         try:
             while rest:  # a disk that fills up takes a part of it and refuses the next
@@ -197,9 +201,9 @@ class TensorBoard:
     """An event file for TensorBoard. It keeps float32: the JSON lines are the ones to compare losses by."""
 
     def __init__(self, folder: Path, finished_steps: int) -> None:
-        """With `finished_steps`, later ones of earlier event files are hidden."""
+        """What earlier event files hold of steps after `finished_steps` is hidden; of a run that begins anew all of it, step 0 too."""
         summaries = _import("torch.utils.tensorboard", package="tensorboard", extra=None)
-        self._writer = summaries.SummaryWriter(str(folder), purge_step=finished_steps + 1 if finished_steps else None)
+        self._writer = summaries.SummaryWriter(str(folder), purge_step=finished_steps + 1 if finished_steps else 0)
 
     def log(self, record: Record) -> None:
         """Scalars by name; facts of the run as text."""

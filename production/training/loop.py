@@ -5,8 +5,8 @@ Metrics leave the device at reporting boundaries alone, and everything that ends
 
 from __future__ import annotations
 
-import dataclasses
 import time
+from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,40 +15,33 @@ from rich.console import Console
 
 from production.errors import PackproofError
 from production.multi_token_feed import rolls_from_tables
-from production.training.checkpoint import Manifest
 from production.training.clock import Mark
-from production.training.config import Job, device_here, multi_token_depths, sizes, unready, validate
-from production.training.config.sections import Mlflow
+from production.training.config import Job, multi_token_depths, sizes
+from production.training.config.checks_run import METRICS
+from production.training.door import reasons_against
 from production.training.dumps import dump
 from production.training.ending import Ending, Reason, asked_to_end, length_reached, nothing_left, reason_of
 from production.training.engine import Stepped
 from production.training.feed import Fed, Feed
 from production.training.flops import peak_tflops, work_of
-from production.training.identity import check_resume
+from production.training.folders import HeldFolders, held_folders
 from production.training.launch import Launched, launched, world_size
-from production.training.loggers import (
-    Loggers,
-    LoggerSettings,
-    MlflowSettings,
-    Record,
-    Value,
-    WandbSettings,
-    open_loggers,
-)
+from production.training.loggers import Loggers, Record, Value
+from production.training.manifest import Manifest
 from production.training.metrics import FlopsOf, Group, StepMetrics, Timing
+from production.training.orphan import LAUNCHER_GONE, outliving_no_launcher
 from production.training.progress import RunProgress
 from production.training.router_losses import router_loss_names
-from production.training.start import build, check_same, checkpoints_of, found_checkpoint, identity
+from production.training.run_record import open_run_loggers, run_name
+from production.training.start import build, check_going_on, check_same, checkpoints_of, found_checkpoint, identity
 from production.training.step_numbers import StepNumbers
 from production.training.summary import close_run
 from production.training.tokenizer import vocabulary_size
+from production.training.verdicts import left_out, not_finite, nothing_trained
 
-VALIDATION = "val:val_loss"
-"""What the best checkpoints may be chosen by."""
-
-
-class NotFinite(PackproofError):  # noqa: N818 - reads as the verdict it is
-    """A loss or a gradient norm is no number; what was fed in that step was dumped."""
+TRAINING, VALIDATION = METRICS
+KEPT = 1000
+"""Steps whose numbers stay in memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,18 +55,18 @@ class Outcome:
     reason: Reason
     """`not finite` raises NotFinite instead."""
     numbers: tuple[StepNumbers, ...]
-    """Of this run's steps."""
+    """Of this run's last steps, KEPT at most: its records hold all of them."""
 
 
 def run(job: Job) -> Outcome:
     """Train as the job says, in the world that torchrun started. Raises PackproofError, before any model is built, for what is refused."""
-    validate(job, world_size(), device=device_here(job))
-    for refusal in unready(job):
-        raise refusal
+    for reason in reasons_against(job, world_size()):
+        raise reason
     layout = sizes(job)
     with (
         # Outermost: torchrun sends SIGTERM to the ranks that are left while they find out which one is gone.
         asked_to_end() as asked,
+        outliving_no_launcher(asked, timeout_seconds=job.cluster.timeout_seconds),
         launched(
             layout,
             device=job.cluster.device,
@@ -82,21 +75,24 @@ def run(job: Job) -> Outcome:
             deterministic=job.cluster.deterministic,
         ) as rank,
         rolls_from_tables(),
+        held_folders(job) as held,
     ):
-        return _Run(job, rank, asked).run()
+        return _Run(job, rank, asked, held).run()
 
 
 class _Run:
-    def __init__(self, job: Job, rank: Launched, asked: list[str]) -> None:
-        self._asked = asked
+    def __init__(self, job: Job, rank: Launched, asked: list[str], held: HeldFolders) -> None:
+        self._asked, self._held = asked, held
         self._job, self._rank, self._place = job, rank, rank.place
         self._console = Console(stderr=True)
         self._started = time.monotonic()
         self._checkpoints = checkpoints_of(job)
         self._step = 0
         self._consumed = 0
+        self._trained_tokens = 0
+        self._skipped_in_validation = 0
         self._measured: dict[str, float] = {}
-        self._numbers: list[StepNumbers] = []
+        self._numbers: deque[StepNumbers] = deque(maxlen=KEPT)
         self._pending: dict[int, int] = {}  # steps that are not reported yet, with what was consumed before
 
     def run(self) -> Outcome:
@@ -104,13 +100,16 @@ class _Run:
         if found is not None:
             self._step, self._consumed = found[1].step, found[1].consumed_samples
             self._measured = {name: value for name, value in found[1].metrics.items() if value is not None}
+            # Of a checkpoint that does not say it, a token was trained: its run went on for long without this rule.
+            self._trained_tokens = 1 if found[1].trained_tokens is None else found[1].trained_tokens
+        self._name = run_name(None if found is None else found[1])
+        self._held.name_run(self._name)
         with Feed(job, self._place, consumed_samples=self._consumed) as feed:
             self._feed = feed
             vocabulary = vocabulary_size(job, feed.tokenizer)
             self._identity = identity(job, feed, self._place, vocab_size=vocabulary, run_steps=self._total_steps())
             check_same(self._identity, self._place)
-            if found is not None:
-                check_resume(found[1].fingerprint, self._identity)
+            is_resharded = found is not None and check_going_on(job, found[1].fingerprint, self._identity)
             self._ending = Ending(
                 asked=self._asked,
                 must_save_by=job.checkpointing.checkpoint_must_save_by,
@@ -119,7 +118,12 @@ class _Run:
             # Before the model: a logger that cannot log in ends the job without having built one.
             with self._loggers() as self._log:
                 self._engine = build(
-                    job, self._place, vocab_size=vocabulary, found=found, run_steps=self._total_steps()
+                    job,
+                    self._place,
+                    vocab_size=vocabulary,
+                    found=found,
+                    run_steps=self._total_steps(),
+                    is_resharded=is_resharded,
                 )
                 self._metrics = StepMetrics(
                     group=Group.of_parallel_state(),
@@ -141,11 +145,17 @@ class _Run:
             self._progress.say(f"note: {note.text}")
         for path in self._checkpoints.incomplete():
             self._progress.say(f"passed over {path}: it was not written to its end")
+        if skipped := self._feed.skipped:
+            self._progress.say(left_out("train", skipped))
         for told in self._feed.notes:
             self._progress.say(f"note: {told}")
         if found is None:
+            if self._job.checkpointing.enabled:
+                self._progress.say(
+                    f"no checkpoint in {self._checkpoints.folder}: beginning at step 0 (run {self._name})"
+                )
             return
-        self._progress.say(f"going on from {found[0]} (step {self._step})")
+        self._progress.say(f"going on from {found[0]} (step {self._step}, run {self._name})")
         if (total := self._total_steps()) is not None and self._step >= total:
             reason = self._reason_at_end()
             self._progress.say(nothing_left(self._step, total, reason=reason, why=self._why(reason)))
@@ -172,6 +182,10 @@ class _Run:
             is_reported = validates or saves or is_last or _is_due(self._step + 1, self._job.logger.report_period)
             self._take(fed, began)
             why = self._report() if is_reported else None
+            if is_last and not self._trained_tokens:
+                refused = nothing_trained(self._job, self._step, self._consumed)
+                self._end("nothing trained", refused.what)
+                raise refused
             if validates and why is None:
                 self._validate()
             if saves or (why and saving.enabled):
@@ -195,6 +209,8 @@ class _Run:
         if reason == "finished":
             return length_reached(self._step, self._job.sft)
         limit = f"checkpointing.checkpoint_must_save_by: {self._job.checkpointing.checkpoint_must_save_by}"
+        if LAUNCHER_GONE in self._asked:
+            return "torchrun, which started this rank, is gone"
         return limit if reason == "time limit" else "a signal asked for it"
 
     def _end(self, reason: str, why: str) -> None:
@@ -225,7 +241,9 @@ class _Run:
             self._metrics.add_loss(pair[0], pair[1])
         if stepped.mtp_loss_sums is not None:
             self._metrics.add_multi_token(
-                stepped.mtp_loss_sums, torch.full_like(stepped.mtp_loss_sums, stepped.microbatches)
+                stepped.mtp_loss_sums,
+                torch.full_like(stepped.mtp_loss_sums, stepped.microbatches),
+                stepped.mtp_token_sums,
             )
         if stepped.mtp_accepted is not None:
             self._metrics.add_accepted(stepped.mtp_accepted)
@@ -244,7 +262,8 @@ class _Run:
         peak = self._job.logger.peak_teraflops or peak_tflops(self._rank.device)
         reported = self._metrics.report(flops_of=self._flops(), peak_tflops=peak, wish=self._ending.wish())
         for numbers in reported:
-            self._measured["train:loss"] = numbers.loss
+            self._measure(TRAINING, numbers.loss)
+            self._trained_tokens += numbers.trained_tokens
             self._numbers.append(numbers)
             self._log.log(Record(kind="step", step=numbers.step, values=numbers.values()))
             self._progress.step(numbers)
@@ -259,13 +278,9 @@ class _Run:
             fed = f"of which what each rank fed lies in {folder}"
         except PackproofError as error:
             fed = f"of which nothing could be dumped: {error.where}: {error.what}"
-        self._end("not finite", f"loss {numbers.loss}, gradient norm {numbers.gradient_norm} at step {numbers.step}")
-        raise NotFinite(
-            what=f"loss {numbers.loss}, gradient norm {numbers.gradient_norm}",
-            where=f"step {numbers.step}, {fed}",
-            mend="look at those rows beside the reference's (packproof-diff-row --fed with that folder), lower the learning rate, or "
-            "leave the rows out; the newest checkpoint is of before",
-        )
+        refused = not_finite(numbers, fed)
+        self._end("not finite", f"{refused.what} at step {numbers.step}")
+        raise refused
 
     def _validate(self) -> None:
         metrics = StepMetrics(group=Group.of_parallel_state(), device=self._rank.device)
@@ -276,11 +291,26 @@ class _Run:
                 metrics.add_loss(pair[0], pair[1])
             batches += 1
         losses = metrics.report_losses()
-        self._measured[VALIDATION] = losses.loss
-        values = {"validation_loss": losses.loss, "validation_batches": batches}
+        self._measure(VALIDATION, losses.loss)
+        skipped = self._feed.skipped_in_validation
+        values: dict[str, Value] = {
+            "validation_batches": batches, "all_masked": losses.all_masked, "rows_skipped": len(skipped)
+        }  # fmt: skip
+        if self._skipped_in_validation != len(skipped):
+            self._skipped_in_validation = len(skipped)
+            self._progress.say(left_out("validation", skipped))
+        if losses.loss is not None:
+            values["validation_loss"] = losses.loss
         self._log.log(Record(kind="validation", step=self._step, values=values))
-        self._progress.say(f"validation after step {self._step}: loss {losses.loss:.4f}")
+        told = "nothing in it is trained, so it has no loss" if losses.loss is None else f"loss {losses.loss:.4f}"
+        self._progress.say(f"validation after step {self._step}: {told}")
         self._ended = self._engine.clock.mark()
+
+    def _measure(self, name: str, loss: float | None) -> None:
+        """Keep what the best checkpoints are chosen by; a loss of nothing is none, and the one before is of other weights."""
+        self._measured.pop(name, None)
+        if loss is not None:
+            self._measured[name] = loss
 
     def _save(self) -> None:
         began = time.perf_counter()
@@ -291,6 +321,10 @@ class _Run:
             fingerprint=self._identity,
             config=self._job.describe(),
             metrics=self._measured,
+            run=self._name,
+            trained_tokens=self._trained_tokens,
+            skipped_rows=len(self._feed.skipped),
+            allowed=self._held.check,
         )
         self._progress.say(f"saved {path} ({time.perf_counter() - began:.1f} s)")
         self._ended = self._engine.clock.mark()
@@ -321,28 +355,21 @@ class _Run:
             return None  # a model that the formula does not cover: reported without TFLOP/s
 
     def _loggers(self) -> Loggers:
-        given = self._job.logger
-        settings = LoggerSettings(
-            folder=Path(given.log_dir),
-            tensorboard=given.tensorboard.log_dir if given.tensorboard_enabled else None,
-            wandb=WandbSettings(**dataclasses.asdict(given.wandb)) if given.wandb_enabled else None,
-            mlflow=_mlflow(given.mlflow) if given.mlflow_enabled else None,
+        return open_run_loggers(
+            self._job,
+            self._rank,
+            run=self._name,
+            finished_steps=self._step,
+            skipped_rows=len(self._feed.skipped),
+            notes={f"note_{note.kind}": note.text for note in self._feed.token_notes},
         )
-        facts = {
-            "world_size": self._place.world_size,
-            "data_parallel_size": self._place.data_size,
-            "device": str(self._rank.device),
-            "normalization": self._job.loss.normalization,
-            **{f"{name}_parallel_size": size for name, size in dataclasses.asdict(sizes(self._job)).items()},
-            **{f"note_{note.kind}": note.text for note in self._feed.token_notes},
-        }
-        return open_loggers(settings, rank=self._place.rank, run=facts, finished_steps=self._step)
 
     def _bar(self) -> RunProgress:
         return RunProgress(
             total_steps=self._total_steps() or 0,
             finished_steps=self._step,
-            rank=self._place.rank if self._job.logger.progress else 1,
+            rank=self._place.rank,
+            bar=self._job.logger.progress,
             console=self._console,
         )
 
@@ -350,7 +377,3 @@ class _Run:
 def _is_due(step: int, period: int) -> bool:
     """Every so many steps; 0 is never."""
     return period > 0 and step % period == 0
-
-
-def _mlflow(given: Mlflow) -> MlflowSettings:
-    return MlflowSettings(experiment=given.experiment_name, run_name=given.run_name, tracking_uri=given.tracking_uri)

@@ -45,7 +45,7 @@ def naming_the_lost() -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        if isinstance(error, PackproofError | KeyboardInterrupt | SystemExit) or not _is_of_a_collective(error):
+        if isinstance(error, PackproofError | KeyboardInterrupt | SystemExit) or not is_of_a_collective(error):
             watch.stops_for(error)
             raise
         lost = watch.verdict()
@@ -194,7 +194,7 @@ def _is_waiting(stack: traceback.StackSummary) -> bool:
     return is_torch or ".wait()" in linecache.getline(inner.filename, inner.lineno or 0)
 
 
-def _is_of_a_collective(error: BaseException) -> bool:
+def is_of_a_collective(error: BaseException) -> bool:
     """Backends raise RuntimeError, or what torch's checkpoints make of it, with nothing but words to tell it by."""
     said = f"{type(error).__name__} {error}".lower()
     words = ("connection", "gloo", "nccl", "timed out", "timeout", "peer", "socket", "distbackend")

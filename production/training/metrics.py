@@ -1,6 +1,6 @@
 """What a step measures: device tensors until the reporting boundary, then one or two small collectives and one transfer to the host.
 
-A microbatch costs two small device operations and no synchronisation. A report all-reduces 4·(47 + 4·D) bytes a step for D depths
+A microbatch costs two small device operations and no synchronisation. A report all-reduces 4·(47 + 7·D) bytes a step for D depths
 and 4·A for A losses of routers over dp × cp, and 16 bytes a step and 4 more for each rank of the world over all of them (`everyone`): in one message where these are the same.
 """
 
@@ -57,11 +57,14 @@ class StepMetrics:
         """Σ loss·mask and Σ mask of one microbatch on this rank's share of it: scalars on the device, last stage only."""
         self._losses.append(_pair(loss_sum, mask_sum))
 
-    def add_multi_token(self, loss_sums: torch.Tensor, mask_sums: torch.Tensor) -> None:
+    def add_multi_token(
+        self, loss_sums: torch.Tensor, mask_sums: torch.Tensor, token_sums: torch.Tensor | None = None
+    ) -> None:
         """Both `[D]`, of one microbatch: Σ loss·mask and Σ mask of each depth.
 
         For Megatron-LM's own number, a mean of means (R-LOSS-10), give the `loss_values` of its tracker after the last
-        microbatch, and the number of microbatches for each depth. Raises PackproofError for another number of depths.
+        microbatch, and the number of microbatches for each depth. `token_sums` `[3, D]` are then the sums by token, the targets
+        and the shares without one (`DepthFeed.token_sums`). Raises PackproofError for another number of depths.
         """
         if loss_sums.shape != (self._depths,) or mask_sums.shape != (self._depths,):
             raise PackproofError(
@@ -70,6 +73,8 @@ class StepMetrics:
                 mend="give one sum a depth, and StepMetrics the model's number of depths",
             )
         self._depth_losses.append(_pair(loss_sums, mask_sums))
+        if token_sums is not None:
+            self._token_losses.append(token_sums.detach().float())
 
     def add_accepted(self, accepted: torch.Tensor) -> None:
         """`[2, D]` on the last stage: positions at which a depth's best guess is its label, and positions that count."""
@@ -184,6 +189,8 @@ class StepMetrics:
             loss=found.loss,
             all_masked=found.all_masked,
             mtp_losses=found.mtp_losses,
+            mtp_token_losses=found.mtp_token_losses,
+            mtp_empty_shares=found.mtp_empty_shares,
             mtp_acceptance_rates=tuple(beside[: self._depths]),
             router_losses=dict(zip(self._router_losses, beside[self._depths :], strict=True)),
             gradient_norm=norm,
@@ -213,11 +220,12 @@ class StepMetrics:
     def _begin(self) -> None:
         self._losses: list[torch.Tensor] = []
         self._depth_losses: list[torch.Tensor] = []
+        self._token_losses: list[torch.Tensor] = []
         self._accepted = torch.zeros(2 * self._depths, device=self._device)
         self._counts = RowCounts()
 
     def _loss_payload(self) -> torch.Tensor:
-        """[2 + 2·D]: Σ loss·mask, Σ mask, then those of the depths; the sum over ranks makes them the batch's."""
+        """[2 + 5·D]: Σ loss·mask, Σ mask, then those of the depths, then their sums by token; the sum over ranks makes them the batch's."""
         if self._group.has_loss != bool(self._losses):
             raise PackproofError(
                 what="no microbatch's loss was added"
@@ -226,9 +234,10 @@ class StepMetrics:
                 where="metrics of a step",
                 mend="call add_loss once a microbatch, on the last pipeline stage",
             )
-        depths = self._summed(self._depth_losses, (2, self._depths))
+        depths = self._summed(self._depth_losses, (2, self._depths)).flatten()
+        tokens = self._summed(self._token_losses, (3, self._depths)).flatten()
         # The loss stands first: a small message of another length is then still reduced in the order of Megatron-LM's.
-        return torch.cat([self._summed(self._losses, (2,)), depths.flatten()])
+        return torch.cat([self._summed(self._losses, (2,)), depths, tokens])
 
     def _beside_losses(self, router_losses: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
         """[2·D] and [A]: guesses of depths, and the routers' losses, which one rank of dp × cp sends, since all have the same."""
@@ -270,17 +279,43 @@ class StepMetrics:
         return payload, rows
 
     def _divided(self, payload: torch.Tensor) -> torch.Tensor:
-        """[S, 2 + 2·D] of the payloads [S, …] of S steps: loss, count, then losses and counts of the depths."""
-        pairs = payload[:, : 2 + 2 * self._depths]
-        loss, count = pairs[:, :1], pairs[:, 1:2]
-        sums, counts = pairs[:, 2 : 2 + self._depths], pairs[:, 2 + self._depths :]
+        """[S, 2 + 5·D] of the payloads [S, …] of S steps: loss, losses of depths, those by token, then the counts of the three and the
+        shares without a target.
+        """
+        depths = self._depths
+        loss, count = payload[:, :1], payload[:, 1:2]
+        sums, counts, token_sums, token_counts, empty = (
+            payload[:, 2 + each * depths : 2 + (each + 1) * depths] for each in range(5)
+        )
         # As Megatron-LM rounds it: the ranks' mean, then times what one rank's count divides by.
         means = sums / self._group.size * (counts.where(counts > 0, 1) / self._group.size).reciprocal()
-        return torch.cat([loss / count.where(count > 0, 1), means, count, counts], dim=1)
+        by_token = token_sums / token_counts.where(token_counts > 0, 1)
+        return torch.cat([loss / count.where(count > 0, 1), means, by_token, count, counts, token_counts, empty], dim=1)
 
     def _losses_of(self, numbers: Sequence[float]) -> Losses:
-        loss, *depth_losses = numbers[: 1 + self._depths]
-        return Losses(loss=loss, all_masked=numbers[1 + self._depths] == 0, mtp_losses=tuple(depth_losses))
+        depths = self._depths
+        read = iter(numbers)
+        loss, *means = itertools.islice(read, 1 + depths)
+        by_token = [*itertools.islice(read, depths)]
+        count = next(read)
+        counts, token_counts, empty = ([*itertools.islice(read, depths)] for _ in range(3))
+        # Nothing trained is no measurement: a 0 would be the best loss of all.
+        is_known = [targets > 0 or without > 0 for targets, without in zip(token_counts, empty, strict=True)]
+        has_target = [
+            count > 0 and (targets > 0 or not known) for targets, known in zip(token_counts, is_known, strict=True)
+        ]
+        return Losses(
+            loss=loss if count > 0 else None,
+            all_masked=count == 0,
+            mtp_losses=tuple(mean if has else None for mean, has in zip(means, has_target, strict=True)),
+            mtp_token_losses=tuple(
+                value if targets > 0 else None for value, targets in zip(by_token, token_counts, strict=True)
+            ),
+            mtp_empty_shares=tuple(
+                without / shares if known and shares else None
+                for without, shares, known in zip(empty, counts, is_known, strict=True)
+            ),
+        )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

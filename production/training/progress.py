@@ -26,15 +26,20 @@ class RunProgress:
         total_steps: int,
         finished_steps: int = 0,
         rank: int = 0,
+        bar: bool = True,
         console: Console | None = None,
         plain_every_seconds: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`plain_every_seconds` is the least time between plain lines; 0 prints one a step. First and last are always told."""
+        """`plain_every_seconds` is the least time between plain lines; 0 prints one a step. First and last are always told.
+
+        Without `bar` neither the bar nor a line a step is shown; what `say` is given always is.
+        """
         self._total = total_steps
         self._done = finished_steps
         self._console = Console(stderr=True) if console is None else console
         self._silent = rank != 0
+        self._shows_steps = bar and not self._silent
         self._every = plain_every_seconds
         self._clock = clock
         self._told: float | None = None
@@ -49,7 +54,7 @@ class RunProgress:
             TextColumn("{task.fields[said]}"),
             console=self._console,
             auto_refresh=False,
-            disable=self._silent or not self._console.is_terminal,
+            disable=not self._shows_steps or not self._console.is_terminal,
         )
         self._task = self._bar.add_task("", total=total_steps, completed=finished_steps, said="")
 
@@ -67,7 +72,7 @@ class RunProgress:
         self._done = report.step
         before = report.step_seconds if self._mean is None else self._mean
         self._mean = RECENT * before + (1 - RECENT) * report.step_seconds
-        if self._silent:
+        if not self._shows_steps:
             return
         said = self._said(report)
         if self._console.is_terminal:
@@ -89,8 +94,8 @@ class RunProgress:
         return None if self._mean is None else self._mean * max(0, self._total - self._done)
 
     def _said(self, report: StepNumbers) -> str:
-        parts = [f"loss {report.loss:.4f}" + (" (nothing trained)" if report.all_masked else "")]
-        parts += [f"mtp {depth} {loss:.4f}" for depth, loss in enumerate(report.mtp_losses, 1)]
+        parts = ["nothing trained" if report.loss is None else f"loss {report.loss:.4f}"]
+        parts += [f"mtp {depth} {loss:.4f}" for depth, loss in enumerate(report.mtp_losses, 1) if loss is not None]
         if report.gradient_norm is not None:
             parts.append(f"gradient norm {report.gradient_norm:.3g}")
         parts.append(f"{duration(report.step_seconds)} a step")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +12,17 @@ from torch import distributed
 
 from production.errors import PackproofError
 from production.parallel import Place
-from production.training.checkpoint import CheckpointRefused, Checkpoints, Manifest, restore, verify
+from production.training.checkpoint import Checkpoints, restore, restore_resharded
 from production.training.checkpoint_weights import load_weights
 from production.training.config import Job
+from production.training.config.settings import uses_distributed_optimizer
 from production.training.engine import Engine
 from production.training.feed import Feed
+from production.training.identity import BUCKETS, MISSING, check_resume, option
+from production.training.manifest import CheckpointRefused, Manifest, verify
 
 _FREE = ("recompute", "overlap", "log_", "barrier", "timers")
-"""Beginnings of options that change no number."""
+"""Beginnings of options that change no number but by the order in which sums are added up."""
 
 
 def checkpoints_of(job: Job) -> Checkpoints:
@@ -55,7 +58,7 @@ def identity(job: Job, feed: Feed, place: Place, *, vocab_size: int, run_steps: 
     """All that decides a number of the run, flat, by readable names: what a resume is held against.
 
     How long the run is (but where its weight decay grows over it), how often it reports, validates and saves, recomputation
-    and overlap are not part of it.
+    and overlap are not part of it; but overlapped reduction is where the state of the optimizer is saved by its buckets.
     """
     megatron, model = job.megatron, dataclasses.asdict(job.model)
     parts = {
@@ -78,7 +81,14 @@ def identity(job: Job, feed: Feed, place: Place, *, vocab_size: int, run_steps: 
         for name, value in values.items()
         if value is not None and not name.startswith(_FREE)
     }
+    if _has_buckets(job) and megatron.distributed_data_parallel_config.get("overlap_grad_reduce"):
+        flat[BUCKETS] = True
     return {**feed.identity(), "world_size": place.world_size, "precision": job.policy.precision, **flat}
+
+
+def _has_buckets(job: Job) -> bool:
+    """Whether the optimizer's state is saved bucket by bucket: megatron-core makes several only where their reduction overlaps."""
+    return uses_distributed_optimizer(job) and job.checkpointing.optimizer_format == "dp_reshardable"
 
 
 def _schedule(job: Job, run_steps: int | None) -> dict[str, Any]:
@@ -99,6 +109,31 @@ def _packing(job: Job) -> dict[str, Any]:
     }
 
 
+_OF_THE_WORLD = ("world_size", "data_parallel_size")
+
+
+def check_going_on(job: Job, saved: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    """Hold this run against what a checkpoint's was; True where it goes on in another layout (`checkpointing.reshard`).
+
+    Rows come in an order that consumed samples alone decide, and weights and optimizer are laid out anew; what a rank draws is not, and
+    bins of the online path and the order `megatron-cyclic-sharded` are made by the data-parallel size. Raises ResumeRefused for what may not differ.
+    """
+    if not job.checkpointing.reshard or not job.is_packed or job.data.order == "megatron-cyclic-sharded":
+        check_resume(saved, now)
+        return False
+    free = _OF_THE_WORLD if uses_distributed_optimizer(job) else (*_OF_THE_WORLD, "tensor_parallel_size")
+    changed = check_resume(saved, now, free=free)
+    draws = [name for name in ("hidden_dropout", "attention_dropout") if getattr(job.model, name) > 0]
+    draws += [name for name in ("moe_input_jitter_eps",) if job.megatron.transformer.get(name)]
+    if changed and draws:
+        raise CheckpointRefused(
+            what=f"{', '.join(changed)} differ, and {', '.join(draws)} draws on each rank for itself: nobody can go on with those draws",
+            where=job.where("checkpointing.reshard"),
+            mend="start as many ranks in the layout as before, or start a new run from the weights (model.initial: megatron)",
+        )
+    return bool(changed)
+
+
 def _chat(job: Job) -> dict[str, Any]:
     """What decides a conversation's tokens on the online path; what is switched off is left out, as runs had it before these keys."""
     data = job.data
@@ -116,13 +151,23 @@ def check_same(identity: Mapping[str, Any], place: Place) -> None:
     first = everyone[0]
     assert first is not None
     for rank, other in enumerate(everyone):
-        differing = [key for key in first if other is not None and other.get(key) != first[key]]
+        assert other is not None
+        differing = [key for key in {**first, **other} if first.get(key, MISSING) != other.get(key, MISSING)]
         if differing:
             raise PackproofError(
-                what=f"ranks do not read the same data: {', '.join(differing)} differ",
+                what=f"ranks are not told the same: {', '.join(differing)} differ ({_apart(differing, first, other)})",
                 where=f"rank 0 and rank {rank}",
-                mend="give all ranks the same files and the same tokenizer (a shared folder, or equal copies)",
+                mend="give all ranks the same configuration, the same files and the same tokenizer (a shared folder, or equal copies)",
             )
+
+
+def _apart(differing: Sequence[str], first: Mapping[str, Any], other: Mapping[str, Any]) -> str:
+    """The first three keys with both values, as a configuration calls them."""
+    told = (
+        f"{option(key)}: {str(first.get(key, MISSING))[:80]} and {str(other.get(key, MISSING))[:80]}"
+        for key in differing[:3]
+    )
+    return "; ".join(told)
 
 
 def build(
@@ -132,6 +177,7 @@ def build(
     vocab_size: int,
     found: tuple[Path, Manifest] | None,
     run_steps: int | None = None,
+    is_resharded: bool = False,
 ) -> Engine:
     """Model, optimizer and schedule: as the checkpoint left them, or with the weights that the job begins with.
 
@@ -139,7 +185,7 @@ def build(
     """
     if found is not None:
         engine = Engine(job, place, vocab_size=vocab_size, run_steps=run_steps)
-        restore(found[0], engine, found[1])
+        (restore_resharded if is_resharded else restore)(found[0], engine, found[1])
         return engine
     prepare = None if job.model.initial == "scratch" else lambda model: _load(job, model)
     return Engine(job, place, vocab_size=vocab_size, prepare=prepare, run_steps=run_steps)

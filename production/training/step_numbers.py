@@ -7,6 +7,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+_OF_DEPTHS = {"mtp_losses": "loss", "mtp_token_losses": "loss_by_tokens", "mtp_empty_shares": "empty_shares"}
+"""Fields with a number for each depth, to what a record calls it behind `mtp_1_`."""
 DIMENSIONS = ("tp", "cp", "dp", "pp")
 """In which a rank's place is told: in the order in which ranks count, tp fastest."""
 
@@ -17,12 +19,13 @@ class StepNumbers:
 
     step: int
     """1 for the first step."""
-    loss: float
-    """Σ loss·mask ÷ Σ mask over all microbatches and dp × cp ranks (R-LOSS-7); 0 where the whole global batch is masked."""
+    loss: float | None
+    """Σ loss·mask ÷ Σ mask over all microbatches and dp × cp ranks (R-LOSS-7); None where the whole global batch is masked."""
     all_masked: bool
     """Whether nothing in the global batch was trained on."""
-    mtp_losses: tuple[float, ...]
-    """[D]: the same of each depth of multi-token prediction."""
+    mtp_losses: tuple[float | None, ...]
+    """[D]: of each depth of multi-token prediction Megatron-LM's own number (R-LOSS-10), a mean over shares in which a share without a
+    target counts as 0; None where no share has one."""
     mtp_acceptance_rates: tuple[float, ...] = ()
     """[D], in percent: positions at which a depth's best guess is its label, of those that count; NaN where none counts."""
     router_losses: Mapping[str, float] = dataclasses.field(default_factory=dict)
@@ -72,16 +75,21 @@ class StepNumbers:
     """Model TFLOP/s of one device (`flops`), recomputation not counted."""
     mfu: float | None = None
     """Of the device's dense bf16 peak; None where the peak is not known."""
+    mtp_token_losses: tuple[float | None, ...] = ()
+    """[D]: Σ loss·mask ÷ Σ mask of each depth over all shares, which no share without a target dilutes; None where not measured."""
+    mtp_empty_shares: tuple[float | None, ...] = ()
+    """[D]: of the shares (a rank's part of a microbatch) those without a target at that depth, 0 to 1; None where not measured."""
 
     def values(self) -> dict[str, float | int | bool]:
-        """By the names that every logger uses; what was not measured is left out, depths are `mtp_1_loss` and on, the slowest
-        rank's place is `slowest_rank_tp`, `_cp`, `_dp` and `_pp`.
+        """By the names that every logger uses; what was not measured is left out. Depths are `mtp_1_loss`, `mtp_1_loss_by_tokens`,
+        `mtp_1_empty_shares` and on, the slowest rank's place is `slowest_rank_tp`, `_cp`, `_dp` and `_pp`.
         """
         found: dict[str, float | int | bool] = {}
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if field.name == "mtp_losses":
-                found |= {f"mtp_{depth}_loss": loss for depth, loss in enumerate(value, 1)}
+            if field.name in _OF_DEPTHS:
+                name = _OF_DEPTHS[field.name]
+                found |= {f"mtp_{depth}_{name}": each for depth, each in enumerate(value, 1) if each is not None}
             elif field.name == "mtp_acceptance_rates":
                 rates = ((f"mtp_{depth}_acceptance_rate", rate) for depth, rate in enumerate(value, 1))
                 found |= {name: rate for name, rate in rates if not math.isnan(rate)}
@@ -96,16 +104,21 @@ class StepNumbers:
     @property
     def finite(self) -> bool:
         """Whether the losses and the gradient norm are numbers."""
-        return all(map(math.isfinite, (self.loss, *self.mtp_losses, self.gradient_norm or 0.0)))
+        numbers = (self.loss, *self.mtp_losses, *self.mtp_token_losses, self.gradient_norm)
+        return all(math.isfinite(each) for each in numbers if each is not None)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Losses:
     """Losses of a global batch or of a whole validation."""
 
-    loss: float
-    """Σ loss·mask ÷ Σ mask; 0 where nothing is trained."""
+    loss: float | None
+    """Σ loss·mask ÷ Σ mask; None where nothing is trained."""
     all_masked: bool
     """Whether nothing is trained on."""
-    mtp_losses: tuple[float, ...]
+    mtp_losses: tuple[float | None, ...]
+    """[D]: as in `StepNumbers`, and so the next two."""
+    mtp_token_losses: tuple[float | None, ...]
+    """[D]."""
+    mtp_empty_shares: tuple[float | None, ...]
     """[D]."""

@@ -30,8 +30,14 @@ class Summary:
     """The last step."""
     losses: Sequence[tuple[int, float]]
     """(step, loss), the steps rising."""
+    untrained: Sequence[int]
+    """Steps in which no token was trained, which have no loss."""
     mtp_losses: Sequence[Sequence[tuple[int, float]]]
-    """The same of each depth."""
+    """The losses of each depth, as Megatron-LM reports them."""
+    mtp_token_losses: Sequence[Sequence[tuple[int, float]]]
+    """The same by token, which shares without a target do not dilute; empty where the records lack them."""
+    mtp_empty_shares: Sequence[float]
+    """Of each depth the mean part of its shares that had no target, 0 to 1; 0 where the records do not say."""
     validation_losses: Sequence[tuple[int, float]]
     """The same of validations."""
     not_finite: Sequence[int]
@@ -168,13 +174,24 @@ def _summary(
     steady = [float(steps[step]["step_seconds"]) for step in order if step not in firsts]
     seconds, tokens = sum(of("step_seconds")), sum(of("tokens"))
     padding = sum(share * count for share, count in zip(of("padding_share"), of("tokens"), strict=True))
-    losses = [(step, float(steps[step]["loss"])) for step in order]
-    depths = sum(name.startswith("mtp_") and name.endswith("_loss") for name in steps[order[-1]])
+
+    def points(name: str) -> list[tuple[int, float]]:
+        # An all-masked step has no loss; records of before said 0, with `all_masked` beside it.
+        known = [step for step in order if name in steps[step] and not steps[step].get("all_masked")]
+        return [(step, float(steps[step][name])) for step in known]
+
+    losses = points("loss")
+    depths = max(
+        sum(name.startswith("mtp_") and name.endswith("_loss") for name in values) for values in steps.values()
+    )
     return Summary(
         steps=order[-1],
         losses=losses,
-        mtp_losses=[
-            [(step, float(steps[step][name])) for step in order if (name := f"mtp_{depth}_loss") in steps[step]]
+        untrained=[step for step in order if steps[step].get("all_masked")],
+        mtp_losses=[points(f"mtp_{depth}_loss") for depth in range(1, depths + 1)],
+        mtp_token_losses=[points(f"mtp_{depth}_loss_by_tokens") for depth in range(1, depths + 1)],
+        mtp_empty_shares=[
+            statistics.fmean([share for _, share in points(f"mtp_{depth}_empty_shares")] or [0.0])
             for depth in range(1, depths + 1)
         ],
         validation_losses=sorted(validations.items()),
@@ -203,15 +220,14 @@ def _summary(
 
 
 def _lines(summary: Summary) -> list[tuple[str, str]]:
-    first, last = summary.losses[0], summary.losses[-1]
-    lines = [
-        ("steps", f"{summary.steps:,}" + (f", started {summary.starts} times" if summary.starts > 1 else "")),
-        ("loss", f"{first[1]:.4f} at step {first[0]}, {last[1]:.4f} at step {last[0]}"),
-    ]
+    lines = [("steps", f"{summary.steps:,}" + (f", started {summary.starts} times" if summary.starts > 1 else ""))]
     if summary.ended:
-        lines.insert(1, ("ended", summary.ended))
+        lines.append(("ended", summary.ended))
+    lines.append(("loss", _first_and_last(summary.losses)))
+    if summary.untrained:
+        lines.append(("nothing trained", f"at {len(summary.untrained):,} steps: {_some(summary.untrained)}"))
     for depth, losses in enumerate(summary.mtp_losses, 1):
-        lines.append((f"mtp {depth} loss", f"{losses[0][1]:.4f}, {losses[-1][1]:.4f}"))
+        lines.append((f"mtp {depth} loss", _first_and_last(losses) + _dilution(summary, depth)))
     if summary.validation_losses:
         best = min(summary.validation_losses, key=lambda pair: (not math.isfinite(pair[1]), pair[1]))
         at, loss = summary.validation_losses[-1]
@@ -241,6 +257,21 @@ def _lines(summary: Summary) -> list[tuple[str, str]]:
         of_peak = "the device's peak is not known: no MFU" if summary.mfu is None else f"MFU {summary.mfu:.1%}"
         lines.append(("TFLOP/s a device", f"{summary.tflops_per_second:.3g}, {of_peak}"))
     return lines
+
+
+def _first_and_last(losses: Sequence[tuple[int, float]]) -> str:
+    if not losses:
+        return "none: no step trained a token"
+    (first, loss), (last, at_end) = losses[0], losses[-1]
+    return f"{loss:.4f} at step {first}, {at_end:.4f} at step {last}"
+
+
+def _dilution(summary: Summary, depth: int) -> str:
+    """What is said of a depth whose number counts shares without a target as 0."""
+    share, by_token = summary.mtp_empty_shares[depth - 1], summary.mtp_token_losses[depth - 1]
+    if not share or not by_token:
+        return ""
+    return f"; diluted: {share:.1%} of its shares have no target and count as 0; by token {_first_and_last(by_token)}"
 
 
 def _masked_out(summary: Summary) -> list[tuple[str, str]]:

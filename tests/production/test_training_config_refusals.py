@@ -191,6 +191,7 @@ REFUSED = [
     ([*ONLINE, "policy.make_sequence_length_divisible_by=0"], 1, "size", "policy.make_sequence_length_divisible_by"),
     ([*ONLINE, "policy.sequence_packing.train_mb_tokens=0"], 1, "size", "policy.sequence_packing.train_mb_tokens"),
     (["logger.peak_teraflops=0"], 1, "size", "logger.peak_teraflops"),
+    (['logger.log_dir=""'], 1, "no_folder", "logger.log_dir"),
     (["sft.seed=9999999999999999999"], 1, "size", "sft.seed"),
     (["sft.val_period=5"], 1, "no_validation", "sft.val_period"),
     (["sft.val_at_start=true"], 1, "no_validation", "sft.val_at_start"),
@@ -269,7 +270,7 @@ def test_r_setup_6_to_18_what_must_not_run_is_refused_at_its_key(overrides, worl
 
 
 def test_the_table_above_reaches_every_check_that_there_is():
-    assert len(validation_module._CHECKS) == 18
+    assert len(validation_module._CHECKS) == 19
     kinds = {kind for _, _, kind, _ in REFUSED}
     assert len(kinds) >= 30
 

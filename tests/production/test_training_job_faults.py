@@ -54,7 +54,7 @@ def test_a_rank_that_hangs_is_named_in_the_configured_time_and_ends(world, rows,
 
 FULL = {
     "tensors": ({"rank": 1}, "rank 1: [Errno 27] File too large"),
-    "manifest": ({"rank": 0}, "rank 0: [Errno 28] No space left on device"),
+    "manifest": ({"rank": 0}, "rank 0: the disk is full: [Errno 28] No space left on device"),
 }
 
 
@@ -146,6 +146,7 @@ def test_stop_ends_a_job_before_rows_that_fill_no_global_batch_and_says_so(world
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_00000002"]
     end, _ = jobs.records(tmp_path, "end")
     why = "the epoch's last 2 rows fill no global batch of 5 (data.last_batch: stop)"
+    assert end.pop("time") > 1.7e9
     assert end == {"kind": "end", "step": 2, "reason": "data ended", "why": why, "consumed_samples": 10}
     assert summarize(read_records(tmp_path / "logs" / "metrics.jsonl")).ended == f"data ended: {why}"
     assert len(open_source(rows)) == 12

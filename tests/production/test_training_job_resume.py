@@ -106,6 +106,57 @@ def test_a_job_can_be_resumed_after_any_step(world, rows, tmp_path):
                 path.rename(tmp_path / f"again_{step}_{path.name}")
 
 
+REDUCE, GATHER = (
+    f"{MEGATRON}.distributed_data_parallel_config.overlap_{name}" for name in ("grad_reduce", "param_gather")
+)
+FREE = {
+    "loader, places, length, reports, validations, saving": (
+        "shared",
+        [
+            "data.num_workers=2", "data.prefetch=32", "data.train.data_path={moved}", "sft.max_num_steps=4",
+            "data.validation={{dataset_name: megatron_sft_packed, data_path: {moved}}}",
+            "sft.val_period=1", "checkpointing.save_period=1", "checkpointing.keep_top_k=1", "cluster.timeout_seconds=100",
+        ],
+    ),
+    "recomputation": ("shared", [f"{MEGATRON}.activation_checkpointing=true"]),
+    "overlapped gather, distributed optimizer": ("shared", [f"{GATHER}=true"]),
+    "overlap, plain optimizer": ("plain", [f"{REDUCE}=true"]),
+}  # fmt: skip
+"""The table of docs/checkpoints.md: what may change at a resume."""
+
+
+def test_what_is_free_to_change_at_a_resume_changes_no_number_and_the_optimizers_buckets_are_not_free(
+    world, rows, tmp_path
+):
+    moved = tmp_path / "moved.jsonl"
+    moved.write_bytes(rows.read_bytes())
+    length = [f"{MEGATRON}.scheduler.lr_decay_iters=4"]
+    # Buckets of 2,000 parameters: the small model has several, as a large one has.
+    buckets = {f"{MEGATRON}.distributed_data_parallel_config.bucket_size": 2000}
+    bases = {"shared": DISTRIBUTED | MTP | buckets | {REDUCE: True}, "plain": MTP | buckets}
+    payload = []
+    for name, changes in bases.items():
+        for folder, steps in (("whole", 3), ("first", 2)):
+            config = jobs.write_job(tmp_path / name / folder, rows, **changes)
+            payload.append({"config": str(config), "overrides": [*length, f"sft.max_num_steps={steps}"]})
+    cases = FREE | {"other buckets": ("shared", [f"{REDUCE}=false"])}
+    for number, (base, overrides) in enumerate(cases.values()):
+        first, copy = tmp_path / base / "first", tmp_path / f"copy_{number}"
+        more = [each.format(moved=moved) for each in overrides]
+        places = [f"checkpointing.checkpoint_dir={copy}", f"logger.log_dir={tmp_path / f'logs_{number}'}"]
+        resumed = {"config": str(first / "job.yaml"), "overrides": [*length, "sft.max_num_steps=3", *places, *more]}
+        payload.append(resumed | {"copy": (str(first / "checkpoints"), str(copy))})
+    for found in world(2, "train_from_copies", payload):
+        whole = {"shared": found[0]["losses"], "plain": found[2]["losses"]}
+        *resumed, refused = found[4:]
+        for (case, (base, _)), each in zip(FREE.items(), resumed, strict=True):
+            assert each["losses"][3] == whole[base][3], case
+            assert list(each["losses"]) == ([3, 4] if "length" in case else [3])
+        assert refused["kind"] == "ResumeRefused"
+        assert "overlap_grad_reduce: saved true, now (not there)" in refused["refused"]
+        assert "the distributed optimizer's state is saved by the buckets" in refused["refused"]
+
+
 @pytest.fixture(scope="module")
 def stopped(world, rows, tmp_path_factory):
     """A job of dp 2 with a checkpoint after its first step."""
@@ -190,7 +241,8 @@ def test_a_rank_killed_while_it_saves_leaves_the_checkpoint_before(world, rows, 
     with pytest.raises(CaseFailed, match="rank 0"):
         world(2, "train_killed_in_save", rest | {"killed_at": 2})
     checkpoints = tmp_path / "parts" / "checkpoints"
-    assert sorted(path.name for path in checkpoints.iterdir()) == [".step_00000002.writing", "step_00000001"]
+    left = [".packproof.lock", ".step_00000002.writing", "step_00000001"]
+    assert sorted(path.name for path in checkpoints.iterdir()) == left
     both = world(2, "train_in_turn", [whole, rest])
     for never_stopped, gone_on in both:
         assert gone_on["losses"] == {step: never_stopped["losses"][step] for step in (2, 3, 4)}
@@ -221,3 +273,45 @@ def test_weights_of_a_checkpoint_start_a_run_in_another_layout(world, rows, tmp_
     begun = world(2 if after else 1, "weights", {"config": str(started), "overrides": start})
     assert begun[0][0]["step"] == 1
     assert jobs.together(ended) == jobs.together(begun)
+
+
+RESHARDED = {
+    "dp 1 to 2, distributed": (1, {}, DISTRIBUTED),
+    "dp 2 to 1, distributed": (2, {}, DISTRIBUTED),
+    "dp 1 to 2, plain": (1, {}, {}),
+    "dp 1 to tp 2, plain": (1, split("tensor_model"), {}),
+}
+
+
+def test_a_resume_in_another_layout_goes_on_as_that_layout_would_and_only_where_it_is_asked_for(world, rows, tmp_path):
+    """Sums over ranks add up in another order, and nothing else differs: bounds are those of float32 over 64 positions."""
+    no_draws = {"model.hidden_dropout": 0.0, f"{MEGATRON}.scheduler.lr_decay_iters": 4}
+    payloads = {1: [], 2: []}
+    for name, (size, _, changes) in RESHARDED.items():
+        config = str(jobs.write_job(tmp_path / name, rows, **MTP | no_draws | changes))
+        payloads[size].append({"config": config, "overrides": ["sft.max_num_steps=2"]})
+    for size, payload in payloads.items():
+        assert all(each["step"] == 2 for each in world(size, "train_in_turn", payload)[0])
+    for other in (2, 1):
+        cases = {name: case for name, case in RESHARDED.items() if case[0] != other}
+        payload = []
+        for name, (_, layout, changes) in cases.items():
+            whole = str(jobs.write_job(tmp_path / f"{name} whole", rows, **MTP | no_draws | changes | layout))
+            config = str(tmp_path / name / "job.yaml")
+            moved = [f"{key}={value}" for key, value in layout.items()]
+            payload += [{"config": whole}, {"config": config, "overrides": moved}]
+            payload += [{"config": config, "overrides": [*moved, "checkpointing.reshard=true"]}]
+        found = world(other, "train_in_turn", payload)[0]
+        for name, whole, refused, gone_on in zip(cases, found[::3], found[1::3], found[2::3], strict=True):
+            assert refused["kind"] == "ResumeRefused", name
+            assert list(gone_on["losses"]) == [3, 4], (name, gone_on)
+            for step in (3, 4):
+                for one, two in zip(gone_on["losses"][step], whole["losses"][step], strict=True):
+                    assert one == pytest.approx(two, rel=2e-6), (name, step)
+
+
+def test_a_resume_in_another_layout_is_refused_where_each_rank_draws(world, stopped):
+    payload = {"config": str(stopped), "overrides": ["checkpointing.reshard=true"]}
+    (found,) = world(1, "train", payload)
+    assert found["kind"] == "CheckpointRefused"
+    assert "hidden_dropout draws on each rank for itself" in found["refused"]

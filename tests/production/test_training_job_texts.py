@@ -2,12 +2,16 @@
 
 import dataclasses
 import json
+import os
 import re
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 import training_job_worlds as jobs
 from torch._C._distributed_c10d import HashStore
@@ -15,15 +19,16 @@ from torch._C._distributed_c10d import HashStore
 from production.errors import PackproofError
 from production.parallel import Place
 from production.training import lost
-from production.training.checkpoint import CheckpointRefused
 from production.training.checkpoint_weights import _check_rows
-from production.training.config import load
+from production.training.config import load, refusals
 from production.training.config.sections import Sft
 from production.training.ending import length_reached, nothing_left
 from production.training.export import _settings
 from production.training.feed import Feed
 from production.training.identity import MEND, ResumeRefused, check_resume, option
-from production.training.start import identity
+from production.training.manifest import CheckpointRefused
+from production.training.run_record import config_hash, open_run_loggers
+from production.training.start import check_same, identity
 
 MEGATRON = "policy.megatron_cfg"
 PLACE = Place(
@@ -197,3 +202,101 @@ def test_a_file_of_fewer_rows_than_a_global_batch_is_refused_by_its_keys(tmp_pat
     for key in ("policy.train_global_batch_size", "data.last_batch"):
         assert key in caught.value.what
         assert key in caught.value.mend
+
+
+def test_an_option_that_only_another_ranks_file_sets_is_named(monkeypatch):
+    """In either direction, with both values: a rank would train another model without it."""
+    key, told = "transformer.qk_layernorm", "policy.megatron_cfg.qk_layernorm: {} and {}"
+    for first, other, values in (({}, {key: True}, ("(not there)", True)), ({key: True}, {}, (True, "(not there)"))):
+        ranks = [{"seed": 1} | first, {"seed": 1}, {"seed": 1} | other]
+
+        def gather(found, _mine, ranks=ranks):
+            found[:] = ranks
+
+        monkeypatch.setattr("production.training.start.distributed.all_gather_object", gather)
+        with pytest.raises(PackproofError) as caught:
+            check_same(ranks[0], SimpleNamespace(world_size=3))
+        assert f"{key} differ (" in caught.value.what
+        assert told.format(*values) in caught.value.what
+        assert "rank 0 and rank " in caught.value.where
+    monkeypatch.setattr(
+        "production.training.start.distributed.all_gather_object",
+        lambda found, mine: found.__setitem__(slice(None), [mine]),
+    )
+    check_same({"seed": 1}, SimpleNamespace(world_size=1))
+
+
+def test_a_rank_whose_torchrun_was_killed_saves_and_ends_by_itself(tmp_path):
+    """It is asked for an end at once, and ended where it does not come to one in the time that a collective has."""
+    rank = (
+        "import sys, time, pathlib\n"
+        "from production.training import orphan\n"
+        "orphan.POLL_SECONDS = 0.05\n"
+        "asked, folder = [], pathlib.Path(sys.argv[1])\n"
+        "with orphan.outliving_no_launcher(asked, timeout_seconds=0.5):\n"
+        "    (folder / 'pid').write_text('')\n"
+        "    while not asked: time.sleep(0.02)\n"
+        "    (folder / 'asked').write_text(asked[0])\n"
+        "    time.sleep(60)\n"
+    )
+    launcher = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {rank!r}, {str(tmp_path)!r}])"
+    environment = os.environ | {"TORCHELASTIC_RUN_ID": "one", "PYTHONPATH": str(Path(__file__).parents[2])}
+    with (tmp_path / "printed").open("w") as printed:
+        started = subprocess.Popen([sys.executable, "-c", launcher], env=environment, stderr=printed)
+    child = wait_for(lambda: (tmp_path / "pid").exists() and psutil.Process(started.pid).children()[0])
+    started.kill()
+    started.wait()
+    child.wait(timeout=30)
+    assert (tmp_path / "asked").read_text() == "LAUNCHER_GONE"
+    told = (tmp_path / "printed").read_text()
+    assert f"torchrun (process {started.pid}) is gone: this rank saves and ends" in told
+    assert "failed: torchrun is gone, and this rank did not come to the end of a step" in told
+
+
+def wait_for(found):
+    until = time.monotonic() + 60
+    while not (value := found()):
+        assert time.monotonic() < until
+        time.sleep(0.02)
+    return value
+
+
+def test_a_metric_of_no_checkpoint_is_told_apart_from_one_of_some(tmp_path):
+    validated = {"data.validation.dataset_name": "megatron_sft_packed", "data.validation.data_path": "none"}
+    config = jobs.write_job(tmp_path, tmp_path / "none", **validated, **{"checkpointing.metric_name": "val:val_loss"})
+    for period, every, at_end, is_refused in (
+        (3, 2, "false", True),
+        (3, 2, "true", False),
+        (2, 2, "false", False),
+        (4, 3, "false", False),
+    ):
+        overrides = [f"sft.val_period={period}", f"checkpointing.save_period={every}", f"sft.val_at_end={at_end}"]
+        keys = [each.key for each in refusals(load(config, overrides), 1, device="cpu")]
+        assert keys == (["checkpointing.metric_name"] if is_refused else []), overrides
+
+
+def test_wandb_goes_on_with_the_run_whose_checkpoint_a_job_goes_on_from(tmp_path, monkeypatch):
+    opened = {}
+    monkeypatch.setattr(
+        "production.training.run_record.open_loggers", lambda settings, **more: opened.update(more, settings=settings)
+    )
+    job = load(jobs.write_job(tmp_path, tmp_path / "none", **{"logger.wandb_enabled": True}))
+    open_run_loggers(job, SimpleNamespace(place=PLACE, device="cpu"), run="abc", finished_steps=3, skipped_rows=2)
+    assert (opened["settings"].wandb.run_id, opened["finished_steps"]) == ("abc", 3)
+    assert (opened["run"]["run"], opened["run"]["rows_skipped"]) == ("abc", 2)
+
+
+def test_a_configurations_hash_is_that_of_its_values_and_not_of_how_they_were_written(tmp_path):
+    first, same, other = (
+        load(jobs.write_job(tmp_path, tmp_path / "none"), overrides)
+        for overrides in ([], ["sft.seed=42"], ["sft.seed=43"])
+    )
+    assert config_hash(first) == config_hash(same) != config_hash(other)
+
+
+@pytest.mark.parametrize(
+    "key", ["logger.log_dir", "checkpointing.checkpoint_dir", "data.cache_folder", "policy.tokenizer.name"]
+)
+def test_an_empty_path_is_refused_by_its_key(tmp_path, key):
+    job = load(jobs.write_job(tmp_path, tmp_path / "none"), [f'{key}=""'])
+    assert [each.key for each in refusals(job, 1, device="cpu")] == [key]

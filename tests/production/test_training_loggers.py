@@ -6,6 +6,7 @@ import math
 import re
 import subprocess
 import sys
+import time
 import types
 import xml.etree.ElementTree as ET
 
@@ -47,8 +48,12 @@ def test_r_record_2_every_step_is_in_the_file_before_the_next_begins(tmp_path):
     with open_loggers(plain(tmp_path), rank=0, run=RUN) as loggers:
         for number in (1, 2):
             loggers.log(step(number))
-            assert lines_of(tmp_path)[-1] == {"kind": "step", "step": number, "loss": 1.5}
-    assert lines_of(tmp_path)[0] == {"kind": "run", "step": 0, "model": "small", "tensor": 2}
+            last = lines_of(tmp_path)[-1]
+            assert abs(last.pop("time") - time.time()) < 60
+            assert last == {"kind": "step", "step": number, "loss": 1.5}
+    first = lines_of(tmp_path)[0]
+    assert first.pop("time") <= time.time()
+    assert first == {"kind": "run", "step": 0, "model": "small", "tensor": 2}
 
 
 def test_other_ranks_write_nothing(tmp_path):
@@ -65,7 +70,8 @@ def test_r_record_1_what_is_no_number_is_valid_json_and_comes_back(tmp_path):
     assert '"loss": "NaN", "a": "Infinity", "b": "-Infinity"' in text
     (found,) = read_records(tmp_path / "metrics.jsonl")
     assert math.isnan(found.values["loss"])
-    assert {**found.values, "loss": 0} == {
+    assert {**found.values, "loss": 0, "time": 0} == {
+        "time": 0,
         "loss": 0,
         "a": math.inf,
         "b": -math.inf,
@@ -144,6 +150,9 @@ def test_tensorboard_has_the_numbers_and_a_resumed_run_overrides(tmp_path):
     with open_loggers(settings, rank=0, run=RUN, finished_steps=1) as loggers:
         loggers.log(step(2, 20.0))
     assert scalars(tmp_path / "tensorboard")["loss"] == [(1, 1.0), (2, 20.0)]
+    with open_loggers(settings, rank=0, run=RUN) as loggers:  # one that had no checkpoint yet begins anew
+        loggers.log(step(1, 10.0))
+    assert scalars(tmp_path / "tensorboard")["loss"] == [(1, 10.0)]
 
 
 def test_wandb_keeps_a_run_offline(tmp_path, monkeypatch):
@@ -356,6 +365,15 @@ def test_progress_on_a_terminal_is_one_bar_with_the_time_left():
     assert "step 5/10" in text
     assert "10.0 s left" in text
     assert text.count("\n") <= 2
+
+
+def test_without_its_bar_progress_still_says_what_it_is_told_to():
+    for options in ({}, {"force_terminal": True}):
+        screen = console(**options)
+        with RunProgress(total_steps=10, bar=False, console=screen) as progress:
+            progress.step(report(1))
+            progress.say("hello")
+        assert screen.file.getvalue().strip() == "hello"
 
 
 def test_other_ranks_say_nothing():

@@ -69,13 +69,44 @@ def test_a_depths_loss_is_rounded_as_megatrons_own():
     assert not torch.equal(expected, sums / 3)
 
 
-def test_a_global_batch_that_trains_nothing_is_zero_and_says_so():
+def test_a_global_batch_that_trains_nothing_has_no_loss_and_says_so():
     metrics = StepMetrics(group=Group(), depths=1)
     metrics.add_loss(torch.tensor(0.0), torch.tensor(0.0))
     metrics.add_multi_token(torch.tensor([0.0]), torch.tensor([0.0]))
     found = report(metrics)
-    assert (found.loss, found.mtp_losses, found.all_masked, found.finite) == (0.0, (0.0,), True, True)
+    assert (found.loss, found.mtp_losses, found.all_masked, found.finite) == (None, (None,), True, True)
+    assert not {"loss", "mtp_1_loss", "mtp_1_loss_by_tokens"} & set(found.values())
     assert not one_step().all_masked
+
+
+def test_a_validation_that_trains_nothing_has_no_loss():
+    metrics = StepMetrics(group=Group())
+    metrics.add_loss(torch.tensor(0.0), torch.tensor(0.0))
+    found = metrics.report_losses()
+    assert (found.loss, found.all_masked) == (None, True)
+
+
+def test_shares_without_a_target_dilute_a_depth_and_the_number_by_token_stands_beside():
+    """Two shares of a depth: one of 3 targets whose losses sum to 6, one that has none and counts as 0 in Megatron-LM's mean."""
+    metrics = StepMetrics(group=Group(), depths=2)
+    for sums, targets in (((6.0, 8.0), (3.0, 4.0)), ((0.0, 2.0), (0.0, 4.0))):
+        metrics.add_loss(torch.tensor(6.0), torch.tensor(4.0))
+        pairs = zip(sums, targets, strict=True)
+        means = torch.tensor([each / max(count, 1) for each, count in pairs])
+        empty = [float(count == 0) for count in targets]
+        metrics.add_multi_token(means, torch.ones(2), torch.tensor([sums, targets, empty]))
+    values = report(metrics).values()
+    assert (values["mtp_1_loss"], values["mtp_1_loss_by_tokens"], values["mtp_1_empty_shares"]) == (1.0, 2.0, 0.5)
+    assert (values["mtp_2_loss"], values["mtp_2_loss_by_tokens"], values["mtp_2_empty_shares"]) == (1.25, 1.25, 0.0)
+
+
+def test_a_depth_that_no_share_has_a_target_for_has_no_loss():
+    metrics = StepMetrics(group=Group(), depths=1)
+    metrics.add_loss(torch.tensor(6.0), torch.tensor(4.0))
+    metrics.add_multi_token(torch.zeros(1), torch.ones(1), torch.tensor([[0.0], [0.0], [1.0]]))
+    assert {name: value for name, value in report(metrics).values().items() if name.startswith("mtp_")} == {
+        "mtp_1_empty_shares": 1.0
+    }
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])

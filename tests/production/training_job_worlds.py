@@ -212,7 +212,7 @@ def train_on_full_disk(payload, worker):
 
     from production.training import checkpoint
 
-    writes, saves = checkpoint._write, checkpoint.dist_checkpointing.save
+    writes, saves = checkpoint.write, checkpoint.dist_checkpointing.save
 
     def written(path, data):
         if payload["what"] == "manifest" and f"step_{payload['full_at']:08d}" in str(path):
@@ -229,7 +229,7 @@ def train_on_full_disk(payload, worker):
             resource.setrlimit(resource.RLIMIT_FSIZE, limit)
 
     with (
-        mock.patch.object(checkpoint, "_write", written),
+        mock.patch.object(checkpoint, "write", written),
         mock.patch.object(checkpoint.dist_checkpointing, "save", saved),
     ):
         return train(payload, worker)
@@ -243,14 +243,14 @@ def train_killed_in_save(payload, worker):
 
     from production.training import checkpoint
 
-    writes = checkpoint._write
+    writes = checkpoint.write
 
     def killed(path, data):
         if f"step_{payload['killed_at']:08d}" in str(path):
             os.kill(os.getpid(), signal.SIGKILL)
         writes(path, data)
 
-    with mock.patch.object(checkpoint, "_write", killed):
+    with mock.patch.object(checkpoint, "write", killed):
         return train(payload, worker)
 
 
@@ -476,3 +476,70 @@ def exported_to_hugging_face(payload, worker):  # noqa: ARG001 - as a world call
     with mock.patch.dict(sys.modules, {"megatron.bridge": bridge}):
         export_huggingface(Path(payload["checkpoint"]), "some/model", Path(payload["out"]))
     return kept
+
+
+def told(payload, worker):
+    """Several jobs one after the other, each with what it printed to standard error."""
+    import io
+
+    found = []
+    for each in payload:
+        with contextlib.redirect_stderr(io.StringIO()) as printed:
+            found.append((train(each, worker), printed.getvalue()))
+    return found
+
+
+def train_beside_another(payload, worker):
+    """`train`, while another run's checkpoint appears where that of step 2 is to stand."""
+    from unittest import mock
+
+    import msgspec
+
+    from production.training.engine import Engine
+    from production.training.manifest import read_manifest, sealed
+
+    whole, taken, folder = Engine.step, 0, Path(payload["folder"])
+
+    def step(self, batches):
+        nonlocal taken
+        taken += 1
+        if taken == 2 and worker.rank == 0:
+            other = msgspec.structs.replace(read_manifest(folder / "step_00000001"), run="another")
+            (folder / "step_00000002").mkdir()
+            (folder / "step_00000002" / "packproof.json").write_bytes(sealed(other))
+        return whole(self, batches)
+
+    with mock.patch.object(Engine, "step", step):
+        return train(payload, worker)
+
+
+def train_disturbed_in_save(payload, worker):
+    """`train`, where something removes a file of the second checkpoint while it is written."""
+    from unittest import mock
+
+    from production.training import checkpoint
+
+    saves = checkpoint.dist_checkpointing.save
+
+    def saved(state, folder, **options):
+        saves(state, folder, **options)
+        if "step_00000002" in folder:
+            next(Path(folder).glob("*.distcp")).unlink()
+
+    with mock.patch.object(checkpoint.dist_checkpointing, "save", saved):
+        return train(payload, worker)
+
+
+def train_from_copies(payload, worker):
+    """Several jobs one after the other, those with a `copy` from a copy of that folder of checkpoints."""
+    import shutil
+
+    from torch import distributed
+
+    found = []
+    for each in payload:
+        if "copy" in each and worker.rank == 0:
+            shutil.copytree(*each["copy"])
+        distributed.barrier()
+        found.append(train(each, worker))
+    return found

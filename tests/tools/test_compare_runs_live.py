@@ -263,14 +263,16 @@ def test_a_step_that_trains_nothing_is_named_as_the_cause_and_still_breaks_the_l
             name=name,
             source="here",
             place="here",
-            series={"loss": {1: 1.0, 2: loss}, "trained_tokens": {1: 9.0, 2: tokens}},
+            series={"loss": {1: 1.0} | ({} if loss is None else {2: loss}), "trained_tokens": {1: 9.0, 2: tokens}},
         )
 
     def broken(first, second):
         return live._unequal(compare(first, second, Window(first=1, last=2)), 0.0, [])
 
     differs = "loss differs at 1 of 2 steps, first at 2, by up to nan"
-    empty = run("B", 0.0, 0.0)
-    assert broken(run("A", math.nan, 0.0), empty)[0] == differs
-    assert "R-LOSS-7" in broken(run("A", math.nan, 0.0), empty)[1]
+    missing = "loss is missing at a step of one of the two"
+    first, cause = broken(run("A", math.nan, 0.0), run("B", None, 0.0))
+    assert first == missing
+    assert "R-LOSS-7" in cause
+    assert broken(run("A", 1.0, 5.0), run("B", None, 5.0)) == [missing]
     assert broken(run("A", math.nan, 5.0), run("B", 0.0, 5.0)) == [differs]

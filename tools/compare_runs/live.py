@@ -224,10 +224,10 @@ def _unequal(comparison: Comparison, limit: float, weights: Sequence[str]) -> li
             broken.append(
                 f"{name} differs at {len(wrong)} of {len(gaps)} steps, first at {min(wrong)}, by up to {worst:.3g}"
             )
-        if name == "loss" and (empty := _trains_nothing(comparison)) and empty == {*wrong}:
-            broken.append("at these steps every target is masked: Megatron-LM reports 0 / 0, packproof 0 (R-LOSS-7)")
-        if len(gaps) != len({*mine} | {*theirs}):
+        if missing := {*mine} ^ {*theirs}:
             broken.append(f"{name} is missing at a step of one of the two")
+            if name == "loss" and missing == _trains_nothing(comparison):
+                broken.append("there every target is masked: Megatron-LM reports 0 / 0, packproof no loss (R-LOSS-7)")
     broken += [f"only one of the two reports {name}" for name in sorted({*first.series} ^ {*second.series})]
     if weights and limit == 0:
         broken.append(f"{len(weights)} weights differ after the last step, such as {weights[0]}")
@@ -235,13 +235,13 @@ def _unequal(comparison: Comparison, limit: float, weights: Sequence[str]) -> li
 
 
 def _trains_nothing(comparison: Comparison) -> set[int]:
-    """Steps at which neither trained a token, and the first reported no number where the second reported 0."""
+    """Steps at which neither trained a token, and the first reported NaN where the second reported no loss."""
     first, second = (run.series for run in comparison.runs)
     return {
         step
-        for step, loss in second["loss"].items()
-        if loss == 0
-        and math.isnan(first["loss"].get(step, 0.0))
+        for step, loss in first["loss"].items()
+        if math.isnan(loss)
+        and step not in second["loss"]
         and all(series.get("trained_tokens", {}).get(step) == 0 for series in (first, second))
     }
 

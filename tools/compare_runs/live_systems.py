@@ -96,7 +96,7 @@ class Ours:
             self._metrics.add_loss(pair[0], pair[1])
         if stepped.mtp_loss_sums is not None:
             counts = torch.full_like(stepped.mtp_loss_sums, stepped.microbatches)
-            self._metrics.add_multi_token(stepped.mtp_loss_sums, counts)
+            self._metrics.add_multi_token(stepped.mtp_loss_sums, counts, stepped.mtp_token_sums)
         if stepped.mtp_accepted is not None:
             self._metrics.add_accepted(stepped.mtp_accepted)
         self._metrics.add_rows(fed.counts)
@@ -112,7 +112,7 @@ class Ours:
         wanted = ("loss", "gradient_norm", "learning_rate", "consumed_samples", "trained_tokens")
         recorded = {*wanted, *found.router_losses}
         values = {name: float(value) for name, value in found.values().items() if name in recorded}
-        values |= {f"mtp_{depth}_loss": loss for depth, loss in enumerate(found.mtp_losses, 1)}
+        values |= {f"mtp_{depth}_loss": loss for depth, loss in enumerate(found.mtp_losses, 1) if loss is not None}
         # Of no position that counts Megatron-LM writes a rate of 0, where our records have none.
         rates = (0.0 if math.isnan(rate) else rate for rate in found.mtp_acceptance_rates)
         return values | {f"mtp_{depth}_acceptance_rate": rate for depth, rate in enumerate(rates, 1)}

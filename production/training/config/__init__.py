@@ -1,6 +1,6 @@
 """The configuration of a training job: YAML into strict frozen dataclasses, and every set-up refusal (SPEC section 18)."""
 
-from production.training.config.checks_machine import blocked_folders, unready
+from production.training.config.checks_machine import blocked_folders, held_checkpoints, missing_packages, unready
 from production.training.config.data import CHAT, PACKED, Data, DataFile, Dataset, DatasetDefaults
 from production.training.config.job import Job, Source
 from production.training.config.loading import load
@@ -33,8 +33,8 @@ from production.training.config.validation import (
 __all__ = [
     "CHAT", "PACKED", "Checkpointing", "Cluster", "ConfigRefused", "Data", "DataFile", "Dataset", "DatasetDefaults",
     "Job", "Logger", "Loss", "MegatronCfg", "Model", "Plan", "Policy", "Scheduler", "SequencePacking", "SetupRefused",
-    "Sft", "Source", "Tokenizer", "blocked_folders", "chat_settings", "ddp_options", "device_here", "load",
-    "missing_files", "model_settings", "multi_token_depths", "notes", "optimizer_options", "order_settings",
+    "Sft", "Source", "Tokenizer", "blocked_folders", "chat_settings", "ddp_options", "device_here", "held_checkpoints", "load",
+    "missing_files", "missing_packages", "model_settings", "multi_token_depths", "notes", "optimizer_options", "order_settings",
     "packed_otherwise", "plan", "print_config", "refusals", "row_settings", "sizes", "transformer_options", "unready",
     "validate",
 ]  # fmt: skip

@@ -12,7 +12,7 @@ from typing import Any
 from production.training.config.data import DataFile, Dataset
 from production.training.config.job import Source
 from production.training.config.keys import PASSED_ON, is_key, nearest_key, section_keys
-from production.training.config.options import Kind, check_option, option_fields
+from production.training.config.options import LARGEST, Kind, check_option, option_fields
 from production.training.config.overlay import MISSING, Overlay, defaults
 from production.training.config.policy import MegatronCfg, Switch
 from production.training.config.reading import leaves
@@ -86,15 +86,20 @@ class Builder:
             return
         near = [nearest_key(full, section) for full, section in found]
         told = [
-            f"{full} is no {'option of the installed megatron-core' if section.endswith(PASSED_ON) else 'key of a job'}; the nearest is {close}"
+            f"{full} is no {'option of the installed megatron-core' if section.endswith(PASSED_ON) else 'key of a job'}"
+            + (f"; the nearest is {close}" if close else "")
             for (full, section), close in zip(found, near, strict=True)
         ]
+        write = ", ".join(close for close in near if close)
+        out = f"take {'it' if len(found) < 2 else 'them'} out"
         raise ConfigRefused(
             kind="unknown_key",
             key=found[0][0],
             what="; ".join(told),
             where=", ".join(self._where(full) for full, _ in found),
-            mend=f"write {', '.join(near)}, or take {'it' if len(found) < 2 else 'them'} out",
+            mend=f"write {write}, or {out}"
+            if write
+            else f"{out}: no key is like it (--print-config shows all of them)",
         )
 
     def refuse_twice(self, key: str, again: str) -> None:
@@ -132,9 +137,11 @@ class Builder:
 
     def _scalar(self, hint: Any, value: Any, key: str) -> Any:
         if hint is float and isinstance(value, int | float) and not isinstance(value, bool):
-            if not math.isfinite(value):
+            if abs(value) >= float("1e308") or not math.isfinite(value):
                 raise self._refuse("wrong_type", key, f"{key} is {value}", "give a finite number")
             return float(value)
+        if hint is int and type(value) is int and abs(value) >= LARGEST:
+            raise self._refuse("wrong_type", key, f"{key} is {value}", "give a whole number below 2**64")
         if type(value) is hint:
             return value
         wanted = _WANTED[hint]

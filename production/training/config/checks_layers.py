@@ -66,7 +66,7 @@ def check_stages(setup: Setup, config: Any) -> Iterator[SetupRefused]:
         try:
             for stage in range(stages):
                 get_num_layers_to_build(config, pp_rank=stage)
-        except AssertionError as error:
+        except (AssertionError, ValueError, TypeError, LookupError, ArithmeticError) as error:
             mend = f"make it a multiple of {stages}, or share the layers out with {_TRANSFORMER}.{_UNEVEN[0]}"
             yield setup.refuse("shape", "model.num_layers", f"megatron-core refuses these stages: {error}", mend)
 

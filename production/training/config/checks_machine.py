@@ -20,6 +20,26 @@ _PACKAGES = {
 """Switches to the module that they need, and the package that has it."""
 
 
+def missing_packages(job: Job) -> list[SetupRefused]:
+    """Packages that a run of this job needs and this machine lacks: refusals of a run, notes of a dry run."""
+    return [*_missing_packages(Setup(job=job, world_size=1, device=None))]
+
+
+def held_checkpoints(job: Job) -> list[SetupRefused]:
+    """Checkpoints and locks of another run that lie where the job would write, found without writing: notes of a dry run."""
+    setup, found = Setup(job=job, world_size=1, device=None), []
+    folder, key = Path(job.checkpointing.checkpoint_dir), "checkpointing.checkpoint_dir"
+    if job.checkpointing.enabled and not job.checkpointing.resume and any(folder.glob("step_*/packproof.json")):
+        mend = "give a folder of its own to a run that begins anew, or set checkpointing.resume to true"
+        found.append(setup.refuse("checkpoint", key, f"{folder} has checkpoints of another run", mend))
+    places = {"logger.log_dir": Path(job.logger.log_dir)} | ({key: folder} if job.checkpointing.enabled else {})
+    for each, place in places.items():
+        if (place / ".packproof.lock").exists():
+            what = f"{place} is held by a run, or was left by one that was killed"
+            found.append(setup.refuse("locked", each, what, "wait until it has ended, or give a folder of its own"))
+    return found
+
+
 def unready(job: Job) -> list[SetupRefused]:
     """What of this machine would end a run later: folders are made and written to here, which a dry run must not do."""
     setup = Setup(job=job, world_size=1, device=None)

@@ -13,6 +13,9 @@ _SIZES = (
     "num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "ffn_hidden_size", "kv_channels", "vocab_size",
     "num_moe_experts", "moe_ffn_hidden_size", "moe_router_topk", "rotary_base",
 )  # fmt: skip
+_MANY, _WIDE = 1 << 16, (1 << 31) - 1
+"""The most layers, depths or experts, and the largest width, that anything is counted with before a model is built."""
+_COUNTED = ("num_layers", "num_moe_experts")
 _OF_TORCH = ("adam", "sgd")
 """Optimizers that megatron-core has without a further package."""
 
@@ -28,6 +31,11 @@ def check_model(setup: Setup) -> Iterator[SetupRefused]:
     ]
     for name in small:
         yield setup.refuse("size", f"model.{name}", f"{getattr(model, name)} is too small", "give 1 or more")
+    sizes = {f"model.{name}": (getattr(model, name), _MANY if name in _COUNTED else _WIDE) for name in _SIZES}
+    sizes["policy.megatron_cfg.mtp_num_layers"] = (setup.job.megatron.mtp_num_layers, _MANY)
+    for key, (size, most) in sizes.items():
+        if size is not None and size > most:
+            yield setup.refuse("size", key, f"{size} is too large", f"give {most} or less")
     if not 0 < model.rotary_percent <= 1:
         what = f"{model.rotary_percent} is no share of a head's width"
         yield setup.refuse("size", "model.rotary_percent", what, "give one above 0, up to 1")

@@ -71,6 +71,11 @@ def check_values(setup: Setup) -> Iterator[SetupRefused]:
                 what = f"{word!r} is none that megatron-core knows; the nearest is {nearest(word, words)}"
                 yield setup.refuse("no_choice", f"{_TRANSFORMER}.{name}", what, f"write one of {', '.join(words)}")
     yield from _check_experts(setup)
+    yield from _check_recomputation(setup)
+    for name in ("init_method_std", "embedding_init_method_std"):
+        spread = job.megatron.transformer.get(name)
+        if spread is not None and spread < 0:
+            yield setup.refuse("size", f"{_TRANSFORMER}.{name}", f"{spread} is no spread of weights", "give 0 or more")
     if job.megatron.optimizer.get("optimizer") == "sgd" and uses_distributed_optimizer(job):
         what = "sgd with the distributed optimizer, which shares out the state of adam only"
         mend = f"take adam, or the plain optimizer ({_MEGATRON}.optimizer.use_distributed_optimizer=false)"
@@ -85,6 +90,19 @@ def check_values(setup: Setup) -> Iterator[SetupRefused]:
     for key, given in narrow.items():
         if job.policy.precision == "float64" and given.get(key.rpartition(".")[2]):
             yield setup.refuse("float64", key, "float32 within a model of float64", "take it out, or take float32")
+
+
+def _check_recomputation(setup: Setup) -> Iterator[SetupRefused]:
+    """Layers that are recomputed together: megatron-core counts up by 0 for ever, and takes more than there are only until it builds."""
+    given, key = setup.job.megatron.transformer, f"{_TRANSFORMER}.recompute_num_layers"
+    count = given.get("recompute_num_layers")
+    if count is None:
+        return
+    layers, stages = setup.job.model.num_layers, max(1, setup.job.megatron.pipeline_model_parallel_size)
+    most = None if layers is None else max(1, layers // stages)
+    if count < 1 or (most is not None and count > most):
+        what = f"{count} layers recomputed together" + ("" if most is None else f", where a stage has {most}")
+        yield setup.refuse("size", key, what, "give 1 or more" + ("" if most is None else f", up to {most}"))
 
 
 def _check_experts(setup: Setup) -> Iterator[SetupRefused]:

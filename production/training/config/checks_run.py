@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 
@@ -15,7 +16,10 @@ _OPTIMIZER = f"{_MEGATRON}.optimizer"
 _SCHEDULER = f"{_MEGATRON}.scheduler"
 METRICS = ("train:loss", "val:val_loss")
 """What the best checkpoints can be chosen by."""
-_DURATION = re.compile(r"\d+:\d{1,2}:\d{1,2}:\d{1,2}")
+_DURATION = re.compile(r"\d{1,5}:\d{1,2}:\d{1,2}:\d{1,2}", re.ASCII)
+_YEAR = 366 * 24 * 3600
+_MOST_ROWS = 1 << 24
+"""Rows of a global batch, and positions of a row in thousands: the numbers of a batch are made before a file is asked."""
 
 
 def check_steps(setup: Setup) -> Iterator[SetupRefused]:
@@ -33,6 +37,16 @@ def check_steps(setup: Setup) -> Iterator[SetupRefused]:
         "policy.sequence_packing.train_mb_tokens": (job.policy.sequence_packing.train_mb_tokens, 1),
         "cluster.num_nodes": (job.cluster.num_nodes, 1), "cluster.gpus_per_node": (job.cluster.gpus_per_node, 1),
     }  # fmt: skip
+    most = {
+        "cluster.timeout_seconds": (job.cluster.timeout_seconds, _YEAR), "data.num_workers": (job.data.num_workers, 1024),
+        "data.prefetch": (job.data.prefetch, 1 << 20), "policy.train_global_batch_size": (job.policy.train_global_batch_size, _MOST_ROWS),
+        "sft.val_global_batch_size": (sft.val_global_batch_size, _MOST_ROWS),
+        "policy.max_total_sequence_length": (job.policy.max_total_sequence_length, (1 << 31) - 1),
+    }  # fmt: skip
+    for key, (size, limit) in most.items():
+        is_derived = key in job.sources and job.sources[key].kind == "derived"
+        if size is not None and size > limit and not is_derived:
+            yield setup.refuse("size", key, f"{size} is too large", f"give {limit} or less")
     for key, (size, least) in sizes.items():
         is_derived = key in job.sources and job.sources[key].kind == "derived"  # refused where it comes from
         if size is not None and size < least and not is_derived:
@@ -70,12 +84,15 @@ def check_schedule(setup: Setup) -> Iterator[SetupRefused]:
     if decay is None and schedule.lr_decay_style != "constant":
         what = f"{schedule.lr_decay_style} decay of no known length, since sft.max_num_steps is not set"
         yield setup.refuse("schedule", f"{_SCHEDULER}.lr_decay_iters", what, "set it, or sft.max_num_steps")
+    is_derived = _kind_of(setup, f"{_SCHEDULER}.lr_decay_iters") == "derived"  # refused where it comes from
+    if is_empty := decay is not None and decay < 1 and not is_derived:
+        yield setup.refuse("schedule", f"{_SCHEDULER}.lr_decay_iters", f"a decay of {decay} steps", "give 1 or more")
     warmup = schedule.lr_warmup_iters
     if warmup < 0:
         yield setup.refuse(
             "schedule", f"{_SCHEDULER}.lr_warmup_iters", f"a warm-up of {warmup} steps", "give 0 or more"
         )
-    elif decay is not None and warmup >= max(1, decay):
+    elif decay is not None and not is_empty and warmup >= max(1, decay):
         where = job.where(f"{_SCHEDULER}.lr_decay_iters")
         what = f"a warm-up of {warmup} steps does not end before the decay does, at step {decay}, warm-up included: {where}"
         mend = f"set it below {decay}, or {_SCHEDULER}.lr_decay_iters above {warmup}"
@@ -83,7 +100,17 @@ def check_schedule(setup: Setup) -> Iterator[SetupRefused]:
     if schedule.lr_decay_style == "WSD" and None in {schedule.lr_wsd_decay_style, schedule.lr_wsd_decay_iters}:
         mend = f"set {_SCHEDULER}.lr_wsd_decay_style and lr_wsd_decay_iters"
         yield setup.refuse("schedule", f"{_SCHEDULER}.lr_decay_style", "WSD without its final decay", mend)
+    last = schedule.lr_wsd_decay_iters
+    room = max(1, decay - max(0, warmup)) if decay is not None else last
+    if last is not None and room is not None and not 1 <= last <= room:
+        what = f"a final decay of {last} steps, where {room} are left after the warm-up"
+        yield setup.refuse("schedule", f"{_SCHEDULER}.lr_wsd_decay_iters", what, f"give 1 to {room}")
     yield from _check_weight_decay(setup)
+
+
+def _kind_of(setup: Setup, key: str) -> str:
+    """What set the value at `key`: a file, an override, another value that it was derived from, or nothing."""
+    return setup.job.sources[key].kind if key in setup.job.sources else "default"
 
 
 def _check_weight_decay(setup: Setup) -> Iterator[SetupRefused]:
@@ -134,6 +161,7 @@ def check_checkpoints(setup: Setup) -> Iterator[SetupRefused]:
     if metric == "val:val_loss" and not job.sft.val_period:
         what, mend = f"{metric} of a job that never validates on the way", "set sft.val_period, or metric_name to null"
         yield setup.refuse("checkpoint", "checkpointing.metric_name", what, mend)
+    yield from _check_measured(setup)
     if job.model.tie_embeddings and multi_token_depths(job) and job.megatron.pipeline_model_parallel_size > 1:
         what = "a tied embedding with multi-token prediction over pipeline stages, which megatron-core cannot save"
         mend = "set it to false, or take one stage, or set checkpointing.enabled to false"
@@ -146,6 +174,22 @@ def check_checkpoints(setup: Setup) -> Iterator[SetupRefused]:
             what = "the distributed optimizer's state over several pipeline stages, which fails over gloo"
             mend = f"take the plain optimizer ({_OPTIMIZER}.use_distributed_optimizer=false), or one stage"
             yield setup.refuse("checkpoint", f"{_OPTIMIZER}.use_distributed_optimizer", what, mend)
+
+
+def _check_measured(setup: Setup) -> Iterator[SetupRefused]:
+    """A validation loss is of the step that it was made at: a run that saves at no such step never has one to choose by."""
+    sft, saved = setup.job.sft, setup.job.checkpointing
+    last = sft.max_num_steps
+    if saved.metric_name != "val:val_loss" or sft.val_period < 1 or saved.save_period < 1 or last is None:
+        return
+    at_end = last % sft.val_period == 0 or sft.val_at_end  # the last step is always saved
+    if math.lcm(sft.val_period, saved.save_period) > last and not at_end:
+        what = (
+            f"val:val_loss, which no checkpoint of {last} steps has: validations come every {sft.val_period}, checkpoints every "
+            f"{saved.save_period}"
+        )
+        mend = f"make checkpointing.save_period a multiple of sft.val_period ({sft.val_period}), or metric_name null"
+        yield setup.refuse("checkpoint", "checkpointing.metric_name", what, mend)
 
 
 def _check_time_limit(setup: Setup) -> Iterator[SetupRefused]:

@@ -28,6 +28,16 @@ _SWITCHED_OFF = {
     "logger.swanlab_enabled": "SwanLab",
     "logger.monitor_gpus": "NeMo-RL's GPU monitor",
 }
+_OF_THE_LAUNCHER = {
+    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE",
+    "MASTER_ADDR", "MASTER_PORT",
+}  # fmt: skip
+"""Variables that torchrun sets for each process."""
+_PATHS = (
+    "logger.log_dir", "checkpointing.checkpoint_dir", "data.cache_folder", "policy.tokenizer.name", "model.initial_path",
+    "policy.tokenizer.chat_template",
+)  # fmt: skip
+_MOST_RANKS = 1 << 24
 _DIMENSIONS = [
     f"{_MEGATRON}.{name}_parallel_size"
     for name in ("tensor_model", "context", "pipeline_model", "expert_model", "expert_tensor")
@@ -64,15 +74,31 @@ def check_switches(setup: Setup) -> Iterator[SetupRefused]:
     if not megatron.enabled:
         what, mend = "the backend is not Megatron: megatron-core is the one backend", f"set {_MEGATRON}.enabled to true"
         yield setup.refuse("backend", f"{_MEGATRON}.enabled", what, mend)
+    for name in megatron.env_vars:
+        if name in _OF_THE_LAUNCHER or name.startswith("TORCHELASTIC_") or not name or "=" in name:
+            what, mend = f"{name!r} says which rank a process is, which its launcher says", "take it out"
+            if not name or "=" in name:
+                what, mend = f"{name!r} is no name of a variable", "write NAME: value"
+            yield setup.refuse("environment", f"{_MEGATRON}.env_vars.{name}", what, mend)
     for key, part in _SWITCHED_OFF.items():
         if _look_up(setup.job, key):
             mend = f"set {key} to {'false' if isinstance(_look_up(setup.job, key), bool) else 0}"
             yield setup.refuse("switched_on", key, f"this job does not have {part}", mend)
 
 
+def check_paths(setup: Setup) -> Iterator[SetupRefused]:
+    """Paths that are empty, which would stand for the folder that the job is started in (R-SETUP-20)."""
+    for key in _PATHS:
+        if _look_up(setup.job, key) == "":
+            yield setup.refuse("no_folder", key, "an empty path", "name a folder or file, or leave the key out")
+
+
 def check_layout(setup: Setup) -> Iterator[SetupRefused]:
     """The world and the dimensions it is cut into (R-SETUP-8)."""
     job, megatron = setup.job, setup.job.megatron
+    if setup.world_size > _MOST_RANKS:
+        what = f"{setup.world_size} ranks, where no plan is made for more than {_MOST_RANKS}"
+        yield setup.refuse("world_size", "cluster.num_nodes", what, "start fewer")
     below = [key for key in _DIMENSIONS if _look_up(job, key) < 1]
     for key in below:
         yield setup.refuse("layout", key, f"a dimension of {_look_up(job, key)} ranks", "give at least 1")

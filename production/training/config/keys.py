@@ -17,6 +17,8 @@ PASSED_ON: tuple[Kind, ...] = ("transformer", "optimizer", "distributed_data_par
 _MEGATRON = "policy.megatron_cfg"
 _OF_THE_SECTION = 0.12
 """What a name of the same section is ahead of one elsewhere; both are likenesses from 0 to 1."""
+_NEAR, _NEAR_ELSEWHERE = 0.55, 0.75
+"""How like a key of the same section, or of another, must be to be named."""
 _WITHIN = 0.9
 """How like a longer name of the same section is that has all of this one's words in a row."""
 
@@ -31,8 +33,8 @@ def is_key(kind: type, name: str) -> bool:
     return name in section_keys(kind) or (kind is MegatronCfg and name in option_fields("transformer"))
 
 
-def nearest_key(full: str, section: str) -> str:
-    """The valid dotted key that the unknown `full` of `section` was meant to be.
+def nearest_key(full: str, section: str) -> str | None:
+    """The valid dotted key that the unknown `full` of `section` was meant to be; None where none is near enough to be named.
 
     A key of exactly that name elsewhere comes first, then the likest name, where one of the same section is a little ahead;
     what is as like goes by the whole key.
@@ -51,6 +53,9 @@ def nearest_key(full: str, section: str) -> str:
 
     found = max(all_keys(), key=likeness)
     place, _, leaf = found.rpartition(".")
+    alike, _ = likeness(found)
+    if alike < (_NEAR + _OF_THE_SECTION if place == plain else _NEAR_ELSEWHERE):
+        return None
     return f"{section}.{leaf}" if section and place == plain else found
 
 

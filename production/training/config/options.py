@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import enum
 import functools
+import math
 import types
 import typing
 import warnings
@@ -20,6 +21,8 @@ Kind = Literal["transformer", "optimizer", "distributed_data_parallel_config"]
 
 _DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _UNSUITED = object()
+LARGEST = 1 << 64
+"""Above every whole number that torch and megatron-core count with."""
 
 
 @functools.cache
@@ -56,6 +59,9 @@ def quiet() -> Iterator[None]:
 def check_option(kind: Kind, name: str, value: Any, *, key: str, where: str) -> None:
     """Refuse a value that the annotation of the option `name` does not take (SPEC R-SETUP-4)."""
     fields = option_fields(kind)
+    if value != option_defaults(kind)[name] and (number := _impossible(value)) is not None:
+        what, mend = f"{key} is {number}", "give a finite number below 2**63"
+        raise ConfigRefused(kind="wrong_type", key=key, what=what, where=where, mend=mend)
     if _converted(fields[name], value) is _UNSUITED:
         written = _readable(fields[name])
         if written == "a function":
@@ -109,6 +115,16 @@ def _converted(hint: Any, value: Any) -> Any:
     if hint in {int, str, bool}:
         return value if type(value) is hint else _UNSUITED
     return _UNSUITED
+
+
+def _impossible(value: Any) -> int | float | None:
+    """A number, also in a list or mapping, that no option can be: NaN, infinity, or beyond what a machine counts with."""
+    if isinstance(value, float):
+        return None if math.isfinite(value) else value
+    if isinstance(value, int):
+        return value if abs(value) >= LARGEST >> 1 else None
+    inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
+    return next((found for each in inner if (found := _impossible(each)) is not None), None)
 
 
 def _sequence(kind: type, arguments: tuple[Any, ...], value: Any) -> Any:

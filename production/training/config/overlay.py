@@ -12,13 +12,16 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from production.training.config.job import Job, Source
-from production.training.config.reading import Layer, Plain, leaves, read_override
+from production.training.config.reading import PART, Layer, Plain, leaves, read_override
 from production.training.config.refusal import ConfigRefused, nearest
 
 MISSING = "???"
 """How OmegaConf writes a value that must be set."""
-_PART = re.compile(r"[^.\[\]]+|\[\d+\]")
 _NOT_FOUND = re.compile(r"Interpolation key '(.+?)' not found")
+
+
+_OF_RESOLVERS = (RecursionError, TypeError, ValueError, AttributeError, LookupError, ArithmeticError)
+"""What a resolver, or the grammar of interpolations, raises beside OmegaConf's own errors."""
 
 
 class Overlay:
@@ -39,18 +42,18 @@ class Overlay:
         key, value, places = read_override(text)
         if not isinstance(value, dict):
             self._drop(key)
-        self.values = _put(self.values, _PART.findall(key), value, key, f"override {text!r}")
+        self.values = _put(self.values, PART.findall(key), value, key, f"override {text!r}")
         self.sources.update({key: Source(kind="override", place=place) for key, place in places.items()})
 
     def resolve(self) -> None:
         """Replace every interpolation; ConfigRefused names the key, its line, and the nearest key to one that is not there."""
         if not OmegaConf.has_resolver("mul"):  # NeMo-RL's files multiply
-            OmegaConf.register_new_resolver("mul", lambda left, right: left * right)
+            OmegaConf.register_new_resolver("mul", _product)
         written_so = [(key, text) for key, text in leaves(self.values) if isinstance(text, str) and "${" in text]
         for key, written in written_so:
             try:
                 OmegaConf.create({"value": written})
-            except OmegaConfBaseException as error:
+            except (OmegaConfBaseException, *_OF_RESOLVERS) as error:
                 raise self._unresolved(key, written, error) from None
         if not written_so:
             return
@@ -59,11 +62,11 @@ class Overlay:
             try:
                 value = OmegaConf.select(config, key, throw_on_resolution_failure=True)
                 value = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
-            except (OmegaConfBaseException, RecursionError, TypeError, ValueError, AttributeError) as error:
+            except (OmegaConfBaseException, *_OF_RESOLVERS) as error:
                 raise self._unresolved(key, written, error) from None
             if value == MISSING or (value is None and OmegaConf.is_missing(config, key)):
                 raise self._unresolved(key, written, "it leads to a value that is not set")
-            self.values = _put(self.values, _PART.findall(key), value, key, self.where(key))
+            self.values = _put(self.values, PART.findall(key), value, key, self.where(key))
             self.sources[key] = dataclasses.replace(self.sources[key], expression=written)
 
     def where(self, key: str) -> str:
@@ -85,7 +88,7 @@ class Overlay:
         if isinstance(error, RecursionError):
             reason = "it leads back to itself"
         found = _NOT_FOUND.search(reason)
-        like = nearest(found[1], [each for each, _ in leaves(self.values)]) if found else None
+        like = nearest(found[1], [each for each, _ in leaves(self.values)], cutoff=0.6) if found else None
         mend = f"name a key that has a value; the nearest is {like}" if like else "name a key that has a value"
         what = f"{written} cannot be resolved: {reason}"
         return ConfigRefused(kind="interpolation", key=key, what=what, where=self.where(key), mend=mend)
@@ -100,6 +103,13 @@ class Overlay:
     def _drop(self, key: str) -> None:
         inside = (f"{key}.", f"{key}[")
         self.sources = {each: source for each, source in self.sources.items() if not each.startswith(inside)}
+
+
+def _product(left: Any, right: Any) -> Any:
+    """Multiply two numbers, as NeMo-RL's files do; a word times a number would be as long as the number says."""
+    if not all(isinstance(each, int | float) and not isinstance(each, bool) for each in (left, right)):
+        raise ValueError(f"mul takes two numbers, not {left!r} and {right!r}")
+    return left * right
 
 
 def defaults(section: type) -> dict[str, Any]:
@@ -140,7 +150,7 @@ def _put(values: Any, parts: Iterable[str], new: Any, key: str, where: str) -> A
             what = f"{key} names entry {index} of a list of {count}"
             raise ConfigRefused(kind="override", key=key, what=what, where=where, mend="name an entry that is there")
         return [_put(each, rest, new, key, where) if at == index else each for at, each in enumerate(values)]
-    if isinstance(values, list):
+    if isinstance(values, list) and values:  # an empty one is a split that no file has: it may be one dataset
         what = f"{key} asks a list for {name!r}"
         raise ConfigRefused(kind="override", key=key, what=what, where=where, mend="name an entry, such as [0]")
     below = values if isinstance(values, dict) else {}

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from production.training.config.job import Job
-from production.training.config.options import quiet
 from production.training.config.settings import multi_token_depths, sizes
 from production.training.config.sizing import Memory, memory_of_a_rank
 
@@ -24,7 +23,7 @@ class Plan:
     """What the cluster section says of other ranks than these, in whose place they stand in a dry run; empty where it says nothing else."""
     ranks: Mapping[str, int]
     """Ranks per dimension: tp, cp, pp, dp, ep, etp, edp (data parallelism of the experts)."""
-    groups: Mapping[str, tuple[tuple[int, ...], int]]
+    groups: Mapping[str, tuple[Sequence[int], int]]
     """The group of rank 0 in each dimension, and how many groups there are."""
     microbatches: int
     """Microbatches of one data-parallel rank in a step."""
@@ -89,22 +88,22 @@ def plan(job: Job, world_size: int) -> Plan:
     )  # fmt: skip
 
 
-def _groups(job: Job, data: int, expert_data: int) -> dict[str, tuple[tuple[int, ...], int]]:
-    with quiet():
-        from megatron.core.parallel_state import RankGenerator  # noqa: PLC0415 - megatron-core takes seconds
+def _groups(job: Job, data: int, expert_data: int) -> dict[str, tuple[Sequence[int], int]]:
+    """Return the group of rank 0 in each dimension, and how many there are, as megatron-core's RankGenerator numbers ranks (tp fastest, pp slowest).
 
-    layout, order = sizes(job), "tp-cp-ep-dp-pp"
-    dense = RankGenerator(
-        tp=layout.tensor, ep=1, dp=data, pp=layout.pipeline, cp=layout.context, order=order
-    )  # fmt: skip
-    experts = RankGenerator(
-        tp=layout.expert_tensor, ep=layout.expert, dp=expert_data, pp=layout.pipeline, cp=1, order=order
-    )  # fmt: skip
-    found = {}
-    for name, ranks in (
-        ("tp", dense.get_ranks("tp")), ("cp", dense.get_ranks("cp")), ("dp", dense.get_ranks("dp")),
-        ("dp x cp", dense.get_ranks("dp-cp")), ("pp", dense.get_ranks("pp")),
-        ("ep", experts.get_ranks("ep")), ("edp", experts.get_ranks("dp")),
-    ):  # fmt: skip
-        found[name] = (tuple(next(group for group in ranks if 0 in group)), len(ranks))
-    return found
+    A group of rank 0 is every nth rank, which is counted and not written out: a world may be as large as a file says.
+    """
+    layout = sizes(job)
+    tensor, context, pipeline = layout.tensor, layout.context, layout.pipeline
+    world = tensor * context * data * pipeline
+    experts = layout.expert_tensor * layout.expert
+    found = {
+        "tp": (1, tensor), "cp": (tensor, context), "dp": (tensor * context, data), "dp x cp": (tensor, context * data),
+        "pp": (tensor * context * data, pipeline), "ep": (layout.expert_tensor, layout.expert), "edp": (experts, expert_data),
+    }  # fmt: skip
+    return {name: (_counted(step, size), world // size) for name, (step, size) in found.items()}
+
+
+def _counted(step: int, size: int) -> Sequence[int]:
+    ranks = range(0, step * size, step)
+    return tuple(ranks) if size <= 1024 else ranks

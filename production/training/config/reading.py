@@ -19,6 +19,16 @@ _WORDS: dict[str, bool | None] = {"true": True, "false": False, "null": None, "~
 _INTEGER = re.compile(r"[-+]?(0|[1-9][0-9]*(_[0-9]+)*)")
 _FLOAT = re.compile(r"[-+]?([0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*|[0-9][0-9_]*(?=[eE]))([eE][-+]?[0-9]+)?")
 _NOT_FINITE = {".inf": "inf", "-.inf": "-inf", "+.inf": "inf", ".nan": "nan"}
+_MOST_BYTES = 1 << 22
+"""Of one file: a configuration has some thousand."""
+_MOST_NODES = 100_000
+_DEEPEST = 64
+_TOO_DEEP = "values nested too deep"
+_LONGEST_NUMBER = 100
+PART = re.compile(r"[^.\[\]]+|\[\d+\]")
+"""One step of a dotted key: a name, or the place in a list."""
+_NO_TEXT = re.compile("[\x00\ud800-\udfff]")
+"""What no path, no name and no terminal can take: NUL and halves of surrogate pairs."""
 _KEY = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*|\[\d+\])*")
 
 
@@ -38,11 +48,17 @@ def read_file(path: str | Path, *, inherited: tuple[Path, ...] = ()) -> list[Lay
     Raises ConfigRefused for what cannot be read (R-SETUP-2).
     """
     path = Path(path)
+    _check_text(str(path), str(path).encode(errors="backslashreplace").decode(), key="defaults" if inherited else "")
     if path.resolve() in inherited:
         chain = " -> ".join(str(each) for each in (*inherited, path))
         raise _refuse("defaults", "a file cannot stand under itself", chain, "take one `defaults` out", key="defaults")
     try:
-        text = path.read_text(encoding="utf-8")
+        with path.open("rb") as file:
+            data = file.read(_MOST_BYTES + 1)
+        if len(data) > _MOST_BYTES:
+            what = f"has more than {_MOST_BYTES >> 20} MiB, which is no configuration"
+            raise _refuse("no_yaml", what, str(path), "name the YAML file of the job")
+        text = data.decode("utf-8")
     except OSError as error:
         raise _refuse("no_file", f"cannot be read: {error.strerror}", str(path), "name a file that is there") from None
     except UnicodeDecodeError as error:
@@ -64,6 +80,8 @@ def read_text(text: str, *, name: str) -> Layer:
     """One document. ConfigRefused names the line of a duplicate key, a bare word, or what is no YAML."""
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
+    except RecursionError:
+        raise _refuse("no_yaml", _TOO_DEEP, name, "write fewer levels") from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = name if mark is None else f"{name}:{mark.line + 1}"
@@ -85,12 +103,12 @@ def read_override(text: str) -> tuple[str, Plain, dict[str, str]]:
     """
     key, equals, written = text.partition("=")
     place = f"override {text!r}"
-    if not equals or not _KEY.fullmatch(key):
+    if not equals or not _KEY.fullmatch(key) or len(PART.findall(key)) > _DEEPEST:
         mend = "write section.key=value, such as policy.precision=float32, with no plus or tilde before it"
         raise _refuse("override", "is no key=value", place, mend, key=key)
     try:
         node = yaml.compose(written, Loader=yaml.SafeLoader)
-    except yaml.YAMLError:
+    except (yaml.YAMLError, RecursionError):
         raise _refuse("override", f"{written!r} is no YAML", place, "put the value in quotes", key=key) from None
     reader = _Reader(place, lines=False)
     return key, None if node is None else reader.value(node, key), reader.places or {key: place}
@@ -115,16 +133,37 @@ class _Reader:
         self.places: dict[str, str] = {}
         self._name = name
         self._lines = lines
+        self._around: list[yaml.Node] = []
+        self._nodes = 0
 
     def value(self, node: yaml.Node, key: str) -> Any:
+        self._check_size(node, key)
         if key:
             self.places[key] = self._place(node)
+        if isinstance(node, yaml.ScalarNode):
+            return self._scalar(node, key)
+        self._around.append(node)
+        found: Any
         if isinstance(node, yaml.MappingNode):
-            return self._mapping(node, key)
-        if isinstance(node, yaml.SequenceNode):
-            return [self.value(each, f"{key}[{index}]") for index, each in enumerate(node.value)]
-        assert isinstance(node, yaml.ScalarNode)
-        return self._scalar(node, key)
+            found = self._mapping(node, key)
+        else:
+            assert isinstance(node, yaml.SequenceNode)
+            found = [self.value(each, f"{key}[{index}]") for index, each in enumerate(node.value)]
+        self._around.pop()
+        return found
+
+    def _check_size(self, node: yaml.Node, key: str) -> None:
+        """Refuse an alias inside itself, and aliases that make more of a file than anyone wrote."""
+        self._nodes += 1
+        what = ""
+        if any(node is each for each in self._around):
+            what = f"{key or 'the file'}: an alias stands inside what it stands for"
+        elif len(self._around) > _DEEPEST:
+            what = f"{key[:80]}: {_TOO_DEEP}"
+        elif self._nodes > _MOST_NODES:
+            what = f"has more than {_MOST_NODES:,} values, those of aliases counted"
+        if what:
+            raise _refuse("no_yaml", what, self._place(node), "write the values out, or use ${...}", key=key)
 
     def _mapping(self, node: yaml.MappingNode, key: str) -> dict[str, Any]:
         found: dict[str, Any] = {}
@@ -133,6 +172,7 @@ class _Reader:
             place = self._place(name_node)
             name = name_node.value if isinstance(name_node, yaml.ScalarNode) else ""
             full = f"{key}.{name}" if key else str(name)
+            _check_text(str(name), place, key=key)
             if not name or name == "<<":
                 what = "merge keys (<<) are not read" if name == "<<" else "a key is no word"
                 raise _refuse("no_yaml", what, place, "write the keys out, or use ${...} or `defaults:`", key=full)
@@ -146,6 +186,7 @@ class _Reader:
 
     def _scalar(self, node: yaml.ScalarNode, key: str) -> Plain:
         text: str = node.value
+        _check_text(text, self._place(node), key=key)
         if node.style is not None or node.tag == "!":
             return text
         if text.lower() in _BARE_WORDS:
@@ -155,6 +196,9 @@ class _Reader:
         if text.lower() in _WORDS:
             return _WORDS[text.lower()]
         if _INTEGER.fullmatch(text):
+            if len(text) > _LONGEST_NUMBER:
+                what = f"{key} is a number of {len(text)} digits"
+                raise _refuse("wrong_type", what, self._place(node), "give a number of a sensible size", key=key)
             return int(text)
         if _FLOAT.fullmatch(text) or text.lower() in _NOT_FINITE:
             return float(_NOT_FINITE.get(text.lower(), text))
@@ -162,6 +206,12 @@ class _Reader:
 
     def _place(self, node: yaml.Node) -> str:
         return f"{self._name}:{node.start_mark.line + 1}" if self._lines else self._name
+
+
+def _check_text(text: str, place: str, *, key: str) -> None:
+    if _NO_TEXT.search(text):
+        what = f"{key or 'a name'}: {text[:60]!a} has a character that no path and no name can have (NUL, or half of a surrogate pair)"
+        raise _refuse("no_text", what, place, "write it without that character", key=key)
 
 
 def _refuse(kind: str, what: str, where: str, mend: str, *, key: str = "") -> ConfigRefused:

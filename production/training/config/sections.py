@@ -69,6 +69,8 @@ class Checkpointing:
     """megatron-core's `sharding_type` of the distributed optimizer; validation refuses those that do not hold for a layout. The plain optimizer needs none."""
     resume: bool = True
     """Whether to go on from the newest checkpoint in `checkpoint_dir`, if there is one."""
+    reshard: bool = False
+    """Whether a resume may have another number of data-parallel ranks or, with the plain optimizer, another tensor parallel size (docs/checkpoints.md)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,7 +128,7 @@ class Logger:
     dump_batch_steps: tuple[int, ...] = ()
     """Steps, from 1, whose batches each rank dumps for `diff_row`; `--dump-batch STEP` adds one."""
     progress: bool = True
-    """Whether rank 0 shows a progress bar, on a terminal only."""
+    """Whether rank 0 shows a progress bar, or a line a step where there is no terminal. What is saved, passed over or wrong is always told."""
     peak_teraflops: float | None = None
     """Peak of one device in 10^12 operations a second, for MFU; None: from the table by the device's name, and no MFU where it lacks it (R-WORK-3)."""
     wandb: Wandb = Wandb()

@@ -22,12 +22,13 @@ from production.training.config.checks_megatron import (
 from production.training.config.checks_model import check_model, check_optimizer
 from production.training.config.checks_options import check_kernels, check_not_here, check_values
 from production.training.config.checks_run import check_checkpoints, check_schedule, check_start, check_steps
-from production.training.config.checks_setup import Setup, check_layout, check_switches
+from production.training.config.checks_setup import Setup, check_layout, check_paths, check_switches
 from production.training.config.job import Job
 from production.training.config.refusal import SetupRefused
 
 _CHECKS: tuple[Callable[[Setup], Iterator[SetupRefused]], ...] = (
     check_switches,
+    check_paths,
     check_not_here,
     check_layout,
     check_batches,
@@ -136,12 +137,18 @@ def missing_files(job: Job) -> list[SetupRefused]:
     template = job.policy.tokenizer.chat_template
     if template is not None and template.endswith(".jinja"):
         wanted[template] = "policy.tokenizer.chat_template"
-    mend = "name one that is there; paths are relative to where the job is started"
-    return [
-        setup.refuse("no_file", key, f"{path} is not on this machine", mend)
-        for path, key in wanted.items()
-        if not is_there(path)
-    ]
+    found = []
+    for path, key in wanted.items():
+        is_folder = is_there(path) and Path(path).is_dir()
+        if not path or not is_there(path):
+            mend = "name one that is there; paths are relative to where the job is started"
+            found.append(
+                setup.refuse("no_file", key, f"{path or 'a file without a name'} is not on this machine", mend)
+            )
+        elif is_folder != (key == "model.initial_path"):
+            is_one, wants = ("a folder", "a file") if is_folder else ("a file", "the folder of a checkpoint")
+            found.append(setup.refuse("no_file", key, f"{path} is {is_one}, where {wants} is wanted", f"name {wants}"))
+    return found
 
 
 def device_here(job: Job) -> str:

@@ -1,0 +1,68 @@
+"""What the environment says of a process of a job: how many ranks a launcher started, which this is, how many threads it may use."""
+
+from __future__ import annotations
+
+import os
+
+from production.errors import PackproofError
+
+_OF_A_RANK = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""What torch needs to find the other ranks; torchrun sets all of them."""
+_MEND = "start with torchrun, or take it out of the environment"
+
+
+def started_ranks() -> int | None:
+    """Return how many ranks a launcher says that it started; None without one. Raises PackproofError for what is no number."""
+    said = os.environ.get("WORLD_SIZE")
+    if said is None:
+        return None
+    if not said.isascii() or not said.isdecimal() or int(said[:20]) < 1 or len(said) > 9:
+        raise _refused(f"{said[:40]!r} is no number of ranks", "WORLD_SIZE")
+    return int(said)
+
+
+def check_environment() -> None:
+    """Refuse variables of a launcher that are there in part, empty, or no numbers: PackproofError names what is wrong with which."""
+    size = started_ranks()
+    there = [name for name in _OF_A_RANK if name in os.environ]
+    if "RANK" in there or "WORLD_SIZE" in there:
+        unset = [name for name in _OF_A_RANK if not os.environ.get(name)]
+        if unset:
+            what = f"{', '.join(unset)} {'is' if len(unset) == 1 else 'are'} not set or empty, where {', '.join(there)} {'is' if len(there) == 1 else 'are'} there"
+            mend = "start with torchrun, which sets all of them, or take those that are there out of the environment"
+            raise _refused(what, ", ".join(unset), mend)
+        rank = _number("RANK")
+        assert size is not None
+        if rank >= size:
+            raise _refused(f"rank {rank} of {size} ranks, which count from 0", "RANK")
+        _number("MASTER_PORT")
+    if "LOCAL_RANK" in os.environ:
+        _number("LOCAL_RANK")
+    threads()
+
+
+def threads() -> int:
+    """Return the threads of `OMP_NUM_THREADS`, of a list those of the outermost level; 1 where it is not set or empty.
+
+    Raises PackproofError for what is no number.
+    """
+    said = os.environ.get("OMP_NUM_THREADS", "").strip()
+    if not said:
+        return 1
+    first = said.partition(",")[0].strip()
+    if not first.isascii() or not first.isdecimal() or not 1 <= int(first[:9]) <= 1 << 16:
+        raise _refused(
+            f"{said[:40]!r} is no number of threads", "OMP_NUM_THREADS", "set it to a number, such as 1, or unset it"
+        )
+    return int(first)
+
+
+def _number(name: str) -> int:
+    said = os.environ[name]
+    if not said.isascii() or not said.isdecimal() or len(said) > 9:
+        raise _refused(f"{said[:40]!r} is no number", name)
+    return int(said)
+
+
+def _refused(what: str, name: str, mend: str = _MEND) -> PackproofError:
+    return PackproofError(what=what, where=f"{name} (environment)", mend=mend)

@@ -1,0 +1,113 @@
+"""What stands beside a checkpoint's tensors: the last file to be written, and what every other file is held against."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import xxhash
+from torch import distributed
+
+from production.errors import PackproofError
+
+MANIFEST = "packproof.json"
+_CHUNK = 1 << 22
+
+
+class CheckpointRefused(PackproofError):  # noqa: N818 - reads as the verdict it is
+    """A checkpoint that cannot be trusted, or is not one of this job."""
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    """Whose checkpoint it is, of which step, and size and checksum of each of its files."""
+
+    step: int
+    """Steps that were taken."""
+    consumed_samples: int
+    """Rows of all of them."""
+    fingerprint: dict[str, Any]
+    """What the run is (`start.identity`)."""
+    config: dict[str, Any]
+    """The resolved job."""
+    metrics: dict[str, float | None]
+    """What the best checkpoints are chosen by; None for what is no number, which JSON lacks."""
+    has_optimizer: bool
+    """Whether it can be resumed."""
+    sharding_type: str
+    """megatron-core's name for how the distributed optimizer's state is laid out."""
+    files: dict[str, list[int]]
+    """Size and xxh3-64 of each file, by its path in the folder."""
+    checksum: int = 0
+    """xxh3-64 of this manifest with a 0 here."""
+    run: str = ""
+    """Which run wrote it: drawn where a job begins, kept by those that go on from it; empty in checkpoints of before."""
+    trained_tokens: int | None = None
+    """Of all steps; None where it is not known."""
+    skipped_rows: int | None = None
+    """Lines of the training files that `on_bad_row: skip` leaves out; None where it is not known."""
+    versions: dict[str, str] = msgspec.field(default_factory=dict)
+    """Of the packages that it was written with."""
+
+
+def sealed(manifest: Manifest) -> bytes:
+    """The manifest as JSON, with its checksum."""
+    raw = msgspec.to_builtins(msgspec.structs.replace(manifest, checksum=0))
+    return msgspec.json.encode(raw | {"checksum": _checksum(raw)})
+
+
+def read_manifest(path: Path) -> Manifest:
+    """The manifest of the checkpoint at `path`. Raises CheckpointRefused where it cannot be read or is not as it was written."""
+    try:
+        raw = msgspec.json.decode((path / MANIFEST).read_bytes(), type=dict[str, Any])
+        manifest = msgspec.convert(raw, Manifest)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise damaged(f"{MANIFEST} cannot be read ({error})", path) from error
+    if _checksum(raw) != manifest.checksum:
+        raise damaged(f"{MANIFEST} is not as it was written", path)
+    return manifest
+
+
+def verify(path: Path) -> Manifest:
+    """Read the manifest and hold every file against it; all ranks share the work. Raises CheckpointRefused on all of them."""
+    fault: str | None = None
+    manifest = None
+    try:
+        manifest = read_manifest(path)
+        rank, size = distributed.get_rank(), distributed.get_world_size()
+        for name in list(manifest.files)[rank::size]:
+            if not (path / name).is_file():
+                fault = f"{name} is missing"
+            elif digest(path / name) != manifest.files[name]:
+                fault = f"{name} is not as it was written"
+            if fault:
+                break
+    except CheckpointRefused as error:
+        fault = error.what
+    except OSError as error:
+        fault = str(error)
+    faults: list[str | None] = [None] * distributed.get_world_size()
+    distributed.all_gather_object(faults, fault)
+    if found := next((each for each in faults if each), None):
+        raise damaged(f"the checkpoint is damaged: {found}", path)
+    assert manifest is not None
+    return manifest
+
+
+def digest(path: Path) -> list[int]:
+    """Size and xxh3-64 of a file."""
+    hashed = xxhash.xxh3_64()
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK):
+            hashed.update(chunk)
+        return [file.tell(), hashed.intdigest()]
+
+
+def damaged(what: str, path: Path) -> CheckpointRefused:
+    """The refusal of a checkpoint that is not as it was written."""
+    return CheckpointRefused(what=what, where=str(path), mend="move it away: the job then goes on from the one before")
+
+
+def _checksum(raw: dict[str, Any]) -> int:
+    """Of the JSON as it stands, with a 0 for the checksum: fields of other versions are covered too."""
+    return xxhash.xxh3_64_intdigest(msgspec.json.encode(raw | {"checksum": 0}))

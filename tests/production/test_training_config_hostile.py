@@ -1,0 +1,176 @@
+"""Bad input ends with a refusal that names its place and never with a traceback: files, values, paths, environment."""
+
+import json
+import tracemalloc
+
+import pytest
+import training_job_worlds as jobs
+
+from production.errors import PackproofError
+from production.training.__main__ import main
+from production.training.config import ConfigRefused, load, missing_files, plan
+from production.training.config.keys import nearest_key
+from production.training.config.planning import _groups
+from production.training.environment import check_environment, started_ranks, threads
+
+LAUGHS = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"{name}: &{name} [{', '.join([f'*{before}'] * 10)}]\n" for before, name in zip("abcdefgh", "bcdefghi", strict=True)
+)
+FILES = {
+    "an alias inside itself": ("sft: &a\n  seed: *a\n", "an alias stands inside what it stands for"),
+    "a list inside itself": ("data: &a [*a]\n", "an alias stands inside what it stands for"),
+    "aliases of aliases": (LAUGHS, "more than 100,000 values"),
+    "deep lists": ("sft: " + "[" * 900 + "]" * 900, "nested too deep"),
+    "deep mappings": ("sft: " + "{a: " * 100 + "1" + "}" * 100, "nested too deep"),
+    "NUL in a path": ('data:\n  train:\n    data_path: "a\\0b"\n', "no path and no name can have"),
+    "half a pair in a path": ('logger:\n  log_dir: "a\\ud800"\n', "no path and no name can have"),
+    "half a pair in a key": ('sft:\n  "a\\udc80": 1\n', "no path and no name can have"),
+    "NUL in defaults": ('defaults: "a\\0b"\n', "no path and no name can have"),
+    "a number of 5,000 digits": (f"sft:\n  seed: {'9' * 5000}\n", "a number of 5000 digits"),
+    "a word a billion times": ("logger:\n  log_dir: ${mul:abcd,1000000000}\n", "mul takes two numbers"),
+    "an empty interpolation": ("logger:\n  log_dir: ${}\n", "cannot be resolved"),
+    "5 MiB": ("# " + "x" * (5 << 20), "more than 4 MiB"),
+    "a list": ("- 1\n", "is no mapping of sections"),
+    "a section that is a word": ("policy: fast\n", "where a section stands"),
+    "a section that is empty": ("policy:\n", "where a section stands"),
+}
+
+
+@pytest.mark.parametrize("case", FILES)
+def test_a_file_that_is_no_configuration_is_refused_with_its_place(tmp_path, capsys, case):
+    text, told = FILES[case]
+    path = tmp_path / "job.yaml"
+    path.write_text(text, encoding="utf-8")
+    assert main(["--config", str(path), "--dry-run"]) == 2
+    printed = capsys.readouterr().err
+    assert told in printed
+    assert str(path) in printed or "a\\x00b" in printed
+
+
+@pytest.mark.parametrize("text", ["a\\0b", "\\ud800"])
+def test_an_override_with_what_no_path_can_have_is_refused(tmp_path, text):
+    config = jobs.write_job(tmp_path, tmp_path / "none")
+    with pytest.raises(ConfigRefused, match="no path and no name can have"):
+        load(config, [f'logger.log_dir="{text}"'])
+
+
+def test_a_folder_is_no_file_and_a_file_no_folder(tmp_path, capsys):
+    (tmp_path / "a.jinja").mkdir()
+    weights = tmp_path / "weights"
+    weights.write_text("")
+    changes = {"policy.tokenizer.chat_template": str(tmp_path / "a.jinja"), "model.initial": "megatron", "model.initial_path": str(weights)}  # fmt: skip
+    job = load(jobs.write_job(tmp_path / "job", tmp_path, **changes))
+    told = {each.key: each.what for each in missing_files(job)}
+    assert told == {
+        "data.train.data_path": f"{tmp_path} is a folder, where a file is wanted",
+        "policy.tokenizer.chat_template": f"{tmp_path / 'a.jinja'} is a folder, where a file is wanted",
+        "model.initial_path": f"{weights} is a file, where the folder of a checkpoint is wanted",
+    }
+    assert main(["--config", str(tmp_path), "--dry-run"]) == 2
+    assert "cannot be read: Is a directory" in capsys.readouterr().err
+
+
+ENVIRONMENTS = {
+    "empty": ({"WORLD_SIZE": ""}, "WORLD_SIZE"),
+    "a word": ({"WORLD_SIZE": "two"}, "WORLD_SIZE"),
+    "none": ({"WORLD_SIZE": "0"}, "WORLD_SIZE"),
+    "digits of another script": ({"WORLD_SIZE": "٤"}, "WORLD_SIZE"),
+    "no rank": ({"WORLD_SIZE": "2"}, "RANK"),
+    "no size": ({"RANK": "0"}, "WORLD_SIZE"),
+    "no address": ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR"),
+    "a rank beyond": ({"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "x", "MASTER_PORT": "1"}, "RANK"),
+    "a port that is none": ({"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "x", "MASTER_PORT": "y"}, "MASTER_PORT"),
+    "a local rank that is none": ({"LOCAL_RANK": "first"}, "LOCAL_RANK"),
+    "threads that are none": ({"OMP_NUM_THREADS": "many"}, "OMP_NUM_THREADS"),
+}
+
+
+@pytest.mark.parametrize("case", ENVIRONMENTS)
+def test_an_environment_that_is_half_a_launchers_is_refused_by_name(monkeypatch, case):
+    variables, named = ENVIRONMENTS[case]
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(PackproofError) as refused:
+        check_environment()
+    assert named in refused.value.where
+
+
+def test_threads_of_several_levels_are_those_of_the_first_and_no_launcher_is_no_fault(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    for said, expected in (("4,2", 4), ("", 1), (" 3 ", 3)):
+        monkeypatch.setenv("OMP_NUM_THREADS", said)
+        assert threads() == expected
+    check_environment()
+    assert started_ranks() is None
+
+
+def test_a_dry_run_counts_ranks_and_writes_none_of_them_out(tmp_path):
+    job = load(jobs.write_job(tmp_path, tmp_path / "none", **{"policy.train_global_batch_size": 1 << 24}))
+    tracemalloc.start()
+    planned = plan(job, 1 << 24)
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert planned.groups["dp"][0][-1] == (1 << 24) - 1
+    assert most < 4 << 20
+    assert f"… {(1 << 24) - 1} ({1 << 24} ranks)" in planned.text()
+
+
+def test_a_world_of_a_trillion_ranks_is_refused_and_not_planned(tmp_path, capsys):
+    config = str(jobs.write_job(tmp_path, tmp_path / "none"))
+    assert main(["--config", config, "--dry-run", "--world-size", str(10**12)]) == 2
+    assert "no plan is made for more than" in capsys.readouterr().err
+
+
+def test_groups_are_those_of_megatron_cores_own_generator(tmp_path):
+    from megatron.core.parallel_state import RankGenerator
+
+    keys = ("tensor_model", "context", "pipeline_model", "expert_model", "expert_tensor")
+    for tensor, context, pipeline, expert, expert_tensor in ((2, 2, 2, 4, 1), (1, 2, 1, 2, 2), (4, 1, 2, 1, 4)):
+        sizes = dict(zip(keys, (tensor, context, pipeline, expert, expert_tensor), strict=True))
+        job = load(
+            jobs.write_job(tmp_path, tmp_path / "none"),
+            [f"policy.megatron_cfg.{name}_parallel_size={size}" for name, size in sizes.items()],
+        )
+        world = 32
+        data, expert_data = world // (tensor * context * pipeline), world // (expert * expert_tensor * pipeline)
+        order = "tp-cp-ep-dp-pp"
+        dense = RankGenerator(tp=tensor, ep=1, dp=data, pp=pipeline, cp=context, order=order)
+        experts = RankGenerator(tp=expert_tensor, ep=expert, dp=expert_data, pp=pipeline, cp=1, order=order)
+        expected = {name.replace("-cp", " x cp"): dense.get_ranks(name) for name in ("tp", "cp", "dp", "dp-cp", "pp")}
+        expected |= {"ep": experts.get_ranks("ep"), "edp": experts.get_ranks("dp")}
+        assert _groups(job, data, expert_data) == {
+            name: (tuple(next(group for group in groups if 0 in group)), len(groups))
+            for name, groups in expected.items()
+        }
+
+
+@pytest.mark.parametrize(("full", "near"), [("data.split", None), ("data.packing", None), ("qqq", None), ("sft.sed", "sft.seed")])  # fmt: skip
+def test_a_hint_names_a_key_only_where_one_is_near(full, near):
+    assert nearest_key(full, full.rpartition(".")[0]) == near
+
+
+def test_a_key_that_is_like_none_is_told_to_be_taken_out(tmp_path):
+    path = jobs.write_job(tmp_path, tmp_path / "none")
+    values = json.loads(path.read_text())
+    path.write_text(json.dumps(values | {"data": values["data"] | {"split": "train"}}))
+    with pytest.raises(ConfigRefused) as refused:
+        load(path)
+    assert refused.value.what == "data.split is no key of a job"
+    assert refused.value.mend.startswith("take it out")
+
+
+def test_a_dry_run_tells_what_a_run_would_refuse(tmp_path, capsys):
+    rows = jobs.write_rows(tmp_path / "rows.jsonl")
+    config = str(jobs.write_job(tmp_path, rows, **{"model.initial": "huggingface", "model.initial_path": "some/model", "checkpointing.resume": False}))  # fmt: skip
+    (tmp_path / "checkpoints" / "step_00000001").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "step_00000001" / "packproof.json").write_text("{}")
+    (tmp_path / "checkpoints" / ".packproof.lock").write_text("{}")
+    assert main(["--config", config, "--dry-run"]) == 0
+    printed = capsys.readouterr().out
+    assert "note: Megatron-Bridge is not installed" in printed
+    assert "has checkpoints of another run" in printed
+    assert "is held by a run, or was left by one that was killed" in printed
+    assert "but for the notes above" in printed
