@@ -18,18 +18,18 @@ import torch
 import tyro
 from rich.console import Console
 
-from equivalence import exits, jobs
-from equivalence.alone import checked
-from equivalence.corpus import store
+from equivalence.cases import store
+from equivalence.checks.kinds import named
 from equivalence.errors import InputError
-from equivalence.kinds import named
 from equivalence.mutants.matrix import CHECKS, Kills, failures, kill_matrix
-from equivalence.own_settings import count_rows
-from equivalence.plan import shard_of
-from equivalence.pool import default_workers
 from equivalence.report import html, kills, summary, terminal
-from equivalence.restriction import restriction
-from equivalence.run import Options, execute, sample_notes
+from equivalence.runner import exits, jobs
+from equivalence.runner.alone import checked
+from equivalence.runner.main import Options, execute, sample_notes
+from equivalence.runner.own_settings import count_rows
+from equivalence.runner.plan import shard_of
+from equivalence.runner.pool import default_workers
+from equivalence.runner.restriction import restriction
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 

@@ -12,10 +12,10 @@ from typing import Any, Literal, cast, get_args
 import torch
 from torch import distributed
 
-from production.context_parallel import find_layout
-from production.context_parallel_gather import gather_ranks
 from production.errors import PackproofError
-from production.microbatches import Microbatch, OnlineRow
+from production.parallel.context_parallel import find_layout
+from production.parallel.gather import gather_ranks
+from production.parallel.microbatches import Microbatch, OnlineRow
 
 Normalization = Literal["per_token", "mean_of_means", "global_valid_tokens"]
 Report = dict[str, torch.Tensor]

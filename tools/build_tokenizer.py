@@ -8,8 +8,8 @@ from typing import Annotated, Literal
 
 import tyro
 
-from equivalence import exits
 from equivalence.generators.real_tokenizers import build_tokenizer
+from equivalence.runner import exits
 from production.errors import PackproofError
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from equivalence.compare import Difference
+from equivalence.cases.difference import Difference
 from equivalence.subjects.protocol import Row
 
 
@@ -23,7 +23,7 @@ class CheckResult:
     """One check of one case."""
 
     check: str
-    """One of `equivalence.registry.CHECKS`."""
+    """One of `equivalence.checks.registry.CHECKS`."""
     findings: list[Finding] = field(default_factory=list)
     """Empty if all sides are equal."""
     refused: str | None = None

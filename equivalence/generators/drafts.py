@@ -12,8 +12,8 @@ from typing import Any, Literal, get_args, get_type_hints
 
 from hypothesis import strategies as st
 
-from equivalence.cases import RowCase
-from equivalence.generators import facts, texts
+from equivalence.cases.row import RowCase
+from equivalence.generators import row_facts, texts
 from equivalence.subjects import RowSettings
 from reference.semantics import PRESETS, Semantics
 
@@ -69,7 +69,7 @@ class Draft:
     def masked(self) -> bool:
         """Whether turns are checked one by one."""
         preset = self.semantics.partition(",")[0]
-        return self.prompt_format in facts.NEMOTRON or (
+        return self.prompt_format in row_facts.NEMOTRON or (
             self.prompt_format == "identity" and preset in ("megatron-lm-main", "strict")
         )
 
@@ -88,11 +88,11 @@ class Draft:
     def lengths(self) -> list[int]:
         """Tokens of each conversation, up to the first that cannot be rendered."""
         messages = [message for each in self.conversations for message in each]
-        return facts.lengths(messages, self.prompt_format, self.tokenizer)
+        return row_facts.lengths(messages, self.prompt_format, self.tokenizer)
 
     def ends(self) -> list[int]:
         """Where each of them ends, padding included."""
-        return facts.ends(self.lengths(), self.granularity)
+        return row_facts.ends(self.lengths(), self.granularity)
 
 
 def conversation(pairs: int, stride: int, separator: str) -> list[Any]:
@@ -110,7 +110,7 @@ def conversations(drawn: Sequence[int], separator: str) -> list[list[Any]]:
 
 def separator_of(prompt_format: str, tokenizer: str) -> str:
     """See `Draft.separator`."""
-    if prompt_format in facts.NEMOTRON:
+    if prompt_format in row_facts.NEMOTRON:
         return ""
     return " " if tokenizer in WORD_LEVEL else "\n"
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 from hypothesis import strategies as st
 
+from equivalence.cases.step import ModelCase, ModelShape, layout_name
 from equivalence.generators.draws import each_drawn
-from equivalence.model_cases import ModelCase, ModelShape, layout_name
-from production.parallel import Sizes
+from production.parallel.sizes import Sizes
 
 NORMALIZATIONS = ("per_token", "mean_of_means", "global_valid_tokens")
 MOST_TOKENS = 64

@@ -8,10 +8,11 @@ from collections.abc import Sequence
 
 from hypothesis import strategies as st
 
-from equivalence.cases import RowCase
+from equivalence.cases.row import RowCase
 from equivalence.generators.drafts import CONVERSATIONS, Draft, choose, conversations, finish, separator_of, start
-from equivalence.generators.facts import Facts
-from equivalence.generators.fault_classes import FaultClass, classes
+from equivalence.generators.faults.fault_class import FaultClass
+from equivalence.generators.faults.registry import classes
+from equivalence.generators.row_facts import Facts
 from equivalence.subjects import Row
 
 

@@ -9,7 +9,7 @@ import torch
 
 from equivalence.generators.models import Layout
 from equivalence.mutants.layout_mutant import LayoutMutant
-from production.parallel import Sizes
+from production.parallel.sizes import Sizes
 
 DP2 = Layout(sizes=Sizes(), data_size=2)
 
@@ -76,7 +76,7 @@ DEAL_MUTANTS = (
     LayoutMutant(
         name="rows_in_blocks",
         story="a rank takes rows that follow each other instead of every dp-th",
-        target="production.batches:take_rank",
+        target="production.rows.batch:take_rank",
         wrong=_block_of_rows,
         first="shares",
         layout=DP2,
@@ -84,35 +84,35 @@ DEAL_MUTANTS = (
     LayoutMutant(
         name="validation_padded_in_shards",
         story="a validation batch is filled up after it was dealt, by each rank with its own last row",
-        target="production.batches:pad_validation",
+        target="production.rows.batch:pad_validation",
         wrong=_padded_in_shards,
         first="shares",
     ),
     LayoutMutant(
         name="validation_filler_counts",
         story="the rows that fill a validation batch up are counted",
-        target="production.batches:pad_validation",
+        target="production.rows.batch:pad_validation",
         wrong=_filler_weighs,
         first="shares",
     ),
     LayoutMutant(
         name="divisor_without_first_target",
         story="the direct path's divisor counts as the online path's does, from the second token on",
-        target="production.batches:count_trained",
+        target="production.rows.batch:count_trained",
         wrong=_first_target_uncounted,
         first="shares",
     ),
     LayoutMutant(
         name="bins_in_blocks",
         story="a rank takes bins that follow each other",
-        target="production.packing:take_rank",
+        target="production.online.packing:take_rank",
         wrong=_block_of_bins,
         first="packing",
     ),
     LayoutMutant(
         name="bin_count_not_raised",
         story="the number of bins is no multiple of dp",
-        target="production.packing:raise_bin_count",
+        target="production.online.packing:raise_bin_count",
         wrong=_bins_as_they_are,
         first="packing",
         raises=("PackproofError",),
@@ -120,7 +120,7 @@ DEAL_MUTANTS = (
     LayoutMutant(
         name="epochs_alike",
         story="the shuffle is seeded without the epoch",
-        target="production.training.order:shuffled",
+        target="production.training.data.order:shuffled",
         wrong=_epochs_alike,
         first="order",
     ),

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from equivalence.mutants.layout_mutant import LayoutMutant
-from production.turns import IGNORE_INDEX
+from production.tokens.turn_tokens import IGNORE_INDEX
 
 
 def _all_but_the_last(sound: Any) -> Any:
@@ -19,7 +19,7 @@ def _all_but_the_last(sound: Any) -> Any:
 
 def _whole_rows_only(_: Any) -> Any:
     def check(fields: Sequence[dict[str, Any]], size: int) -> None:
-        from production.guards import _refused  # noqa: PLC0415 - the fault stands in its place
+        from production.rows.guards import _refused  # noqa: PLC0415 - the fault stands in its place
 
         for index, row in enumerate(fields):
             if row["context_parallel_size"] != size:
@@ -32,7 +32,7 @@ def _whole_rows_only(_: Any) -> Any:
 
 def _trained_targets_only(_: Any) -> Any:
     def check(fields: Sequence[dict[str, Any]], _: int | None) -> None:
-        from production.guards import _refused  # noqa: PLC0415 - the fault stands in its place
+        from production.rows.guards import _refused  # noqa: PLC0415 - the fault stands in its place
 
         for index, row in enumerate(fields):
             if ((row["token_mask"] != 0) & (row["target_ids"] == IGNORE_INDEX)).any():
@@ -50,7 +50,7 @@ def _ids_of_16_bits(sound: Any) -> Any:
 
 
 def _two_limbs(_: Any) -> Any:
-    from production.training.counts import _NAMES, LIMB_BITS, LIMBS, RowCounts  # noqa: PLC0415 - of this fault alone
+    from production.training.metrics.token_counts import _NAMES, LIMB_BITS, LIMBS, RowCounts  # noqa: PLC0415 - of this fault alone
 
     def of_limbs(limbs: Sequence[float]) -> RowCounts:
         numbers = {

@@ -13,7 +13,6 @@ from contextlib import closing
 from multiprocessing import get_context
 from typing import Any
 
-from equivalence.blame import RAISED
 from equivalence.checks.result import CheckResult
 from equivalence.errors import SuiteError
 from equivalence.mutants import layouts as faults
@@ -21,9 +20,10 @@ from equivalence.mutants.layout_mutant import LayoutMutant
 from equivalence.mutants.layouts import LAYOUT_MUTANTS
 from equivalence.mutants.matrix import Kills
 from equivalence.mutants.run_faults import WHOLE_RUN
-from equivalence.plan import LAYOUT_CHECKS, SIZES, layout_jobs
-from equivalence.search import CouldNotRun
-from equivalence.tally import MODEL_CHECKS
+from equivalence.runner.blame import RAISED
+from equivalence.runner.counters import MODEL_CHECKS
+from equivalence.runner.plan import LAYOUT_CHECKS, SIZES, layout_jobs
+from equivalence.runner.search import CouldNotRun
 
 CHECKS_OF_LAYOUTS = (*LAYOUT_CHECKS, *MODEL_CHECKS, WHOLE_RUN)
 """The checks of a run that a fault of the layout kind can show in. Runs of twenty steps are not asked: one takes as long as all faults together."""
@@ -50,9 +50,9 @@ def layout_kill_matrix(
 
 def preload() -> None:
     """Import what the faults are put into, and what worlds need, before any process is forked."""
-    importlib.import_module("equivalence.model_jobs").preload_models()
-    importlib.import_module("equivalence.whole_run_jobs").preload_whole_runs()
-    importlib.import_module("equivalence.layouts")
+    importlib.import_module("equivalence.runner.step_jobs").preload_models()
+    importlib.import_module("equivalence.runner.whole_run_jobs").preload_whole_runs()
+    importlib.import_module("equivalence.runner.layout_jobs")
 
 
 def _kills(name: str, seed: int, first_only: bool) -> Kills:  # noqa: FBT001 - mapped over
@@ -74,7 +74,7 @@ def _kills(name: str, seed: int, first_only: bool) -> Kills:  # noqa: FBT001 - m
 
 def _in_draws(mutant: LayoutMutant, check: str, seed: int) -> int:
     """How many draws of a check of data until one shows the fault; 0 where none does."""
-    from equivalence.layouts import draw_layouts  # noqa: PLC0415 - see preload
+    from equivalence.runner.layout_jobs import draw_layouts  # noqa: PLC0415 - see preload
 
     (job,) = [job for job in layout_jobs(SIZES["tiny"], seed, ()) if job.aim == check]
     with mutant.entered():
@@ -92,7 +92,7 @@ def _in_draws(mutant: LayoutMutant, check: str, seed: int) -> int:
 
 def _in_whole_run(mutant: LayoutMutant, seed: int) -> int:
     """1 where a whole run of four steps shows the fault, else 0."""
-    runs = importlib.import_module("equivalence.whole_run_jobs")
+    runs = importlib.import_module("equivalence.runner.whole_run_jobs")
     result = runs.check_fault(mutant.name, path=mutant.path, layout=mutant.layout, seed=seed)
     _expect_no_other_failure(mutant, result)
     return 0 if result.equal else 1
@@ -100,8 +100,8 @@ def _in_whole_run(mutant: LayoutMutant, seed: int) -> int:
 
 def _in_steps(mutant: LayoutMutant, seed: int, *, first_only: bool) -> dict[str, int | None]:
     """The same of each check of training steps, in the fault's layout."""
-    runs = importlib.import_module("equivalence.layout_runs")
-    cases = importlib.import_module("equivalence.model_jobs").tiny_cases(mutant.layout, seed=seed)
+    runs = importlib.import_module("equivalence.runner.layout_runs")
+    cases = importlib.import_module("equivalence.runner.step_jobs").tiny_cases(mutant.layout, seed=seed)
     if not cases:
         raise SuiteError(f"fault {mutant.name}: the smallest run has no training step in {mutant.layout.name}")
     drawn_for = _DRAWN_FOR.get(mutant.first, "models")

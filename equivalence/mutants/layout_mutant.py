@@ -9,7 +9,7 @@ from typing import Any
 
 from equivalence.generators.models import Layout
 from equivalence.mutants.patches import replaced
-from production.parallel import Sizes
+from production.parallel.sizes import Sizes
 
 CP2 = Layout(sizes=Sizes(context=2), data_size=1)
 CP4 = Layout(sizes=Sizes(context=4), data_size=1)

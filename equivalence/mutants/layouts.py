@@ -14,7 +14,7 @@ from equivalence.mutants.layout_mutant import LayoutMutant
 from equivalence.mutants.loss_faults import LOSS_MUTANTS
 from equivalence.mutants.rank_faults import RANK_MUTANTS
 from equivalence.mutants.run_faults import RUN_MUTANTS
-from production.parallel import Sizes
+from production.parallel.sizes import Sizes
 
 LAYOUT_MUTANTS: tuple[LayoutMutant, ...] = (
     *CUT_MUTANTS,
@@ -51,8 +51,8 @@ def enter_alone(name: str, worker: Any) -> Iterator[None]:
 
 @contextmanager
 def enter(entry: tuple[str, Sizes], worker: Any) -> Iterator[Any]:
-    """What each rank enters: the fault, then `equivalence.models.layout`."""
-    from equivalence.models import layout  # noqa: PLC0415 - the ranks' part
+    """What each rank enters: the fault, then `equivalence.trainers.production_step.layout`."""
+    from equivalence.trainers.production_step import layout  # noqa: PLC0415 - the ranks' part
 
     name, sizes = entry
     with find(name).entered(), layout(sizes, worker) as place:

@@ -11,16 +11,16 @@ from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
 
-from equivalence import jobs
-from equivalence.blame import RAISED
-from equivalence.corpus import store
+from equivalence.cases import store
 from equivalence.generators import tokenizers
-from equivalence.generators.fault_classes import classes
-from equivalence.jobs import Job
+from equivalence.generators.faults.registry import classes
 from equivalence.mutants.rows import ROW_MUTANTS, Mutant
-from equivalence.own_settings import own_settings
-from equivalence.plan import SIZES, corpus_jobs, generated_jobs, own_jobs, sample_jobs
-from equivalence.restriction import EVERYTHING
+from equivalence.runner import jobs
+from equivalence.runner.blame import RAISED
+from equivalence.runner.jobs import Job
+from equivalence.runner.own_settings import own_settings
+from equivalence.runner.plan import SIZES, corpus_jobs, generated_jobs, own_jobs, sample_jobs
+from equivalence.runner.restriction import EVERYTHING
 
 CHECKS = ("corpus", "smallest", "sample", "rows", "batches", "divergences")
 """The checks of a run that a faulty row or batch can show in."""

@@ -11,7 +11,7 @@ import torch
 from equivalence.generators.models import Layout
 from equivalence.mutants.deal_faults import DP2
 from equivalence.mutants.layout_mutant import CP2, LayoutMutant
-from production.parallel import Sizes
+from production.parallel.sizes import Sizes
 
 ONE = Layout(sizes=Sizes(), data_size=1)
 TP2 = Layout(sizes=Sizes(tensor=2), data_size=1)
@@ -63,7 +63,7 @@ def _counted_alone(sound: Any) -> Any:
     del sound
 
     def count_valid(batches: Any, device: Any) -> torch.Tensor:
-        from production.batches import Batch, count_trained  # noqa: PLC0415 - those that are there
+        from production.rows.batch import Batch, count_trained  # noqa: PLC0415 - those that are there
 
         counts = [count_trained(each) if isinstance(each, Batch) else each.valid_tokens() for each in batches]
         return torch.stack(counts).sum().to(device).float()
@@ -84,7 +84,7 @@ RANK_MUTANTS = (
     LayoutMutant(
         name="attention_across_segments",
         story="attention sees the whole row",
-        target="production.device.attention_share:runs_of",
+        target="production.model.device.attention_share:runs_of",
         wrong=_one_segment,
         first="leaks",
         layout=ONE,
@@ -108,7 +108,7 @@ RANK_MUTANTS = (
     LayoutMutant(
         name="gradients_not_reduced_over_sequence",
         story="a norm's gradient is that of one tensor-parallel rank's part of the tokens",
-        target="production.device.norm:RMSNorm.__init__",
+        target="production.model.device.norm:RMSNorm.__init__",
         wrong=_unmarked,
         first="invariance",
         layout=TP2,
@@ -116,7 +116,7 @@ RANK_MUTANTS = (
     LayoutMutant(
         name="keys_gradients_not_shared",
         story="keys and values are gathered, and other ranks' gradients for them are dropped",
-        target="production.context_parallel_gather:Exchange.summed",
+        target="production.parallel.gather:Exchange.summed",
         wrong=_not_shared,
         first="models",
         layout=CP2,

@@ -146,7 +146,7 @@ RUN_MUTANTS = (
     LayoutMutant(
         name="schedule_lost_at_a_resume",
         story="a resumed run begins its warm-up again",
-        target="production.training.checkpoint:restore",
+        target="production.training.checkpoint.manager:restore",
         wrong=_restored(_begins_anew),
         first=WHOLE_RUN,
         layout=ONE,
@@ -154,7 +154,7 @@ RUN_MUTANTS = (
     LayoutMutant(
         name="weight_decay_stays_after_a_resume",
         story="a weight decay that grew stays where it was when the run was stopped",
-        target="production.training.checkpoint:restore",
+        target="production.training.checkpoint.manager:restore",
         wrong=_restored(_stays),
         first=WHOLE_RUN,
         layout=ONE,
@@ -162,7 +162,7 @@ RUN_MUTANTS = (
     LayoutMutant(
         name="moments_lost_at_a_resume",
         story="a resumed run has the weights, and an optimizer that begins anew",
-        target="production.training.checkpoint:restore",
+        target="production.training.checkpoint.manager:restore",
         wrong=_restored(_without_moments),
         first=WHOLE_RUN,
         layout=ONE,
@@ -170,7 +170,7 @@ RUN_MUTANTS = (
     LayoutMutant(
         name="step_repeated_at_a_resume",
         story="the loader gives the last step's rows again",
-        target="production.training.loader:Loader.__init__",
+        target="production.training.data.loader:Loader.__init__",
         wrong=_a_step_back,
         first=WHOLE_RUN,
         layout=ONE,
@@ -179,7 +179,7 @@ RUN_MUTANTS = (
     LayoutMutant(
         name="step_skipped_at_a_resume",
         story="what was prepared ahead before the stop counts as consumed",
-        target="production.training.loader:Loader.__init__",
+        target="production.training.data.loader:Loader.__init__",
         wrong=_a_step_on,
         first=WHOLE_RUN,
         layout=ONE,
@@ -187,7 +187,7 @@ RUN_MUTANTS = (
     LayoutMutant(
         name="blend_begun_anew_at_a_resume",
         story="a resumed blend does not know what it took of each source",
-        target="production.training.order:_Blend.take",
+        target="production.training.data.order:_Blend.take",
         wrong=_blend_from_nothing,
         first=WHOLE_RUN,
         layout=ONE,
@@ -195,7 +195,7 @@ RUN_MUTANTS = (
     LayoutMutant(
         name="rows_as_workers_end",
         story="rows of loader workers are collated in the order in which they come",
-        target="production.training.loader:_Steps.assemble",
+        target="production.training.data.loader:_Steps.assemble",
         wrong=_as_they_come,
         first=WHOLE_RUN,
         layout=DP2,
@@ -203,7 +203,7 @@ RUN_MUTANTS = (
     LayoutMutant(
         name="validation_without_its_last_rows",
         story="a validation drops what fills no global batch",
-        target="production.training.order:ValidationOrder.batch_at",
+        target="production.training.data.order:ValidationOrder.batch_at",
         wrong=_without_the_last,
         first=WHOLE_RUN,
         layout=ONE,
@@ -211,7 +211,7 @@ RUN_MUTANTS = (
     LayoutMutant(
         name="trained_tokens_of_all_turns",
         story="every token that is no padding is told as trained",
-        target="production.training.counts:RowCounts.of_row",
+        target="production.training.metrics.token_counts:RowCounts.of_row",
         wrong=_all_positions,
         first=WHOLE_RUN,
         layout=ONE,
@@ -219,7 +219,7 @@ RUN_MUTANTS = (
     LayoutMutant(
         name="trained_tokens_with_first_ones",
         story="the online path tells a conversation's first token as a trained target",
-        target="production.training.bins:count_bins",
+        target="production.training.data.online_bins:count_bins",
         wrong=_with_first_tokens,
         first=WHOLE_RUN,
         layout=ONE,
@@ -228,7 +228,7 @@ RUN_MUTANTS = (
     LayoutMutant(
         name="validation_weighs_its_filler",
         story="the row that fills a validation's last batch up counts in its loss",
-        target="production.training.order:ValidationOrder.batch_at",
+        target="production.training.data.order:ValidationOrder.batch_at",
         wrong=_all_weigh,
         first=WHOLE_RUN,
         layout=DP2,
@@ -236,7 +236,7 @@ RUN_MUTANTS = (
     LayoutMutant(
         name="depths_told_in_another_order",
         story="each depth is reported under another one's name",
-        target="production.training.metrics:StepMetrics.add_multi_token",
+        target="production.training.metrics.step_metrics:StepMetrics.add_multi_token",
         wrong=_turned_round,
         first=WHOLE_RUN,
         layout=ONE,
@@ -244,7 +244,7 @@ RUN_MUTANTS = (
     LayoutMutant(
         name="balancing_loss_told_with_its_coefficient",
         story="the routers' balancing loss is reported as it is added, not as Megatron-LM logs it",
-        target="production.training.router_losses:take_router_losses",
+        target="production.training.metrics.router_losses:take_router_losses",
         wrong=_with_coefficient,
         first=WHOLE_RUN,
         layout=ONE,

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from equivalence.cases import RowCase
+from equivalence.cases.row import RowCase
 from equivalence.errors import InputError
 from equivalence.subjects.protocol import ROW_TENSORS, Refusal, Row, RowSettings
 

@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from equivalence.generators.fault_classes import classes
-from equivalence.registry import CHECKS
-from equivalence.run import Outcome
+from equivalence.checks.registry import CHECKS
+from equivalence.generators.faults.registry import classes
+from equivalence.runner.counters import Differing
+from equivalence.runner.main import Outcome
+from equivalence.runner.witnesses import versions
 from equivalence.subjects import BUILT_IN, PROMPT_FORMATS
-from equivalence.tally import Differing
-from equivalence.witnesses import versions
 
 SCHEMA = 1
 WHAT = {check.name: check.title for check in CHECKS.values()}
@@ -178,7 +178,7 @@ def _layouts(outcome: Outcome) -> list[dict[str, Any]]:
 
 def _third_witness() -> dict[str, Any]:
     """What Megatron-LM's side of a step is made of."""
-    from equivalence.model_jobs import witness_facts  # noqa: PLC0415 - megatron-core, which a run with steps has loaded
+    from equivalence.runner.step_jobs import witness_facts  # noqa: PLC0415 - megatron-core, which a run with steps has loaded
 
     return witness_facts()
 

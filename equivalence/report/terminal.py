@@ -10,9 +10,9 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
-from equivalence.alone import DIFFERENT, EQUAL
 from equivalence.report.summary import WHAT, alike, differences_of, first_results, kind_key
-from equivalence.run import Outcome
+from equivalence.runner.alone import DIFFERENT, EQUAL
+from equivalence.runner.main import Outcome
 from equivalence.subjects import PROMPT_FORMATS
 
 PLAIN_EVERY = 5.0

@@ -8,8 +8,9 @@ from typing import Any
 
 from equivalence.subjects.protocol import Batch, Messages, Row, RowSettings, as_refusal, as_row
 from equivalence.subjects.tokenizers import as_transformers
-from production import batches, rows
 from production.errors import RowRefused
+from production.rows import batch as batches
+from production.rows import builder as rows
 from production.semantics import parse
 
 BUILDERS_KEPT = 128

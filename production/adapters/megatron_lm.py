@@ -14,13 +14,13 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.utils import get_model_config
 
-from production.batches import Batch, BatchSettings, collate_checked
 from production.errors import PackproofError
 from production.files.source import open_source
 from production.loss import LossResult, LossSettings, loss_function
-from production.microbatches import Microbatch, MicrobatchSettings, process_microbatch
-from production.parallel import Place, place
-from production.rows import RowBuilder, RowSettings
+from production.parallel.microbatches import Microbatch, MicrobatchSettings, process_microbatch
+from production.parallel.sizes import Place, place
+from production.rows.batch import Batch, BatchSettings, collate_checked
+from production.rows.builder import RowBuilder, RowSettings
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from production.batches import Batch, BatchSettings, collate_checked
 from production.errors import PackproofError
-from production.microbatches import MicrobatchSettings, process_microbatch
-from production.rows import RowBuilder, RowSettings
+from production.parallel.microbatches import MicrobatchSettings, process_microbatch
+from production.rows.batch import Batch, BatchSettings, collate_checked
+from production.rows.builder import RowBuilder, RowSettings
 from production.semantics import parse
 
 TASK = "megatron_sft_packed"
@@ -70,7 +70,7 @@ class PackedProcessor:
         add_eos: bool = False,
         add_generation_prompt: bool = False,
     ) -> dict[str, Any]:
-        """One row as a DatumSpec: tensors [max_seq_length] as `production.rows.Row` has them, under ROW_FIELDS. Raises RowRefused.
+        """One row as a DatumSpec: tensors [max_seq_length] as `production.rows.builder.Row` has them, under ROW_FIELDS. Raises RowRefused.
 
         `run_sft.py` binds the three keywords to every processor; a packed row has its tokens from its text alone (R-ENCODE-1).
         """

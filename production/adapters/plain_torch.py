@@ -16,9 +16,9 @@ from torch import nn
 from torch.nn import functional
 from transformers import AutoTokenizer
 
-from production.batches import Batch, BatchSettings, FlatBatch, collate_checked, count_trained, flatten, take_rank
 from production.files.source import PackedSource, open_source
-from production.rows import RowBuilder, RowSettings
+from production.rows.batch import Batch, BatchSettings, FlatBatch, collate_checked, count_trained, flatten, take_rank
+from production.rows.builder import RowBuilder, RowSettings
 from production.semantics import parse
 
 

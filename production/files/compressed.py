@@ -14,9 +14,9 @@ from typing import BinaryIO
 import zstandard
 
 from production.errors import BadInput
+from production.files.cache import atomic_file
 from production.files.faults import bad_file
-from production.files.identity import Identity, content_of, let_clock_tick, sample_of, stamp_of
-from production.files.places import atomic_file
+from production.files.file_state import Identity, content_of, let_clock_tick, sample_of, stamp_of
 
 _SUFFIXES = {".gz": "gzip", ".zst": "Zstandard", ".zstd": "Zstandard"}
 _CHUNK_BYTES = 1 << 20

@@ -18,7 +18,7 @@ from production.errors import BadInput
 from production.files.compressed import compression_of
 from production.files.contents import FIRST_BYTES, check_contents, check_packed
 from production.files.faults import LineError, bad_file, bad_line
-from production.files.identity import open_for_reading
+from production.files.file_state import open_for_reading
 from production.files.parse import Message, parse_record, parse_row
 
 MOST_BYTES = 1 << 24

@@ -13,9 +13,9 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from production.files.cache import atomic_file
 from production.files.faults import bad_file
-from production.files.identity import BLOCK_BYTES, Identity, content_of, let_clock_tick, sample_of, stamp_of
-from production.files.places import atomic_file
+from production.files.file_state import BLOCK_BYTES, Identity, content_of, let_clock_tick, sample_of, stamp_of
 
 OFFSET_BYTES = 8
 _MAGIC = b"PKPROOF\n"

@@ -10,12 +10,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
+from production.files.cache import cache_places
 from production.files.compressed import compression_of, is_compressed, unpack
 from production.files.contents import FIRST_BYTES, check_contents, check_packed
 from production.files.faults import LineError, bad_file
-from production.files.identity import Identity, content_of, open_for_reading, sample_of, stamp_of
+from production.files.file_state import Identity, content_of, open_for_reading, sample_of, stamp_of
 from production.files.index import HEADER_BYTES, IndexHeader, build_index, load_index, read_offsets
-from production.files.places import cache_places
 
 MAX_LINE_BYTES = 1 << 28
 """A longer line is refused: the bound on memory. A row of ten million tokens takes about 50 MB."""

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from production.errors import BadInput
-from production.files.identity import is_there
+from production.files.file_state import is_there
 
 _KINDS: dict[str, type] = {"pack_length": int, "prompt_format": str, "context_parallel_size": int, "semantics": str}
 _PACKED = (".gz", ".zst")

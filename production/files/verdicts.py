@@ -7,8 +7,8 @@ from typing import NamedTuple
 import msgspec
 import xxhash
 
+from production.files.cache import atomic_file
 from production.files.index import IndexHeader
-from production.files.places import atomic_file
 
 _VERSION = 1
 """Raised whenever a rule about rows changes: older verdicts are void then."""

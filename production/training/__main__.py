@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from production.errors import PackproofError
+from production.training.admission import reasons_against
 from production.training.config import (
     Job,
     SetupRefused,
@@ -27,13 +28,12 @@ from production.training.config import (
     print_config,
     refusals,
 )
-from production.training.door import reasons_against
-from production.training.environment import started_ranks
-from production.training.first_lines import FirstLines, look
-from production.training.lost import TOLD
-from production.training.quiet import quiet
-from production.training.token_checks import dry_run_tokens
-from production.training.tokenizer import load_tokenizer, unloadable
+from production.training.data.first_lines import FirstLines, look
+from production.training.data.token_checks import dry_run_tokens
+from production.training.data.tokenizer import load_tokenizer, unloadable
+from production.training.distributed.environment import started_ranks
+from production.training.distributed.heartbeat import TOLD
+from production.training.library_warnings import quiet
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -111,7 +111,7 @@ def _run(job: Job) -> int:
             print(f"note: {note}", file=sys.stderr)
     os.environ.update(job.megatron.env_vars)
     # Imported here: reading a configuration needs neither torch.distributed nor a model.
-    from production.training.loop import run  # noqa: PLC0415
+    from production.training.trainer import run  # noqa: PLC0415
 
     try:
         run(job)

@@ -15,14 +15,13 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from megatron.core.utils import get_model_config
 
-from production.batches import Batch
 from production.errors import PackproofError
-from production.model import build_model, reason_of
-from production.multi_token_feed import TOKEN_SUMS
-from production.parallel import Place
-from production.rectangle import Rectangle
-from production.squeeze import Padding
-from production.training.clock import Mark, clock_here
+from production.model.model import build_model, reason_of
+from production.online.bins import Padding
+from production.online.padded_batch import Rectangle
+from production.parallel.multi_token_feed import TOKEN_SUMS
+from production.parallel.sizes import Place
+from production.rows.batch import Batch
 from production.training.config import (
     Job,
     ddp_options,
@@ -31,8 +30,9 @@ from production.training.config import (
     optimizer_options,
     sizes,
 )
-from production.training.lost import is_of_a_collective
-from production.training.router_losses import clear_router_losses, take_router_losses
+from production.training.distributed.heartbeat import is_of_a_collective
+from production.training.metrics.router_losses import clear_router_losses, take_router_losses
+from production.training.metrics.timers import Mark, clock_here
 from production.training.step import StepReport, StepSettings, forward_backward, wrap
 
 

@@ -24,10 +24,10 @@ from torch import distributed
 from torch._C._distributed_c10d import HashStore
 
 from production.errors import PackproofError
-from production.training.quiet import quiet
+from production.training.library_warnings import quiet
 
 if TYPE_CHECKING:  # it imports megatron-core
-    from production.training.manifest import Manifest
+    from production.training.checkpoint.manifest import Manifest
 
 _STACK = re.compile(r"^(decoder\.layers)\.(?!\d)")
 _OF_STAGES = (
@@ -72,11 +72,11 @@ def export_huggingface(checkpoint: Path, name: str, folder: Path) -> None:
     `export`, for a folder that is not empty, and where Megatron-Bridge is not installed or does not know the architecture. Call it in
     a process without a process group. Never run with Megatron-Bridge itself, which wants CUDA.
     """
-    from production.model import build_model  # noqa: PLC0415 - heavy, as those below
-    from production.parallel import Sizes  # noqa: PLC0415
-    from production.training.bridge import check_bridge, save_huggingface  # noqa: PLC0415
-    from production.training.checkpoint_weights import load_weights  # noqa: PLC0415
-    from production.training.launch import launched  # noqa: PLC0415
+    from production.model.model import build_model  # noqa: PLC0415 - heavy, as those below
+    from production.parallel.sizes import Sizes  # noqa: PLC0415
+    from production.training.checkpoint.huggingface import check_bridge, save_huggingface  # noqa: PLC0415
+    from production.training.checkpoint.weights import load_weights  # noqa: PLC0415
+    from production.training.distributed.launch import launched  # noqa: PLC0415
 
     check_bridge("export --huggingface")  # before the work
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -116,8 +116,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _verified(checkpoint: Path) -> Manifest:
-    from production.training.checkpoint_weights import not_one  # noqa: PLC0415
-    from production.training.manifest import MANIFEST, verify  # noqa: PLC0415 - imports megatron-core
+    from production.training.checkpoint.manifest import MANIFEST, verify  # noqa: PLC0415 - imports megatron-core
+    from production.training.checkpoint.weights import not_one  # noqa: PLC0415
 
     if not (checkpoint / MANIFEST).is_file():
         raise not_one(checkpoint)
@@ -151,7 +151,7 @@ def _unwritable(out: Path, why: object) -> PackproofError:
 @contextlib.contextmanager
 def _alone() -> Iterator[None]:
     """A world of one, which megatron-core's loading wants, on the CPU."""
-    from production.device.shim import cpu_shim  # noqa: PLC0415 - heavy
+    from production.model.device.shim import cpu_shim  # noqa: PLC0415 - heavy
 
     distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     try:

@@ -17,7 +17,6 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_model_config
 from torch import distributed
 
-from production.batches import Batch, count_trained
 from production.errors import PackproofError
 from production.loss import (
     REPORT,
@@ -27,10 +26,11 @@ from production.loss import (
     calculates_per_token,
     loss_function,
 )
-from production.microbatches import Microbatch, MicrobatchSettings, process_microbatch
-from production.multi_token_feed import Weights
-from production.parallel import Place
-from production.rectangle import Rectangle
+from production.online.padded_batch import Rectangle
+from production.parallel.microbatches import Microbatch, MicrobatchSettings, process_microbatch
+from production.parallel.multi_token_feed import Weights
+from production.parallel.sizes import Place
+from production.rows.batch import Batch, count_trained
 
 
 @dataclass(frozen=True, kw_only=True)

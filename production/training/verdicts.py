@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from production.errors import PackproofError
 from production.files.source import SkippedRow
 from production.training.config import Job
-from production.training.step_numbers import StepNumbers
+from production.training.metrics.step_numbers import StepNumbers
 
 
 class NotFinite(PackproofError):  # noqa: N818 - reads as the verdict it is

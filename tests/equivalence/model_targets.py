@@ -6,7 +6,7 @@ import signal
 from pathlib import Path
 from unittest import mock
 
-from equivalence.models import layout
+from equivalence.trainers.production_step import layout
 
 
 def dies_once(entry, worker):
@@ -44,7 +44,7 @@ def compiled_functions(case, worker):
     """How many functions torch's compiler looks at in a step."""
     from torch._dynamo.utils import counters
 
-    from equivalence.models import run
+    from equivalence.trainers.production_step import run
 
     run(case, worker)
     return counters["frames"]["total"]
@@ -53,7 +53,7 @@ def compiled_functions(case, worker):
 @contextlib.contextmanager
 def one_segment(sizes, worker):
     """Attention is told that the row is one segment."""
-    from production import microbatches
+    from production.parallel import microbatches
 
     own = microbatches._thd
 
@@ -77,7 +77,7 @@ def wrong_divisor(sizes, worker):
 @contextlib.contextmanager
 def same_rows(sizes, worker):
     """Every data-parallel rank takes the rows of the first."""
-    from production import batches
+    from production.rows import batch as batches
 
     own = batches.take_rank
 

@@ -8,7 +8,7 @@ import pytest
 from equivalence.generators.tokenizers import load
 from equivalence.subjects import RowSettings
 from equivalence.subjects import load as load_subject
-from production import batches as production
+from production.rows import batch as production
 from reference import batches as reference
 
 SETTINGS = RowSettings(pack_length=4, prompt_format="identity")

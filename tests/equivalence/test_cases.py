@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from equivalence.cases import CaseError, RowCase, differs_from_expected, read_case
+from equivalence.cases.row import CaseError, RowCase, differs_from_expected, read_case
 from equivalence.generators import tokenizers
 from equivalence.subjects import PROMPT_FORMATS, Refusal, Row, RowSettings, load
 

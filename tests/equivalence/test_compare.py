@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from equivalence.compare import compare_batches, compare_rows
+from equivalence.cases.difference import compare_batches, compare_rows
 from equivalence.subjects import ROW_TENSORS, Batch, Refusal, Row, load
 
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from equivalence.corpus.store import SAVED, replay
-from equivalence.row_cases import check_case
+from equivalence.cases.store import SAVED, replay
+from equivalence.runner.row_cases import check_case
 from equivalence.subjects import load
 
 CASES = {path.stem: case for path, case in replay(kinds=["rows"])}

@@ -6,9 +6,9 @@ import itertools
 import pytest
 import torch
 
-from equivalence.checks.divergences import check_divergences, check_smallest, label
-from equivalence.checks.files import LAYERS, check_file_layers
-from equivalence.divergences import REGISTRY, steps_between
+from equivalence.checks.input.files import LAYERS, check_file_layers
+from equivalence.checks.rows.divergences import check_divergences, check_smallest, label
+from equivalence.divergences.registry import REGISTRY, steps_between
 from equivalence.generators.tokenizers import load
 from equivalence.subjects import BUILT_IN, RowSettings
 from equivalence.subjects import load as load_subject
@@ -60,7 +60,7 @@ def test_every_field_has_an_entry_for_every_pair_of_its_values():
 
 
 def test_a_field_without_an_entry_is_an_error(monkeypatch):
-    monkeypatch.setattr("equivalence.divergences.REGISTRY", ())
+    monkeypatch.setattr("equivalence.divergences.registry.REGISTRY", ())
     with pytest.raises(LookupError, match="the registry has no entry for identity_prompt"):
         steps_between("megatron-lm-0.19", "megatron-lm-main")
 

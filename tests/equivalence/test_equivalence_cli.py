@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from equivalence.__main__ import main
-from equivalence.cases import read_case
-from equivalence.corpus import store
+from equivalence.cases import store
+from equivalence.cases.row import read_case
 
 SMALL = ["--size", "tiny", "--sample", "none", "--workers", "1", "--no-models"]
 
@@ -112,7 +112,7 @@ def test_training_steps_are_in_the_report_with_what_stands_in(tmp_path, capsys):
     assert {each["check"] for each in report["checks"]} == {"corpus", "models", "third_witness", "invariance"}
     page = (tmp_path / "report.html").read_text()
     assert "Training steps by layout" in page
-    assert "production.device.attention" in page
+    assert "production.model.device.attention" in page
     assert "training steps by layout" in capsys.readouterr().out
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from equivalence import exits
 from equivalence.__main__ import main
+from equivalence.runner import exits
 
 ROOT = Path(__file__).parents[2]
 SAMPLE = [

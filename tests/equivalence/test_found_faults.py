@@ -6,25 +6,26 @@ import json
 import pytest
 import torch
 
-from equivalence import layouts
 from equivalence.__main__ import main
-from equivalence.alone import EQUAL, checked, replayer
-from equivalence.corpus import store
-from equivalence.data_cases import DataCase
+from equivalence.cases import store
+from equivalence.cases.data import DataCase
+from equivalence.checks.kinds import UNNAMED, named
+from equivalence.checks.registry import CHECKS, names
 from equivalence.errors import CaseError
 from equivalence.generators import tokenizers
 from equivalence.generators.choices import RandomChoices
 from equivalence.generators.models import Layout
-from equivalence.jobs import Job, run
-from equivalence.kinds import UNNAMED, named
-from equivalence.plan import LAYOUT_CHECKS, SIZES
-from equivalence.registry import CHECKS, names
-from equivalence.row_cases import entry_of, smallest_case
+from equivalence.runner import layout_jobs
+from equivalence.runner.alone import EQUAL, checked, replayer
+from equivalence.runner.jobs import Job, run
+from equivalence.runner.plan import LAYOUT_CHECKS, SIZES
+from equivalence.runner.row_cases import entry_of, smallest_case
+from equivalence.runner.run_jobs import case_of
 from equivalence.subjects import load
-from equivalence.training_runs import case_of
-from equivalence.whole_runs import RunCase
-from production import context_parallel, packing
-from production.parallel import Sizes
+from equivalence.trainers.whole_run import RunCase
+from production.online import packing
+from production.parallel import context_parallel
+from production.parallel.sizes import Sizes
 
 ROWS = ("reference", "production")
 
@@ -69,8 +70,8 @@ def test_a_difference_in_data_saves_a_case_that_replays_and_becomes_permanent(tm
 @pytest.mark.parametrize("check", LAYOUT_CHECKS)
 def test_what_any_check_of_data_draws_survives_its_json_and_is_checked_alike(check):
     for place in range(2):
-        case = DataCase(check=check, value=layouts.LAYOUTS[check].draw(RandomChoices(5, place)))
-        result, text = layouts.check_data(case), case.to_json()
+        case = DataCase(check=check, value=layout_jobs.LAYOUTS[check].draw(RandomChoices(5, place)))
+        result, text = layout_jobs.check_data(case), case.to_json()
         again = store.parse(text)
         assert again.to_json() == text
         (replayed,) = store.check(again, ())
@@ -102,7 +103,7 @@ def test_an_exception_of_production_is_a_difference_with_its_case_and_line_and_i
     (found,) = tally.differences
     assert (found.left, found.right, found.first["class"]) == ("expected", "production", "raised")
     assert "TypeError" in found.first["right"]
-    assert "production/packing.py:" in found.first["right"]
+    assert "production/online/packing.py:" in found.first["right"]
     case = store.parse(found.case)
     assert len(case.value.lengths) < 10, "shrunk"
     (result,) = checked(case, ())
@@ -153,7 +154,7 @@ def test_a_whole_run_is_a_case_that_survives_its_json():
     case = RunCase(path="direct", sizes=Sizes(context=2), data_size=1, workers=(2, 1))
     again = store.parse(DataCase(check="whole_run", value=case).to_json())
     assert again.value == case
-    assert CHECKS["whole_run"].replay == "equivalence.whole_run_jobs:check_case"
+    assert CHECKS["whole_run"].replay == "equivalence.runner.whole_run_jobs:check_case"
 
 
 def test_a_fault_with_memory_is_said_to_need_others_before_its_smallest_case():
@@ -168,7 +169,7 @@ def test_a_fault_with_memory_is_said_to_need_others_before_its_smallest_case():
 
 
 def smallest_case_of_rows():
-    from equivalence.cases import RowCase
+    from equivalence.cases.row import RowCase
     from equivalence.subjects import RowSettings
 
     messages = tuple(
@@ -178,7 +179,7 @@ def smallest_case_of_rows():
 
 
 def test_the_lists_of_checks_agree_and_no_difference_is_of_the_class_other():
-    assert set(layouts.LAYOUTS) == set(LAYOUT_CHECKS) == set(names("data"))
+    assert set(layout_jobs.LAYOUTS) == set(LAYOUT_CHECKS) == set(names("data"))
     assert set(SIZES["tiny"].trainer) <= {"dense", "experts", "hybrid", "float32"}
     for check in CHECKS:
         for tensor in ("input_ids of rank 3", "gradient of embedding", "loss of step 3", "anything", "mfsdp, rank 1"):

@@ -4,11 +4,11 @@ import pytest
 from hypothesis import HealthCheck, Phase, find, settings
 
 from equivalence import subjects
-from equivalence.cases import RowCase
-from equivalence.generators import facts, tokenizers
-from equivalence.generators.fault_classes import classes
+from equivalence.cases.row import RowCase
+from equivalence.generators import row_facts, tokenizers
+from equivalence.generators.faults.registry import classes
 from equivalence.generators.rows import batches, hits, rows
-from equivalence.jobs import Job, run
+from equivalence.runner.jobs import Job, run
 from equivalence.subjects import PROMPT_FORMATS, RowSettings
 
 QUIET = settings(
@@ -146,7 +146,7 @@ def test_own_rendering_measures_what_the_reference_encodes():
 
     def agrees(case):
         row = reference.build_row(case.messages, tokenizers.load(case.tokenizer), case.settings)
-        found = facts.Facts(case)
+        found = row_facts.Facts(case)
         if row.refusal is None and found.total >= 0 and found.cut is None:
             seen.append(case)
             own = sum(map(len, found.tokens))

@@ -2,12 +2,12 @@
 
 from collections import Counter
 
-from equivalence.checks import guards
-from equivalence.checks.guards import check_guards
+from equivalence.checks.rows import guards
+from equivalence.checks.rows.guards import check_guards
 from equivalence.generators.choices import RandomChoices
 from equivalence.generators.guards import draw_guards
 from equivalence.mutants.patches import replaced
-from production import guards as production
+from production.rows import guards as production
 
 KINDS = (
     *("mixed_rows", "missing_field", "field_shape", "field_dtype", "unequal_lengths", "cu_start", "cu_order", "cu_end"),
@@ -43,7 +43,7 @@ def test_a_guard_of_the_first_row_alone_is_found():
         "_check_dtypes",
         "_check_shapes",
     ):
-        with replaced(f"production.guards:{name}", all_but_the_last):
+        with replaced(f"production.rows.guards:{name}", all_but_the_last):
             assert any(not check_guards(case).equal for case in drawn()), name
-    assert guards.collate_checked.__module__ == "production.batches"
-    assert production.check_rows.__module__ == "production.guards"
+    assert guards.collate_checked.__module__ == "production.rows.batch"
+    assert production.check_rows.__module__ == "production.rows.guards"

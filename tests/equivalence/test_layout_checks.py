@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from equivalence.checks import context_parallel, multi_token, packing
-from equivalence.checks.pairs import compare_sides
+from equivalence.checks.cuts import context_parallel, multi_token, packing
+from equivalence.checks.cuts.pairs import compare_sides
 from equivalence.generators.choices import RandomChoices
 from equivalence.generators.layouts import cut_rows, draw_cut_row, sequences
 

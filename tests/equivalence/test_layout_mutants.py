@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from equivalence.checks import context_parallel
+from equivalence.checks.cuts import context_parallel
 from equivalence.errors import SuiteError
 from equivalence.mutants import layout_matrix, layouts
 from equivalence.mutants.layout_matrix import CHECKS_OF_LAYOUTS, layout_kill_matrix
@@ -12,10 +12,11 @@ from equivalence.mutants.layouts import LAYOUT_MUTANTS
 from equivalence.mutants.matrix import Kills, failures
 from equivalence.mutants.patches import replaced
 from equivalence.mutants.rows import ROW_MUTANTS
-from equivalence.plan import LAYOUT_CHECKS
-from equivalence.tally import MODEL_CHECKS
-from production import context_parallel as cut
-from production import loss, microbatches, multi_token_feed
+from equivalence.runner.counters import MODEL_CHECKS
+from equivalence.runner.plan import LAYOUT_CHECKS
+from production import loss
+from production.parallel import context_parallel as cut
+from production.parallel import microbatches, multi_token_feed
 
 ON_DATA = [mutant for mutant in LAYOUT_MUTANTS if mutant.first in LAYOUT_CHECKS]
 BETWEEN_RANKS = [mutant for mutant in LAYOUT_MUTANTS if mutant.first in MODEL_CHECKS]
@@ -76,7 +77,7 @@ def raises(_):
 
 
 def test_a_fault_that_cannot_run_is_no_kill(monkeypatch):
-    own = put_in(monkeypatch, target="production.packing:take_rank", wrong=raises)
+    own = put_in(monkeypatch, target="production.online.packing:take_rank", wrong=raises)
     with pytest.raises(SuiteError, match=r"fault own could not run in packing: .*the fault itself is wrong"):
         list(layout_kill_matrix([own]))
 
@@ -92,7 +93,7 @@ def test_a_fault_is_there_wherever_its_target_was_imported_and_gone_after_an_err
     sound = cut.shard_tensors
 
     def fails():
-        with replaced("production.context_parallel:shard_tensors", lambda _: dict):
+        with replaced("production.parallel.context_parallel:shard_tensors", lambda _: dict):
             assert cut.shard_tensors is microbatches.shard_tensors is dict
             assert context_parallel.production.shard_tensors is dict
             raise KeyError
@@ -105,8 +106,10 @@ def test_a_fault_is_there_wherever_its_target_was_imported_and_gone_after_an_err
 def test_a_property_and_a_table_of_names_are_put_back():
     mask, table = multi_token_feed.DepthFeed.loss_mask, cut.LAYOUTS
     with (
-        replaced("production.multi_token_feed:DepthFeed.loss_mask", lambda _: property(lambda _: torch.zeros(1))),
-        replaced("production.context_parallel:LAYOUTS", lambda _: {}),
+        replaced(
+            "production.parallel.multi_token_feed:DepthFeed.loss_mask", lambda _: property(lambda _: torch.zeros(1))
+        ),
+        replaced("production.parallel.context_parallel:LAYOUTS", lambda _: {}),
     ):
         assert multi_token_feed.DepthFeed.loss_mask is not mask
         assert cut.LAYOUTS == {}

@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 
-from equivalence.model_cases import ModelCase, ModelShape
-from production.parallel import Sizes
+from equivalence.cases.step import ModelCase, ModelShape
+from production.parallel.sizes import Sizes
 
 pytestmark = pytest.mark.xdist_group("gloo")
 
@@ -34,7 +34,7 @@ PATHS = dataclasses.replace(
 
 @pytest.fixture(scope="module", autouse=True)
 def preloaded():
-    from equivalence.layout_runs import preload_models
+    from equivalence.runner.layout_runs import preload_models
 
     preload_models()
 
@@ -42,15 +42,15 @@ def preloaded():
 @pytest.fixture(scope="module")
 def step():
     """Outcomes of STEP in its layout and on one rank, and what the reference expects of the layout."""
-    from equivalence.checks.models import shapes_of
-    from equivalence.expected_steps import expect
-    from equivalence.models import gradients
+    from equivalence.checks.steps.models import shapes_of
+    from equivalence.expectations.step import expect
+    from equivalence.trainers.production_step import gradients
     from equivalence.workers import open_world
 
-    with open_world(1, enter="equivalence.models:layout", entry=Sizes()) as world:
-        alone = world.run("equivalence.models:run", STEP.on_one_rank())
-    with open_world(2, enter="equivalence.models:layout", entry=STEP.sizes) as world:
-        outcomes = world.run("equivalence.models:run", STEP)
+    with open_world(1, enter="equivalence.trainers.production_step:layout", entry=Sizes()) as world:
+        alone = world.run("equivalence.trainers.production_step:run", STEP.on_one_rank())
+    with open_world(2, enter="equivalence.trainers.production_step:layout", entry=STEP.sizes) as world:
+        outcomes = world.run("equivalence.trainers.production_step:run", STEP)
     return outcomes, alone, expect(STEP, shapes_of(gradients(outcomes)))
 
 
@@ -59,7 +59,7 @@ def tensors(result):
 
 
 def test_r_model_12_what_a_layout_changes_is_predicted_and_is_not_nothing(step):
-    from equivalence.checks.invariance import check_invariance
+    from equivalence.checks.steps.invariance import check_invariance
     from equivalence.generators.models import VARIES
 
     found = check_invariance(STEP, *step)
@@ -68,7 +68,7 @@ def test_r_model_12_what_a_layout_changes_is_predicted_and_is_not_nothing(step):
 
 
 def test_r_model_12_a_gradient_that_does_not_change_as_predicted_is_found(step):
-    from equivalence.checks.invariance import check_invariance
+    from equivalence.checks.steps.invariance import check_invariance
 
     outcomes, alone, expected = step
     unchanged = [
@@ -83,7 +83,7 @@ def test_r_model_12_a_gradient_that_does_not_change_as_predicted_is_found(step):
 
 
 def test_token_losses_that_another_layout_does_not_give_are_found(step):
-    from equivalence.checks.invariance import check_invariance
+    from equivalence.checks.steps.invariance import check_invariance
 
     outcomes, alone, expected = step
     losses = [[each.clone() for each in microbatch] for microbatch in outcomes[1].token_losses]
@@ -95,7 +95,7 @@ def test_token_losses_that_another_layout_does_not_give_are_found(step):
 
 
 def test_r_model_12_the_order_of_microbatches_is_held():
-    from equivalence.layout_runs import check_case
+    from equivalence.runner.layout_runs import check_case
 
     found = check_case(dataclasses.replace(STEP, seed=1))
     assert [each.check for each in found] == ["models", "third_witness", "invariance", "invariance"]
@@ -105,7 +105,7 @@ def test_r_model_12_the_order_of_microbatches_is_held():
 
 @pytest.mark.parametrize("case", [LEAKS, PATHS], ids=lambda case: case.check)
 def test_r_model_13_and_r_meet_4_leaks_and_paths_find_nothing_in_production(case):
-    from equivalence.layout_runs import check_case
+    from equivalence.runner.layout_runs import check_case
 
     (found,) = check_case(case)
     assert found.equal, found.findings
@@ -113,7 +113,7 @@ def test_r_model_13_and_r_meet_4_leaks_and_paths_find_nothing_in_production(case
 
 
 def test_r_model_13_boundaries_that_attention_does_not_get_are_a_leak():
-    from equivalence.layout_runs import check_case
+    from equivalence.runner.layout_runs import check_case
 
     case = dataclasses.replace(LEAKS, shape=dataclasses.replace(SHAPE, depths=0))
     (found,) = check_case(case, entered=lambda sizes: ("model_targets:one_segment", sizes))
@@ -124,7 +124,7 @@ def test_r_model_13_boundaries_that_attention_does_not_get_are_a_leak():
 
 
 def test_r_meet_4_another_divisor_of_the_online_path_is_found():
-    from equivalence.layout_runs import check_case
+    from equivalence.runner.layout_runs import check_case
 
     (found,) = check_case(PATHS, entered=lambda sizes: ("model_targets:wrong_divisor", sizes))
     named = tensors(found)
@@ -133,8 +133,8 @@ def test_r_meet_4_another_divisor_of_the_online_path_is_found():
 
 
 def test_masks_of_other_depths_are_found_on_the_online_path():
-    from equivalence.layout_runs import check_case
     from equivalence.mutants.layouts import entered
+    from equivalence.runner.layout_runs import check_case
 
     (found,) = check_case(PATHS, entered=entered("online_mtp_mask_of_tokens"))
     named = tensors(found)
@@ -143,7 +143,7 @@ def test_masks_of_other_depths_are_found_on_the_online_path():
 
 
 def test_what_was_found_before_a_check_broke_is_not_lost(monkeypatch):
-    from equivalence import layout_runs
+    from equivalence.runner import layout_runs
 
     asked = []
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import Phase, given, settings
 
-from equivalence.checks import loss, meeting, microbatches
+from equivalence.checks.cuts import direct_vs_online, loss, microbatches
 from equivalence.generators.choices import RandomChoices
 from equivalence.generators.online import (
     OnlineCase,
@@ -19,9 +19,9 @@ from equivalence.generators.online import (
     meeting_cases,
     online_cases,
 )
-from equivalence.layouts import draw_layouts
 from equivalence.mutants.loss_faults import LOSS_MUTANTS
-from equivalence.plan import LAYOUT_CHECKS
+from equivalence.runner.layout_jobs import draw_layouts
+from equivalence.runner.plan import LAYOUT_CHECKS
 
 reached = collections.Counter()
 
@@ -113,12 +113,12 @@ def test_r_meet_2_and_3_the_paths_differ_by_the_closed_list_and_every_entry_of_i
     reached.clear()
     for place in range(60):
         case = draw_meeting(RandomChoices(0, place))
-        found = meeting.check_meeting(case)
+        found = direct_vs_online.check_meeting(case)
         assert found.equal, found.findings
         reached.update((entry, case.preset) for entry, fired in found.fired.items() if fired)
-    for entry in meeting.CLOSED_LIST:
+    for entry in direct_vs_online.CLOSED_LIST:
         assert (entry, "strict") in reached, reached
-    presets = {entry: {preset for each, preset in reached if each == entry} for entry in meeting.BY_PRESET}
+    presets = {entry: {preset for each, preset in reached if each == entry} for entry in direct_vs_online.BY_PRESET}
     assert presets["padding_mask"] == {"megatron-lm-main", "megatron-lm-0.19", "nemo-rl-direct"}
     assert presets["boundary_label"] == {"megatron-lm-main"}  # the other formats begin a conversation with a prompt
 
@@ -178,7 +178,7 @@ def test_the_main_job_draws_every_check(check):
 CHECKS = {
     "direct": (direct_cases(), microbatches.check_direct_microbatches),
     "online": (online_cases(), microbatches.check_online_microbatches),
-    "meeting": (meeting_cases(), meeting.check_meeting),
+    "meeting": (meeting_cases(), direct_vs_online.check_meeting),
     "loss": (loss_cases(), loss.check_loss),
     "online_loss": (loss_cases(), loss.check_online_loss),
 }
@@ -241,7 +241,7 @@ def test_a_wrong_microbatch_is_found(monkeypatch):
 
 def test_a_wrong_squeeze_is_found(monkeypatch):
     production = microbatches.production
-    squeezed = production.squeeze
+    squeezed = production.online.bins
 
     def without_shift(rectangle, padding):
         row = squeezed(rectangle, padding)

@@ -6,14 +6,15 @@ import json
 import pytest
 import torch
 
-from equivalence import model_cases, shrink
+from equivalence.cases import step as model_cases
+from equivalence.cases.difference import Difference
+from equivalence.cases.step import ModelCase, ModelShape
 from equivalence.checks.result import CheckResult, Finding
-from equivalence.compare import Difference
 from equivalence.generators.models import Layout
-from equivalence.jobs import Job
-from equivalence.model_cases import ModelCase, ModelShape
-from equivalence.tally import Tally
-from production.parallel import Sizes
+from equivalence.runner import shrink
+from equivalence.runner.counters import Tally
+from equivalence.runner.jobs import Job
+from production.parallel.sizes import Sizes
 
 pytestmark = pytest.mark.xdist_group("gloo")
 
@@ -28,12 +29,14 @@ CASE = ModelCase(
 @pytest.fixture(scope="module")
 def runs():
     """Production's and the third witness's outcome of CASE on one rank."""
-    from equivalence.layout_runs import preload_models
+    from equivalence.runner.layout_runs import preload_models
     from equivalence.workers import open_world
 
     preload_models()
-    with open_world(1, enter="equivalence.models:layout", entry=CASE.sizes) as world:
-        return world.run("equivalence.models:run", CASE), world.run("equivalence.models:run_baseline", CASE)
+    with open_world(1, enter="equivalence.trainers.production_step:layout", entry=CASE.sizes) as world:
+        return world.run("equivalence.trainers.production_step:run", CASE), world.run(
+            "equivalence.trainers.production_step:run_baseline", CASE
+        )
 
 
 def broken(outcome, **changes):
@@ -54,9 +57,9 @@ def nudged(values):
 
 
 def test_what_is_wrong_with_an_outcome_shows_against_the_reference(runs):
-    from equivalence.checks.models import check_model, shapes_of
-    from equivalence.expected_steps import expect
-    from equivalence.models import gradients
+    from equivalence.checks.steps.models import check_model, shapes_of
+    from equivalence.expectations.step import expect
+    from equivalence.trainers.production_step import gradients
 
     right, _ = runs
     assert check_model(CASE, right).equal
@@ -83,7 +86,7 @@ def test_what_is_wrong_with_an_outcome_shows_against_the_reference(runs):
 
 
 def test_another_boundary_shows_against_the_reference(runs):
-    from equivalence.checks.models import check_model
+    from equivalence.checks.steps.models import check_model
 
     moved = dataclasses.replace(CASE, rows=((8, 4, 4), (16,)))
     found = check_model(moved, runs[0]).findings[0].differences
@@ -92,7 +95,7 @@ def test_another_boundary_shows_against_the_reference(runs):
 
 
 def test_the_third_witness_is_held_to_the_bit(runs):
-    from equivalence.checks.models import compare_outcomes
+    from equivalence.checks.steps.models import compare_outcomes
 
     ours, theirs = runs
     assert compare_outcomes("third_witness", "production", ours, "megatron_lm", theirs).equal
@@ -113,11 +116,11 @@ def test_the_third_witness_is_held_to_the_bit(runs):
 
 
 def test_a_tie_is_counted_and_not_compared(runs):
-    from equivalence.checks.models import check_model, shapes_of
-    from equivalence.expected_steps import expect
-    from equivalence.layout_runs import Ran
-    from equivalence.model_jobs import count
-    from equivalence.models import gradients
+    from equivalence.checks.steps.models import check_model, shapes_of
+    from equivalence.expectations.step import expect
+    from equivalence.runner.layout_runs import Ran
+    from equivalence.runner.step_jobs import count
+    from equivalence.trainers.production_step import gradients
 
     expected = dataclasses.replace(expect(CASE, shapes_of(gradients(runs[0]))), router_gap=1e-9)
     found = check_model(CASE, with_gradient(runs[0], "output_layer.weight", nudged), expected=expected)
@@ -137,7 +140,7 @@ def test_a_tie_is_counted_and_not_compared(runs):
     ],
 )
 def test_a_rank_that_fails_is_a_failed_case_and_the_next_case_runs(tmp_path, fault, left, said):
-    from equivalence.layout_runs import preload_models, run_layout
+    from equivalence.runner.layout_runs import preload_models, run_layout
 
     preload_models()
     cases = [dataclasses.replace(CASE, sizes=Sizes(context=2), seed=seed) for seed in (2, 4)]
@@ -154,7 +157,7 @@ def test_a_rank_that_fails_is_a_failed_case_and_the_next_case_runs(tmp_path, fau
 
 
 def test_no_rank_lives_while_what_is_expected_of_its_steps_is_computed(monkeypatch):
-    from equivalence import layout_runs
+    from equivalence.runner import layout_runs
     from equivalence.workers import seats as workers
 
     layout_runs.preload_models()
@@ -172,17 +175,17 @@ def test_no_rank_lives_while_what_is_expected_of_its_steps_is_computed(monkeypat
 
 
 def test_a_rank_compiles_nothing():
-    from equivalence.layout_runs import preload_models
+    from equivalence.runner.layout_runs import preload_models
     from equivalence.workers import open_world
 
     preload_models()
     case = dataclasses.replace(CASE, shape=dataclasses.replace(CASE.shape, experts=2))
-    with open_world(1, enter="equivalence.models:layout", entry=case.sizes) as world:
+    with open_world(1, enter="equivalence.trainers.production_step:layout", entry=case.sizes) as world:
         assert world.run("model_targets:compiled_functions", case) == [0]
 
 
 def test_a_fault_in_a_layout_is_found_counted_and_named(tmp_path):
-    from equivalence.model_jobs import preload_models, run_drawn, run_saved
+    from equivalence.runner.step_jobs import preload_models, run_drawn, run_saved
 
     preload_models()
     layout = Layout(sizes=Sizes(), data_size=2)
@@ -260,8 +263,8 @@ def test_a_step_is_promoted_among_the_permanent_ones(tmp_path, monkeypatch):
     ids=lambda layout: layout.name,
 )
 def test_steps_of_the_smallest_run_are_equal_in_each_dimension(layout):
-    from equivalence.layout_runs import preload_models, run_layout
-    from equivalence.model_jobs import tiny_cases
+    from equivalence.runner.layout_runs import preload_models, run_layout
+    from equivalence.runner.step_jobs import tiny_cases
 
     preload_models()
     cases = tiny_cases(layout)
@@ -275,7 +278,7 @@ def test_steps_of_the_smallest_run_are_equal_in_each_dimension(layout):
 
 
 def test_tallies_of_one_layout_add_up_but_for_its_number_of_ranks():
-    from equivalence.tally import Tally
+    from equivalence.runner.counters import Tally
 
     whole = Tally()
     for cases in (2, 3):

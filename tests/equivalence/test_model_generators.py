@@ -5,10 +5,10 @@ import itertools
 import pytest
 import torch
 
-from equivalence import model_cases
+from equivalence.cases import step
+from equivalence.cases.step import ModelCase
 from equivalence.generators.models import AIMS, FEATURES, STRATEGIES, domain_factor, draw_cases, features, layouts
-from equivalence.model_cases import ModelCase
-from equivalence.plan import SIZES, model_jobs
+from equivalence.runner.plan import SIZES, model_jobs
 
 LAYOUTS = [layout for size in (1, 2, 4, 8) for layout in layouts(size)]
 
@@ -63,7 +63,7 @@ def fits(case):
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_the_smallest_run_has_everything(seed):
-    from equivalence.model_jobs import cases_of
+    from equivalence.runner.step_jobs import cases_of
 
     jobs = list(model_jobs(SIZES["tiny"], seed, ()))
     names = {job.layout.name for job in jobs}
@@ -85,7 +85,7 @@ def test_a_saved_step_is_the_same_again(tmp_path):
     for check, layout in itertools.product(STRATEGIES, LAYOUTS[::9]):
         (case,) = draw_cases(check, layout, AIMS[1], number=3, examples=1)
         assert ModelCase.from_json(case.to_json()) == case
-        path = model_cases.save(case, "why", folder=tmp_path)
-        assert model_cases.read(path).rows == case.rows
-        assert model_cases.save(case, "another reason", folder=tmp_path) == path, "the same step is one file"
-    assert len(list(model_cases.replay(tmp_path))) >= len(list(tmp_path.glob("*.json"))) > 20
+        path = step.save(case, "why", folder=tmp_path)
+        assert step.read(path).rows == case.rows
+        assert step.save(case, "another reason", folder=tmp_path) == path, "the same step is one file"
+    assert len(list(step.replay(tmp_path))) >= len(list(tmp_path.glob("*.json"))) > 20

@@ -37,7 +37,7 @@ def test_production_without_a_fault_is_not_found(monkeypatch):
     monkeypatch.setattr("equivalence.mutants.matrix.ROW_MUTANTS", (sound,))
     monkeypatch.setattr("equivalence.mutants.matrix.CHECKS", ("corpus", "smallest"))
     monkeypatch.setattr("equivalence.mutants.subjects._BY_NAME", {"shift_twice": sound})
-    monkeypatch.setattr("equivalence.jobs.subject", load)  # the faulty one may be cached under this name
+    monkeypatch.setattr("equivalence.runner.jobs.subject", load)  # the faulty one may be cached under this name
     (kills,) = kill_matrix([sound], sample=None)
     assert kills.survives
 

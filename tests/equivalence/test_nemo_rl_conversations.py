@@ -7,7 +7,7 @@ import pytest
 
 from equivalence.generators import tokenizers
 from equivalence.subjects.reference import TransformersTokenizer
-from production import chat, rectangle
+from production.online import chat, padded_batch
 from reference import chat as reference_chat
 from reference import microbatches as reference
 from reference.prompts import Prompt
@@ -44,7 +44,7 @@ def production(case, tokenizer):
     (made,) = chat.ChatTokenizer(tokenizer=tokenizer, settings=settings).tokenize([line])
     if not len(made.token_ids):
         return None
-    whole = rectangle.build_rectangle([made], make_sequence_length_divisible_by=MULTIPLE, pad_token_id=PAD)
+    whole = padded_batch.build_rectangle([made], make_sequence_length_divisible_by=MULTIPLE, pad_token_id=PAD)
     return (
         whole.input_ids[0].tolist(),
         whole.token_mask[0].tolist(),

@@ -5,11 +5,11 @@ import gzip
 import pytest
 import zstandard
 
-from equivalence.checks import packed_files
-from equivalence.checks.packed_files import check_packed_files
+from equivalence.checks.input import packed_files
+from equivalence.checks.input.packed_files import check_packed_files
 from equivalence.generators.choices import RandomChoices
 from equivalence.generators.files import ACTS, BAD, FileDraft, FilesCase, draw_files
-from equivalence.layouts import draw_layouts
+from equivalence.runner.layout_jobs import draw_layouts
 from reference.files import LineRefused, lines_of, read_lines, read_row, rows_of
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from equivalence.checks.rows import check_row
+from equivalence.checks.rows.rows import check_row
 from equivalence.generators.tokenizers import load
 from equivalence.subjects import BUILT_IN, PROMPT_FORMATS, RowSettings
 from equivalence.subjects import load as load_subject

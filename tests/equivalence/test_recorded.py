@@ -8,21 +8,21 @@ import json
 import pytest
 import torch
 
-from equivalence.cases import RowCase
-from equivalence.checks import recorded
-from equivalence.checks.recorded import (
+from equivalence.cases.row import RowCase
+from equivalence.checks.rows import recorded
+from equivalence.checks.rows.recorded import (
     check_recorded_batch,
     check_recorded_packing,
     check_recorded_partition,
     check_recorded_row,
 )
 from equivalence.errors import InputError
-from equivalence.jobs import run as run_job
-from equivalence.plan import recorded_jobs
 from equivalence.recorded import outcomes
-from equivalence.recorded_jobs import MOST_DIFFERING
+from equivalence.runner.jobs import run as run_job
+from equivalence.runner.plan import recorded_jobs
+from equivalence.runner.recorded_jobs import MOST_DIFFERING
 from equivalence.subjects import load
-from production.multi_token import depth_tables
+from production.parallel.multi_token import depth_tables
 
 SIDES = [load("reference"), load("production")]
 ORDER_OF_REFUSALS = ("no_pad_token", "row_start", "row_end", "bad_message")
@@ -55,8 +55,8 @@ def test_r_cp_1_every_implementation_of_the_zigzag_is_the_kernels():
 
 def test_r_cp_1_diff_row_and_the_simulator_cut_as_the_kernel():
     """The two tools that cut rows themselves: diff_row's chunks, by which it names a wrong cut, and the simulator's walk."""
-    from tools.diff_row.ranks.causes import _chunks
-    from tools.diff_row.ranks.ways import Cut
+    from tools.diff_row.rank.backends import Cut
+    from tools.diff_row.rank.diagnose import _chunks
     from tools.simulate.walk import _make_row
 
     for each in outcomes.partitions()[::9]:

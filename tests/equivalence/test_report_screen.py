@@ -8,8 +8,8 @@ from rich.console import Console
 from equivalence.report import terminal
 from equivalence.report.html import write_html
 from equivalence.report.summary import alike, summarise
-from equivalence.run import Options, Outcome
-from equivalence.tally import Differing
+from equivalence.runner.counters import Differing
+from equivalence.runner.main import Options, Outcome
 
 
 def differing(number, *, tensor="gradient of layer 3", klass="other", check="models", right="production"):

@@ -5,11 +5,11 @@ import dataclasses
 import pytest
 import torch
 
-from equivalence.corpus import store
+from equivalence.cases import store
 from equivalence.generators.models import Layout
-from equivalence.jobs import Job
-from equivalence.tally import Tally
-from production.parallel import Sizes
+from equivalence.runner.counters import Tally
+from equivalence.runner.jobs import Job
+from production.parallel.sizes import Sizes
 
 pytestmark = pytest.mark.xdist_group("gloo")
 
@@ -28,7 +28,7 @@ class Runs:
 
 @pytest.fixture(scope="module", autouse=True)
 def _preloaded():
-    from equivalence.training_runs import preload_training
+    from equivalence.runner.run_jobs import preload_training
 
     preload_training()
 
@@ -36,13 +36,13 @@ def _preloaded():
 @pytest.fixture(scope="module")
 def exact():
     """In float64, twenty steps."""
-    from equivalence.checks.trainer import expect_training, whole_weights
-    from equivalence.training import TRAIN
-    from equivalence.training_runs import case_of
+    from equivalence.checks.runs.trainer import expect_training, whole_weights
+    from equivalence.runner.run_jobs import case_of
+    from equivalence.trainers.production_run import TRAIN
     from equivalence.workers import open_world
 
     case = case_of("dense", TWO, ranks=2, seed=5)
-    with open_world(2, enter="equivalence.models:layout", entry=TWO.sizes) as world:
+    with open_world(2, enter="equivalence.trainers.production_step:layout", entry=TWO.sizes) as world:
         found = {
             "right": world.run(TRAIN, case),
             "beta": world.run(TRAIN, dataclasses.replace(case, beta2=0.951)),
@@ -56,12 +56,12 @@ def exact():
 @pytest.fixture(scope="module")
 def rounded(exact):
     """In float32, eight steps."""
-    from equivalence.checks.trainer import expect_training
-    from equivalence.training import TRAIN
+    from equivalence.checks.runs.trainer import expect_training
+    from equivalence.trainers.production_run import TRAIN
     from equivalence.workers import open_world
 
     case = dataclasses.replace(exact.case, precision="float32", clip_gradient=0.4, steps=8)
-    with open_world(2, enter="equivalence.models:layout", entry=TWO.sizes) as world:
+    with open_world(2, enter="equivalence.trainers.production_step:layout", entry=TWO.sizes) as world:
         found = {
             (is_distributed, clip): world.run(
                 TRAIN, dataclasses.replace(case, is_distributed=is_distributed, clip_gradient=clip)
@@ -79,9 +79,9 @@ def tensors(result):
 
 
 def test_twenty_steps_of_two_and_of_four_ranks_are_the_references_within_a_millionth_of_the_way(exact):
-    from equivalence.checks.trainer import check_trainer, trains_alike
-    from equivalence.training import TRAIN
-    from equivalence.training_runs import case_of
+    from equivalence.checks.runs.trainer import check_trainer, trains_alike
+    from equivalence.runner.run_jobs import case_of
+    from equivalence.trainers.production_run import TRAIN
     from equivalence.workers import open_world
 
     expected = exact.expected
@@ -91,12 +91,12 @@ def test_twenty_steps_of_two_and_of_four_ranks_are_the_references_within_a_milli
     assert len({each.learning_rate for each in expected.steps}) > 10
     other = case_of("dense", FOUR, ranks=2, seed=5)
     assert trains_alike(other)
-    with open_world(4, enter="equivalence.models:layout", entry=FOUR.sizes) as world:
+    with open_world(4, enter="equivalence.trainers.production_step:layout", entry=FOUR.sizes) as world:
         assert tensors(check_trainer(other, world.run(TRAIN, other), expected)) == []
 
 
 def test_a_wrong_beta_shows_in_all_weights_and_in_the_norms_that_follow(exact):
-    from equivalence.checks.trainer import check_trainer
+    from equivalence.checks.runs.trainer import check_trainer
 
     found = tensors(check_trainer(exact.case, exact.found["beta"], exact.expected))
     assert {f"weight {name}" for name in exact.expected.weights} <= set(found)
@@ -106,7 +106,7 @@ def test_a_wrong_beta_shows_in_all_weights_and_in_the_norms_that_follow(exact):
 
 
 def test_a_missing_decay_group_shows_in_what_has_one_dimension(exact):
-    from equivalence.checks.trainer import check_trainer
+    from equivalence.checks.runs.trainer import check_trainer
     from reference.trainer import decays
 
     found = tensors(check_trainer(exact.case, exact.found["decay"], exact.expected))
@@ -116,7 +116,7 @@ def test_a_missing_decay_group_shows_in_what_has_one_dimension(exact):
 
 
 def test_a_schedule_that_is_a_step_early_shows_in_the_rates(exact):
-    from equivalence.checks.trainer import check_trainer
+    from equivalence.checks.runs.trainer import check_trainer
 
     found = tensors(check_trainer(exact.case, exact.found["schedule"], exact.expected))
     assert {"rank 0 learning rate of step 0", "rank 1 learning rate of step 19"} <= set(found)
@@ -130,7 +130,7 @@ def numbers_with(outcome, step, **changes):
 
 
 def test_what_is_wrong_with_an_outcome_shows_by_name(exact):
-    from equivalence.checks.trainer import check_trainer, whole_weights
+    from equivalence.checks.runs.trainer import check_trainer, whole_weights
 
     first, second = exact.found["right"]
     name = first.weights[0].name
@@ -157,7 +157,7 @@ def test_what_is_wrong_with_an_outcome_shows_by_name(exact):
 
 
 def test_clipping_and_the_distributed_optimizer_in_float32_are_the_references(rounded):
-    from equivalence.checks.trainer import check_distributed, check_trainer, equal_to_the_bit
+    from equivalence.checks.runs.trainer import check_distributed, check_trainer, equal_to_the_bit
 
     case, expected, found = rounded.case, rounded.expected, rounded.found
     assert min(each.gradient_norm for each in expected.steps) > case.clip_gradient, "nothing was clipped"
@@ -174,7 +174,7 @@ def test_clipping_and_the_distributed_optimizer_in_float32_are_the_references(ro
 
 
 def test_r_train_10_without_clipping_two_replicas_train_to_the_bit_as_with_the_plain_optimizer(rounded):
-    from equivalence.checks.trainer import check_distributed, equal_to_the_bit
+    from equivalence.checks.runs.trainer import check_distributed, equal_to_the_bit
 
     free = dataclasses.replace(rounded.case, clip_gradient=0.0)
     assert equal_to_the_bit(free)
@@ -189,21 +189,21 @@ def test_r_train_10_without_clipping_two_replicas_train_to_the_bit_as_with_the_p
 
 
 def test_a_job_of_the_main_run_trains_in_all_its_layouts_and_counts_them(monkeypatch):
-    from equivalence import training_runs
+    from equivalence.runner import run_jobs
 
     job = Job(kind="trainer", subjects=(), aim="experts", seed=3)
-    all_of_two = training_runs.layouts_of(dataclasses.replace(job, first=2))
+    all_of_two = run_jobs.layouts_of(dataclasses.replace(job, first=2))
     assert {each.name for each in all_of_two} == {"dp2 ep2", "cp2 ep2", "tp2 ep2"}
-    small = training_runs.case_of
+    small = run_jobs.case_of
     monkeypatch.setattr(
-        training_runs, "case_of", lambda *args, **options: dataclasses.replace(small(*args, **options), steps=2)
+        run_jobs, "case_of", lambda *args, **options: dataclasses.replace(small(*args, **options), steps=2)
     )
     tally = Tally()
-    training_runs.run_drawn(job, tally)
+    run_jobs.run_drawn(job, tally)
     assert (tally.differences, tally.errors) == ([], [])
-    assert tally.equal["trainer", "any"] == len(training_runs.FEW["experts"])
-    monkeypatch.setattr(training_runs, "TRAIN", "trainer_targets:without_decay_groups")
-    training_runs.run_drawn(job, tally)
+    assert tally.equal["trainer", "any"] == len(run_jobs.FEW["experts"])
+    monkeypatch.setattr(run_jobs, "TRAIN", "trainer_targets:without_decay_groups")
+    run_jobs.run_drawn(job, tally)
     assert [each.check for each in tally.differences] == ["trainer"]
     case = store.parse(tally.differences[0].case)
     assert (type(case).__name__, case.steps) == ("TrainingCase", 2)

@@ -5,13 +5,13 @@ import dataclasses
 import pytest
 import torch
 
-from equivalence.jobs import RUNNERS, Job
 from equivalence.mutants.layout_matrix import layout_kill_matrix
 from equivalence.mutants.matrix import failures
 from equivalence.mutants.rank_faults import ONE
 from equivalence.mutants.run_faults import RUN_MUTANTS, WHOLE_RUN
-from equivalence.plan import SIZES, whole_run_jobs
-from equivalence.tally import Tally
+from equivalence.runner.counters import Tally
+from equivalence.runner.jobs import RUNNERS, Job
+from equivalence.runner.plan import SIZES, whole_run_jobs
 
 pytestmark = [
     pytest.mark.xdist_group("gloo"),
@@ -21,7 +21,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module", autouse=True)
 def _preloaded():
-    from equivalence.whole_run_jobs import preload_whole_runs
+    from equivalence.runner.whole_run_jobs import preload_whole_runs
 
     preload_whole_runs()
 
@@ -29,7 +29,7 @@ def _preloaded():
 @pytest.fixture(scope="module")
 def run():
     """A run of the direct path on one rank, as it was and as the reference has it."""
-    from equivalence.whole_run_jobs import short_case, sound_run
+    from equivalence.runner.whole_run_jobs import short_case, sound_run
 
     case = short_case("direct", ONE, seed=0)
     return case, *sound_run(case)
@@ -60,7 +60,7 @@ def test_the_reference_trains_otherwise_in_each_step_so_that_one_taken_for_anoth
 
 
 def test_what_is_wrong_with_a_rank_or_with_the_log_shows_by_name(run):
-    from equivalence.checks.whole_run import check_whole_run
+    from equivalence.checks.runs.whole_run import check_whole_run
 
     case, performed, expected = run
     first, second = performed.outcomes[0]
@@ -102,8 +102,8 @@ def test_what_is_wrong_with_a_rank_or_with_the_log_shows_by_name(run):
 
 
 def test_the_main_job_runs_both_paths_and_counts_them(monkeypatch):
-    from equivalence import whole_run_jobs
     from equivalence.checks.result import CheckResult
+    from equivalence.runner import whole_run_jobs
 
     jobs = list(whole_run_jobs_of_tiny())
     assert [job.aim for job in jobs] == ["direct", "online"]
@@ -124,9 +124,9 @@ def whole_run_jobs_of_tiny():
 
 
 def test_a_rank_that_cannot_run_is_a_finding_with_its_stack(monkeypatch):
-    from equivalence import whole_run_jobs
+    from equivalence.runner import whole_run_jobs
 
-    monkeypatch.setattr(whole_run_jobs, "TRAIN", "equivalence.whole_runs:_read_nothing")
+    monkeypatch.setattr(whole_run_jobs, "TRAIN", "equivalence.trainers.whole_run:_read_nothing")
     result = whole_run_jobs.check_case(whole_run_jobs.short_case("direct", ONE, seed=0))
     (finding,) = result.findings
     assert finding.differences[0].klass == "failed"

@@ -2,7 +2,7 @@
 
 from unittest import mock
 
-from equivalence.training import train
+from equivalence.trainers.production_run import train
 
 
 def without_decay_groups(case, worker):

@@ -160,7 +160,7 @@ def entered(entry, worker):
 
 @contextlib.contextmanager
 def patched(_entry, _worker):
-    from production.device.shim import cpu_shim
+    from production.model.device.shim import cpu_shim
 
     with cpu_shim():
         yield

@@ -150,7 +150,7 @@ def test_the_guide_to_a_run_is_current(checkout, capsys):
 
 
 def test_the_guides_comparison_with_a_log_runs(checkout):
-    from production.training.loggers import JsonLines, Record
+    from production.training.metrics.loggers import JsonLines, Record
 
     given = next(
         words
@@ -191,7 +191,7 @@ SMALL = {
 def run_job(overrides, _worker):
     """On the one rank of a world: the guide's job, or that of `config`."""
     from production.training.config import load
-    from production.training.loop import run
+    from production.training.trainer import run
 
     given = {**SMALL, **overrides}
     config = given.pop("config", "job.yaml")
@@ -208,7 +208,7 @@ def test_the_guides_job_runs_resumes_and_its_dump_is_held_against_the_reference(
         words for language, text in blocks("from-packed-file-to-run.md") if not language for words in commands(text)
     ]
     check_command(next(words for words in every if "tools.pack_rows" in words), Counter())
-    preload("production.training.loop", "production.training.dumps", "transformers")
+    preload("production.training.trainer", "production.training.data.batch_dump", "transformers")
     runs = []
     for overrides in ({"sft.max_num_steps": 2}, {"sft.max_num_steps": 3, "logger.dump_batch_steps": "[3]"}):
         with open_world(1) as world:
@@ -228,7 +228,7 @@ def test_the_guides_job_on_ordinary_chat_files_runs(checkout):
     from equivalence.workers import open_world, preload
 
     (checkout / "chat.yaml").write_text(yaml_of("chat.yaml"))
-    preload("production.training.loop", "production.training.dumps", "transformers")
+    preload("production.training.trainer", "production.training.data.batch_dump", "transformers")
     with open_world(1) as world:
         ((step, numbers),) = world.run(f"{__name__}:run_job", {"config": "chat.yaml", "sft.max_num_steps": 2})
     assert step == 2
@@ -264,7 +264,7 @@ def test_the_guide_to_a_loss_that_is_off_is_current(capsys):
     from transformers import AutoTokenizer
 
     from production.files.source import open_source
-    from production.rows import RowBuilder, RowSettings
+    from production.rows.builder import RowBuilder, RowSettings
 
     tokenizer = AutoTokenizer.from_pretrained("examples/tokenizers/nemotron-mini")
     builder = RowBuilder(tokenizer=tokenizer, settings=RowSettings(pack_length=2048, prompt_format="nemotron-nano-v2"))

@@ -30,7 +30,7 @@ def tokenizer():
 
 
 def row_settings(size=1, **changes):
-    from production.rows import RowSettings
+    from production.rows.builder import RowSettings
 
     return RowSettings(pack_length=PACK_LENGTH, context_parallel_size=size, **changes)
 
@@ -45,11 +45,11 @@ def script(_payload, worker):
     from megatron.training.global_vars import set_args
 
     from production.adapters.megatron_lm import PathSettings, Script
-    from production.batches import BatchSettings, collate_checked
     from production.files.source import open_source
-    from production.model import ModelSettings, build_model
-    from production.parallel import Sizes
-    from production.rows import RowBuilder
+    from production.model.model import ModelSettings, build_model
+    from production.parallel.sizes import Sizes
+    from production.rows.batch import BatchSettings, collate_checked
+    from production.rows.builder import RowBuilder
     from production.training.step import StepSettings, forward_backward, wrap
 
     place, sizes, rows = worker.entered, Sizes(context=2), row_settings(2)
@@ -124,11 +124,13 @@ def script(_payload, worker):
 
 def test_a_megatron_lm_script_with_the_example_equals_the_job_to_the_bit():
     from equivalence.workers import open_world, preload
-    from production.parallel import Sizes
+    from production.parallel.sizes import Sizes
 
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    preload("equivalence.models", "production.training.step", "megatron.training.training", "transformers")
-    with open_world(2, enter="equivalence.models:layout", entry=Sizes(context=2)) as world:
+    preload(
+        "equivalence.trainers.production_step", "production.training.step", "megatron.training.training", "transformers"
+    )
+    with open_world(2, enter="equivalence.trainers.production_step:layout", entry=Sizes(context=2)) as world:
         outcomes = world.run(f"{__name__}:script")
     for of_rank in outcomes:
         for found in of_rank.values():
@@ -179,9 +181,9 @@ def nemo_rows(count, size):
 
 
 def expected_batch(count, size):
-    from production.batches import collate
     from production.files.source import open_source
-    from production.rows import RowBuilder
+    from production.rows.batch import collate
+    from production.rows.builder import RowBuilder
     from production.semantics import parse
 
     builder = RowBuilder(tokenizer=tokenizer(), settings=row_settings(size, semantics=parse("nemo-rl-direct")))
@@ -221,8 +223,8 @@ def test_the_nemo_rl_processor_takes_what_run_sft_binds_to_every_processor():
 
 def test_the_nemo_rl_adapter_gives_each_rank_the_fields_and_microbatches_of_production():
     from production.adapters.nemo_rl import BATCH_FIELDS, collate, packed_microbatch
-    from production.batches import take_rank
-    from production.microbatches import MicrobatchSettings, process_microbatch
+    from production.parallel.microbatches import MicrobatchSettings, process_microbatch
+    from production.rows.batch import take_rank
 
     collated = functools.partial(collate, megatron_sft_context_parallel_size=2, container=StandIn)
     batch = collated(nemo_rows(4, 2))
@@ -267,7 +269,7 @@ def test_the_nemo_rl_adapter_takes_a_partial_validation_batch():
 def test_the_nemo_rl_adapter_leaves_other_batches_alone_and_refuses_wrong_ones():
     from production.adapters.nemo_rl import collate, packed_microbatch
     from production.errors import BatchRefused, PackproofError
-    from production.microbatches import MicrobatchSettings
+    from production.parallel.microbatches import MicrobatchSettings
 
     def inputs(**_):
         raise AssertionError("it is refused before")

@@ -15,9 +15,9 @@ from unittest import mock
 import segment_attention_world as plain
 import torch
 
-from equivalence.model_cases import ModelCase, ModelShape
-from equivalence.training import TrainingCase, _settings
-from production.parallel import Sizes
+from equivalence.cases.step import ModelCase, ModelShape
+from equivalence.trainers.production_run import TrainingCase, _settings
+from production.parallel.sizes import Sizes
 from reference.trainer import Schedule
 
 CASE = TrainingCase(
@@ -68,10 +68,10 @@ def attention(device):
     """Output and gradients [t, h, d] of the model's own attention module over the segments of a row, as the direct path feeds it; its class."""
     from megatron.core.transformer.enums import AttnMaskType
 
-    from production.microbatches import MicrobatchSettings, process_microbatch
-    from production.model import build_model
+    from production.model.model import build_model
+    from production.model.weights import unwrap
+    from production.parallel.microbatches import MicrobatchSettings, process_microbatch
     from production.training.config import model_settings
-    from production.weights import unwrap
 
     settings = model_settings(job(device.type, "bfloat16"), CASE.model.shape.vocab_size)
     module = unwrap(build_model(settings, Sizes())).decoder.layers[0].self_attention.core_attention
@@ -88,9 +88,9 @@ def attention(device):
 
 def cross_entropies(device):
     """Token losses [n] that the model computes from logits and labels, by dtype and way of computing them."""
-    from production.model import build_model
+    from production.model.model import build_model
+    from production.model.weights import unwrap
     from production.training.config import model_settings
-    from production.weights import unwrap
 
     model = unwrap(build_model(model_settings(job(device.type, "bfloat16"), CASE.model.shape.vocab_size), Sizes()))
     found = {}
@@ -108,9 +108,9 @@ def cross_entropies(device):
 
 def step(device, place, precision):
     """One step of the job: its weights before and after, token losses by microbatch and depth, and the numbers that it reports."""
-    from equivalence.models import _token_losses
+    from equivalence.trainers.production_step import _token_losses
+    from production.model.weights import fill, unwrap
     from production.training import engine
-    from production.weights import fill, unwrap
 
     def kept(model):
         return {name: each.detach().to("cpu", copy=True) for name, each in unwrap(model).named_parameters()}
@@ -144,8 +144,8 @@ def step(device, place, precision):
 def main():
     name, out = sys.argv[1], Path(sys.argv[2])
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    from production.multi_token_feed import rolls_from_tables
-    from production.training.launch import launched
+    from production.parallel.multi_token_feed import rolls_from_tables
+    from production.training.distributed.launch import launched
 
     with (
         launched(

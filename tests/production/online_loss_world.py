@@ -15,12 +15,12 @@ from torch import distributed
 
 warnings.simplefilter("ignore")  # of megatron-core, that CUDA and optional kernels are absent
 
-from production.context_parallel import shard_index  # noqa: E402
 from production.loss import LossSettings, loss_function  # noqa: E402
-from production.microbatches import MicrobatchSettings, process_microbatch  # noqa: E402
-from production.rectangle import Conversation, build_rectangle  # noqa: E402
-from production.squeeze import Padding  # noqa: E402
-from production.training.metrics import Group, StepMetrics  # noqa: E402
+from production.online.bins import Padding  # noqa: E402
+from production.online.padded_batch import Conversation, build_rectangle  # noqa: E402
+from production.parallel.context_parallel import shard_index  # noqa: E402
+from production.parallel.microbatches import MicrobatchSettings, process_microbatch  # noqa: E402
+from production.training.metrics.step_metrics import Group, StepMetrics  # noqa: E402
 
 TENSOR, CONTEXT, VOCABULARY, MICROBATCHES = 2, 2, 12, 3
 CONVERSATIONS = [([1, 2, 3, 4, 5], [0, 0, 1, 1, 1]), ([6, 7, 8], [0, 1, 1]), ([9, 10], [1, 1])]

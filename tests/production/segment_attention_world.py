@@ -18,12 +18,12 @@ from types import SimpleNamespace
 import torch
 from torch import distributed
 
-from production.context_parallel import select, shard_index
-from production.context_parallel_gather import gather_ranks
-from production.device import attention_share
-from production.device.attention import SegmentAttention
-from production.device.attention_kernels import TILED
 from production.errors import BatchRefused
+from production.model.device import attention_share
+from production.model.device.attention import SegmentAttention
+from production.model.device.attention_kernels import TILED
+from production.parallel.context_parallel import select, shard_index
+from production.parallel.gather import gather_ranks
 
 SIZE = 4
 GROUPS = {2: ((0, 1), (2, 3)), 3: ((0, 1, 2),), 4: ((0, 1, 2, 3),)}

@@ -204,7 +204,7 @@ def test_an_export_to_hugging_face_writes_over_nothing(saved, tmp_path, monkeypa
     from production.training.export import main
 
     (tmp_path / "file").write_text("")
-    monkeypatch.setattr("production.training.bridge.check_bridge", lambda where: where)
+    monkeypatch.setattr("production.training.checkpoint.huggingface.check_bridge", lambda where: where)
     checkpoint = str(saved[0] / "checkpoints" / "step_00000002")
     assert main([checkpoint, str(tmp_path), "--huggingface", "some/model"]) == 1
     assert f"{tmp_path}: it cannot be written: it is there already" in capsys.readouterr().err

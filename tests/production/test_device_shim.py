@@ -6,7 +6,7 @@ import os
 import pytest
 import torch
 
-from production.device.shim import cpu_shim, is_shimmed
+from production.model.device.shim import cpu_shim, is_shimmed
 
 
 def _names():

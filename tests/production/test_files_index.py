@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from production.errors import BadInput
-from production.files import identity, index, lines, places
+from production.files import cache as places
+from production.files import file_state, index, lines
 from production.files.lines import LineFile
 
 ROW = b'{"messages": [{"role": "user", "content": "%d"}]}\n'
@@ -45,7 +46,7 @@ def expected_offsets(data):
 @pytest.mark.parametrize("chance", [0.001, 0.1, 0.9])
 @pytest.mark.parametrize("ended", [True, False])
 def test_r_file_1_offsets_are_those_of_a_loop_over_bytes(write, monkeypatch, block, chance, ended):
-    monkeypatch.setattr(identity, "BLOCK_BYTES", block)
+    monkeypatch.setattr(file_state, "BLOCK_BYTES", block)
     monkeypatch.setattr(index, "BLOCK_BYTES", block)
     source = random.Random(block)
     data = bytes(10 if source.random() < chance else source.choice(b"\x0a\x0b\x0d\x85\xe2a"[1:]) for _ in range(5000))
@@ -107,14 +108,14 @@ def test_r_file_4_a_change_that_keeps_size_and_time_is_seen_in_a_sample_or_by_ve
     data = rows(30_000)
     path = write(data)
     size = len(data)
-    assert size > 4 * identity._SAMPLES * identity._SAMPLE_BYTES
+    assert size > 4 * file_state._SAMPLES * file_state._SAMPLE_BYTES
     before = LineFile(path)
-    for at in (10, size - 20, (size - identity._SAMPLE_BYTES) // 15 + 5):
+    for at in (10, size - 20, (size - file_state._SAMPLE_BYTES) // 15 + 5):
         overwrite(path, at, b"\n")
         found = LineFile(path)
         assert found.built
         assert offsets_of(found) == expected_offsets(path.read_bytes())
-    between = identity._SAMPLE_BYTES + 100
+    between = file_state._SAMPLE_BYTES + 100
     overwrite(path, between, b"\n")
     assert not LineFile(path).built  # what sampling cannot see
     seen = LineFile(path, verify=True)
@@ -134,7 +135,7 @@ def test_an_access_sees_lines_that_have_moved_unnoticed(write):
     start, end = file.bounds(400)
     overwrite(path, start + 5, b"\n")
     overwrite(path, file.bounds(500)[1] - 1, b" ")
-    assert end < identity._SAMPLE_BYTES * 3
+    assert end < file_state._SAMPLE_BYTES * 3
     for line in (400, 500):
         with pytest.raises(BadInput, match="not the one that was opened"):
             file.read(line)

@@ -49,7 +49,7 @@ def test_r_cp_1_the_kernels_index_is_the_one_in_torch(size):
     import transformer_engine.pytorch  # noqa: F401 - loads the library that the kernel is in
     from transformer_engine_torch import thd_get_partitioned_indices
 
-    from production.context_parallel import shard_index
+    from production.parallel.context_parallel import shard_index
 
     lengths = torch.tensor([2, 4, 2, 6, 10, 2]) * size
     boundaries = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]).int()
@@ -194,7 +194,7 @@ def words(text):
 
 def reference_losses(weights, dtype):
     """Token losses [rows · P] float64 of the reference with these weights, computed in a dtype, by depth."""
-    from equivalence.expected_steps import reference_shape
+    from equivalence.expectations.step import reference_shape
     from reference.model import EXACT, FLOAT32, Model
 
     case = world.CASE.model

@@ -20,9 +20,9 @@ from torch import distributed
 from torch._C._distributed_c10d import HashStore
 
 from production.training.config import load
-from production.training.progress import compact, duration
-from production.training.start import checkpoints_of, found_checkpoint
-from production.training.summary import COLOURS, VALIDATION_COLOUR
+from production.training.metrics.progress import compact, duration
+from production.training.metrics.summary import COLOURS, VALIDATION_COLOUR
+from production.training.resume import checkpoints_of, found_checkpoint
 
 pytestmark = pytest.mark.xdist_group("gloo")
 

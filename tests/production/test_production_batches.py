@@ -6,8 +6,9 @@ import itertools
 import pytest
 import torch
 
-from production import batches
-from production.batches import (
+from production.errors import BatchRefused, PackproofError
+from production.rows import batch as batches
+from production.rows.batch import (
     BatchSettings,
     collate,
     collate_checked,
@@ -16,9 +17,8 @@ from production.batches import (
     pad_validation,
     take_rank,
 )
-from production.errors import BatchRefused, PackproofError
-from production.guards import FIELDS, check_rows
-from production.rows import Row
+from production.rows.builder import Row
+from production.rows.guards import FIELDS, check_rows
 
 PAD = 0
 

@@ -9,9 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from production import context_parallel
-from production.batches import Batch, FlatBatch, flatten
-from production.context_parallel import (
+from production.errors import BatchRefused, PackproofError
+from production.parallel import context_parallel
+from production.parallel.context_parallel import (
     LAYOUTS,
     ROW_TENSORS,
     Layout,
@@ -23,7 +23,7 @@ from production.context_parallel import (
     shard_index,
     shard_tensors,
 )
-from production.errors import BatchRefused, PackproofError
+from production.rows.batch import Batch, FlatBatch, flatten
 
 POISON = -(10**15)
 

@@ -9,13 +9,15 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.multi_token_prediction import process_mtp_loss
 
 from equivalence.generators import tokenizers
-from production import batches, chat, rectangle, squeeze
-from production.context_parallel import shard_index
 from production.errors import BatchRefused, PackproofError, RowRefused
-from production.microbatches import Microbatch, MicrobatchSettings, process_microbatch
-from production.multi_token_feed import MultiTokenParams, rolls_from_tables
-from production.training.bins import BinSettings, pack_bins
-from production.training.datasets import ConversationBatch
+from production.online import bins as squeeze
+from production.online import chat, padded_batch
+from production.parallel.context_parallel import shard_index
+from production.parallel.microbatches import Microbatch, MicrobatchSettings, process_microbatch
+from production.parallel.multi_token_feed import MultiTokenParams, rolls_from_tables
+from production.rows import batch as batches
+from production.training.data.dataset import ConversationBatch
+from production.training.data.online_bins import BinSettings, pack_bins
 
 CONVERSATIONS = [([1, 2, 3, 4, 5], [0, 0, 1, 1, 1]), ([6, 7, 8], [0, 1, 1]), ([9, 10], [1, 1])]
 FOUR = squeeze.Padding(sequence_multiple=4)
@@ -33,13 +35,13 @@ JOB = {
 
 def conversations():
     return [
-        rectangle.Conversation(token_ids=torch.tensor(ids), token_mask=torch.tensor(mask, dtype=torch.float32))
+        padded_batch.Conversation(token_ids=torch.tensor(ids), token_mask=torch.tensor(mask, dtype=torch.float32))
         for ids, mask in CONVERSATIONS
     ]
 
 
 def sequences(multiple=4):
-    return rectangle.build_rectangle(conversations(), make_sequence_length_divisible_by=multiple)
+    return padded_batch.build_rectangle(conversations(), make_sequence_length_divisible_by=multiple)
 
 
 def online(rank, size=2, **options):
@@ -115,7 +117,7 @@ def test_r_online_5_what_the_whole_row_is_padded_to(options, factor):
     found = squeeze.choose_padding(**JOB | options)
     assert found == squeeze.Padding(sequence_multiple=8, row_multiple=factor, row_length=None)
     staged = squeeze.choose_padding(**JOB | options | {"pipeline_parallel_size": 2})
-    assert staged.row_length == rectangle.round_up(20, factor)
+    assert staged.row_length == padded_batch.round_up(20, factor)
 
 
 def test_r_online_5_the_last_sequence_takes_the_rows_padding():
@@ -134,7 +136,9 @@ def test_r_online_5_each_data_parallel_rank_has_the_row_length_of_its_own_longes
         "pipeline_parallel_size": 2,
     }
     settings = BinSettings(**given, capacity=4, algorithm="concatenative", seed=None, data_parallel_size=2)
-    made = [rectangle.Conversation(token_ids=torch.arange(length), token_mask=torch.ones(length)) for length in (4, 2)]
+    made = [
+        padded_batch.Conversation(token_ids=torch.arange(length), token_mask=torch.ones(length)) for length in (4, 2)
+    ]
     batch = ConversationBatch(conversations=tuple(made), sample_mask=torch.ones(2))
     lengths = []
     for rank in range(2):
@@ -163,23 +167,23 @@ def test_r_online_2_3_and_6_the_rectangle_its_bins_and_its_divisor():
     assert whole.input_ids.shape == (3, 8)
     assert not hasattr(whole, "packed_cu_seqlens")
     given = {"algorithm": "concatenative", "make_sequence_length_divisible_by": 4}
-    bins = rectangle.fill_bins(whole, 8, data_parallel_size=1, **given)
+    bins = padded_batch.fill_bins(whole, 8, data_parallel_size=1, **given)
     assert bins == [[0], [1, 2]]
-    assert rectangle.longest_bin(whole, bins, make_sequence_length_divisible_by=4) == 8
-    assert rectangle.fill_bins(whole, 8, data_parallel_size=3, **given) == [[0], [1], [2]]
-    assert rectangle.take_sequences(whole, [2, 0]).input_lengths.tolist() == [2, 5]
+    assert padded_batch.longest_bin(whole, bins, make_sequence_length_divisible_by=4) == 8
+    assert padded_batch.fill_bins(whole, 8, data_parallel_size=3, **given) == [[0], [1], [2]]
+    assert padded_batch.take_sequences(whole, [2, 0]).input_lengths.tolist() == [2, 5]
     assert float(whole.valid_tokens()) == 6
-    filled = rectangle.build_rectangle(conversations(), make_sequence_length_divisible_by=4, pad_token_id=77)
+    filled = padded_batch.build_rectangle(conversations(), make_sequence_length_divisible_by=4, pad_token_id=77)
     assert filled.input_ids[1].tolist() == [6, 7, 8, 77, 77, 77, 77, 77]
     assert squeeze.squeeze(filled, FOUR).input_ids[0, 8:12].tolist() == [6, 7, 8, 0]
     whole.sample_mask[0] = 0
     assert float(whole.valid_tokens()) == 3
     with pytest.raises(PackproofError, match="sequence 0"):
-        rectangle.fill_bins(whole, 7, data_parallel_size=1, **given)
-    for bad in ([], [rectangle.Conversation(token_ids=torch.empty(0), token_mask=torch.empty(0))]):
+        padded_batch.fill_bins(whole, 7, data_parallel_size=1, **given)
+    for bad in ([], [padded_batch.Conversation(token_ids=torch.empty(0), token_mask=torch.empty(0))]):
         with pytest.raises(PackproofError, match="no token"):
-            rectangle.build_rectangle(bad, make_sequence_length_divisible_by=1)
-    for fault in (lambda: sequences(0), lambda: rectangle.take_sequences(whole, [])):
+            padded_batch.build_rectangle(bad, make_sequence_length_divisible_by=1)
+    for fault in (lambda: sequences(0), lambda: padded_batch.take_sequences(whole, [])):
         with pytest.raises(PackproofError, match="To mend it"):
             fault()
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from production.errors import PackproofError
-from production.parallel import Sizes
+from production.parallel.sizes import Sizes
 
 pytestmark = pytest.mark.xdist_group("gloo")
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.xdist_group("gloo")
     ],
 )
 def test_settings_that_contradict_themselves_are_refused(given, words):
-    from production.model import ModelSettings
+    from production.model.model import ModelSettings
 
     with pytest.raises(PackproofError, match=words):
         ModelSettings(vocab_size=8, max_sequence_length=8, **given)
@@ -30,7 +30,7 @@ def test_settings_that_contradict_themselves_are_refused(given, words):
 )
 def test_projections_back_into_the_residuals_are_drawn_as_megatron_lm_draws_them(given, layers):
     """0.02 over the root of layers; of a GPTModel's each, which is attention and MLP, over that of two."""
-    from production.model import ModelSettings, transformer_config
+    from production.model.model import ModelSettings, transformer_config
 
     shape = {"hidden_size": 8, "num_attention_heads": 2} | ({} if given else {"num_layers": 4})
     config = transformer_config(ModelSettings(vocab_size=8, max_sequence_length=8, transformer=shape, **given), Sizes())
@@ -41,7 +41,7 @@ def test_projections_back_into_the_residuals_are_drawn_as_megatron_lm_draws_them
 
 
 def test_what_megatron_core_says_against_a_model_is_passed_on():
-    from production.model import ModelSettings, transformer_config
+    from production.model.model import ModelSettings, transformer_config
 
     settings = ModelSettings(
         vocab_size=8,
@@ -73,9 +73,9 @@ def test_a_layout_leaves_the_rest_of_the_world_to_data_parallelism():
 
 def weights_of(case, worker):
     """On a rank: the parts of the model that it holds, after filling them from the whole."""
-    from equivalence.models import Part
-    from production.model import build_model
-    from production.weights import drawn, fill, shards
+    from equivalence.trainers.production_step import Part
+    from production.model.model import build_model
+    from production.model.weights import drawn, fill, shards
 
     del worker
     model = build_model(case.shape.settings(case.sizes, case.pack_length), case.sizes)
@@ -98,14 +98,16 @@ def weights_of(case, worker):
     ids=["1", "tp2", "pp2", "ep2cp2"],
 )
 def test_every_layout_holds_the_same_weights_each_value_once(sizes):
-    from equivalence.models import ModelCase, ModelShape
+    from equivalence.trainers.production_step import ModelCase, ModelShape
     from equivalence.workers import open_world, preload
-    from production.weights import drawn, put_together
+    from production.model.weights import drawn, put_together
 
-    preload("equivalence.models", "production.training.step")
+    preload("equivalence.trainers.production_step", "production.training.step")
     shape = ModelShape(layers=2, experts=4, dense_layers=1, depths=1)
     case = ModelCase(shape=shape, sizes=sizes, rows=((8,),), masked=(1.0,))
-    with open_world(max(sizes.of_a_replica, sizes.expert), enter="equivalence.models:layout", entry=sizes) as world:
+    with open_world(
+        max(sizes.of_a_replica, sizes.expert), enter="equivalence.trainers.production_step:layout", entry=sizes
+    ) as world:
         ranks = world.run(f"{__name__}:weights_of", case)
     parts = {}
     for rank in ranks:
@@ -124,7 +126,7 @@ def test_every_layout_holds_the_same_weights_each_value_once(sizes):
 
 
 def test_parts_that_leave_a_hole_or_overlap_are_refused():
-    from production.weights import put_together
+    from production.model.weights import put_together
 
     piece = ((4,), (slice(0, 2),), torch.zeros(2))
     with pytest.raises(PackproofError, match="2 values from no rank, 0 from several"):

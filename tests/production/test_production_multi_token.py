@@ -8,10 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from production.batches import Batch, FlatBatch, flatten
-from production.context_parallel import LAYOUTS, gather, shard_batch, shard_index
 from production.errors import BatchRefused, PackproofError
-from production.multi_token import depth_tables
+from production.parallel.context_parallel import LAYOUTS, gather, shard_batch, shard_index
+from production.parallel.multi_token import depth_tables
+from production.rows.batch import Batch, FlatBatch, flatten
 
 NAMES = ("input_ids", "position_ids", "target_ids", "token_mask")
 POISON = 10**15
@@ -255,7 +255,7 @@ def run_loss(params, labels, loss_mask, depths, *, per_token=True, group=None, i
 
 
 def feed_of(batch, depths, *, size=1, rank=0, padding_mask=None, **options):
-    from production.multi_token_feed import multi_token_params
+    from production.parallel.multi_token_feed import multi_token_params
 
     tables = depth_tables(batch, depths, rank=rank, size=size, padding_mask=padding_mask)
     return multi_token_params(batch, tables, **options)
@@ -267,7 +267,7 @@ def feed_of(batch, depths, *, size=1, rank=0, padding_mask=None, **options):
 def test_the_block_and_the_loss_read_the_same_from_tables_as_from_rolls(depths, per_token, padded):
     from megatron.core.transformer import multi_token_prediction as mtp
 
-    from production.multi_token_feed import rolls_from_tables
+    from production.parallel.multi_token_feed import rolls_from_tables
 
     batch = flat_batch([5, 3, 7, 1])
     padding = batch.input_ids % 3 == 0 if padded else None
@@ -295,7 +295,7 @@ def test_the_block_and_the_loss_read_the_same_from_tables_as_from_rolls(depths, 
 @pytest.mark.parametrize("per_token", [False, True])
 @pytest.mark.parametrize("size", [2, 4])
 def test_weights_over_rows_do_not_depend_on_cp(size, per_token):
-    from production.multi_token_feed import rolls_from_tables
+    from production.parallel.multi_token_feed import rolls_from_tables
 
     batch, depths = flat_batch([16, 8, 24]), 2
     batch.token_mask[0, :12] = torch.tensor([1.0] * 4 + [0] * 8)  # rank 0 has more to train
@@ -380,7 +380,7 @@ def test_an_unexpected_call_names_what_was_expected(call, message):
 
 def test_labels_from_ids_are_not_answered():
     # Without labels megatron-core rolls the ids once more: the tables hold no such thing.
-    from production.multi_token_feed import rolls_from_tables
+    from production.parallel.multi_token_feed import rolls_from_tables
 
     batch = flat_batch([8, 8])
     params = feed_of(batch, 1)
@@ -393,7 +393,7 @@ def test_labels_from_ids_are_not_answered():
 
 
 def test_weights_over_rows_need_the_feeds_own_mask():
-    from production.multi_token_feed import rolls_from_tables
+    from production.parallel.multi_token_feed import rolls_from_tables
 
     batch = flat_batch([8, 8])
     params = feed_of(batch, 1, size=2, weights="rows", stage="loss")
@@ -403,7 +403,7 @@ def test_weights_over_rows_need_the_feeds_own_mask():
 
 
 def test_a_pass_that_has_not_ended_is_refused():
-    from production.multi_token_feed import rolls_from_tables
+    from production.parallel.multi_token_feed import rolls_from_tables
 
     batch = flat_batch([8, 8])
     with (
@@ -415,7 +415,7 @@ def test_a_pass_that_has_not_ended_is_refused():
 
 @pytest.mark.parametrize(("stage", "calls"), [("embedding", 4), ("loss", 4), ("embedding_and_loss", 8)])
 def test_a_pipeline_stage_may_hold_one_part(stage, calls):
-    from production.multi_token_feed import rolls_from_tables
+    from production.parallel.multi_token_feed import rolls_from_tables
 
     batch = flat_batch([8, 8])
     params = feed_of(batch, 2, stage=stage)
@@ -429,7 +429,7 @@ def test_a_pipeline_stage_may_hold_one_part(stage, calls):
 
 
 def test_microbatches_in_flight_keep_their_own_place():
-    from production.multi_token_feed import rolls_from_tables
+    from production.parallel.multi_token_feed import rolls_from_tables
 
     batches = [flat_batch([8, 8], seed) for seed in range(2)]
     params = [feed_of(batch, 2, verify=True) for batch in batches]
@@ -443,7 +443,7 @@ def test_microbatches_in_flight_keep_their_own_place():
 def test_the_roll_is_undone_and_entered_once():
     from megatron.core.transformer import multi_token_prediction as mtp
 
-    from production.multi_token_feed import rolls_from_tables
+    from production.parallel.multi_token_feed import rolls_from_tables
 
     own = mtp.roll_tensor
     with pytest.raises(PackproofError, match="answered from tables already"), rolls_from_tables(), rolls_from_tables():

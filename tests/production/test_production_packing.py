@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from production.errors import PackproofError
-from production.packing import (
+from production.online.packing import (
     PACKERS,
     concatenative,
     first_fit,

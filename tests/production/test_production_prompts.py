@@ -9,11 +9,11 @@ from hypothesis import HealthCheck, given, settings
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from production.boundaries import HardBoundaries
-from production.conversations import ConversationTokenizer
-from production.encoder import TextEncoder, UnencodableError
 from production.errors import RowRefused
-from production.prompts import (
+from production.semantics import parse
+from production.tokens.conversations import ConversationTokenizer
+from production.tokens.encoder import TextEncoder, UnencodableError
+from production.tokens.prompts import (
     FORMATS,
     check_row_ends,
     count_unrendered,
@@ -21,7 +21,7 @@ from production.prompts import (
     render_template,
     split_conversations,
 )
-from production.semantics import parse
+from production.tokens.text_splits import HardBoundaries
 
 SYSTEM, TURN, END = "<SPECIAL_10>", "<SPECIAL_11>", "<SPECIAL_12>"
 SPECIALS = ["<unk>", "<s>", "</s>", "<SPECIAL_233>", SYSTEM, TURN, END, "<SPECIAL_999>"]
@@ -594,7 +594,7 @@ def test_the_vectorised_way_is_the_one_that_goes_turn_by_turn(monkeypatch):
         prefix = 0 if name == IDENTITY else prefix
         found = tokenize(messages, name, semantics, fast, prefix)
         with monkeypatch.context() as patch:
-            patch.setattr("production.turns.TurnRules.find_prompts", lambda *_: None)
+            patch.setattr("production.tokens.turn_tokens.TurnRules.find_prompts", lambda *_: None)
             walked = tokenize(messages, name, semantics, plain, prefix)
         assert (found.refused and found.refused.kind) == (walked.refused and walked.refused.kind)
         assert (found.refused and found.refused.turn) == (walked.refused and walked.refused.turn)

@@ -11,7 +11,7 @@ from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from production.errors import PackproofError, RowRefused
-from production.rows import Row, RowBuilder, RowSettings
+from production.rows.builder import Row, RowBuilder, RowSettings
 from production.semantics import CHOICES, PRESETS, parse
 
 _ = -100
@@ -330,7 +330,7 @@ def as_lists(row):
 
 @pytest.mark.parametrize(("workers", "group"), [(0, 1), (0, 70), (1, 1000), (2, 70)])
 def test_many_rows_ahead_are_the_same_rows_in_order(workers, group, monkeypatch):
-    monkeypatch.setattr("production.rows.GROUP_TOKENS", group)
+    monkeypatch.setattr("production.rows.builder.GROUP_TOKENS", group)
     rows = [[*conversation(answer=f"w{number % 50} ")] * (1 + number % 5) for number in range(40)]
     rows[7] = conversation(answer="")
     rows[20] = []

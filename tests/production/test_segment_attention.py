@@ -19,14 +19,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from production.context_parallel import shard_index
-from production.context_parallel_gather import gather_ranks
-from production.device import attention_kernels, attention_share
-from production.device.attention import SegmentAttention
-from production.device.attention_kernels import FUSED_CPU, TILED, kernel_for
-from production.device.attention_share import Share, attend, runs_of
-from production.device.norm import RMSNorm
 from production.errors import PackproofError
+from production.model.device import attention_kernels, attention_share
+from production.model.device.attention import SegmentAttention
+from production.model.device.attention_kernels import FUSED_CPU, TILED, kernel_for
+from production.model.device.attention_share import Share, attend, runs_of
+from production.model.device.norm import RMSNorm
+from production.parallel.context_parallel import shard_index
+from production.parallel.gather import gather_ranks
 
 KERNELS = {"fused": FUSED_CPU, "tiled": TILED}
 

@@ -11,7 +11,7 @@ import training_job_worlds as jobs
 from torch import nn
 
 from production.errors import PackproofError
-from production.training import bridge
+from production.training.checkpoint import huggingface
 
 NAME = "owner/a-model"
 MEGATRON = "policy.megatron_cfg"
@@ -87,7 +87,7 @@ class Wrapped(nn.Module):
 
 def test_it_is_asked_for_the_name_and_given_the_bare_model_as_a_list_without_gradients(asked):
     model = Model()
-    bridge.load_huggingface(Wrapped(Wrapped(model)), NAME)
+    huggingface.load_huggingface(Wrapped(Wrapped(model)), NAME)
     assert asked.called == [
         ("from_hf_pretrained", NAME, {}, True),
         ("load_hf_weights", [model], None, None, False),
@@ -98,7 +98,7 @@ def test_it_is_asked_for_the_name_and_given_the_bare_model_as_a_list_without_gra
 
 def test_a_model_is_written_as_a_list_to_the_folder(asked, tmp_path):
     model = Model()
-    bridge.save_huggingface(Wrapped(model), NAME, tmp_path)
+    huggingface.save_huggingface(Wrapped(model), NAME, tmp_path)
     assert asked.called == [
         ("from_hf_pretrained", NAME, {}, True),
         ("save_hf_pretrained", [model], str(tmp_path), True, None, True, False),
@@ -110,7 +110,7 @@ def test_a_model_is_written_as_a_list_to_the_folder(asked, tmp_path):
 def test_what_it_refuses_is_told_with_the_checkpoint_and_a_mend(asked, call, refusal):
     asked.refuses[call] = refusal("of a shape that it does not know")
     with pytest.raises(PackproofError) as caught:
-        bridge.load_huggingface(Model(), NAME)
+        huggingface.load_huggingface(Model(), NAME)
     assert caught.value.what.startswith("Megatron-Bridge refuses it: ")
     assert "of a shape that it does not know" in caught.value.what
     assert caught.value.where == NAME
@@ -122,19 +122,19 @@ def test_what_it_refuses_is_told_with_the_checkpoint_and_a_mend(asked, call, ref
 def test_a_fault_of_its_own_is_not_told_as_a_refusal(asked):
     asked.refuses["load_hf_weights"] = ZeroDivisionError()
     with pytest.raises(ZeroDivisionError):
-        bridge.load_huggingface(Model(), NAME)
+        huggingface.load_huggingface(Model(), NAME)
 
 
 def test_no_name_is_refused_by_its_key_before_it_is_asked(asked):
     with pytest.raises(PackproofError, match="no name") as caught:
-        bridge.load_huggingface(Model(), "")
+        huggingface.load_huggingface(Model(), "")
     assert caught.value.where == "model.initial_path"
     assert not asked.called
 
 
 def test_without_the_package_the_key_and_the_extra_are_named():
     with pytest.raises(PackproofError, match="Megatron-Bridge cannot be imported") as caught:
-        bridge.load_huggingface(Model(), NAME)
+        huggingface.load_huggingface(Model(), NAME)
     assert caught.value.where == "model.initial: huggingface"
     assert "`bridge`" in caught.value.mend
 
@@ -151,7 +151,7 @@ class Filling(AutoBridge):
     def fill(self, model):
         from megatron.core import parallel_state
 
-        from production.weights import fill
+        from production.model.weights import fill
 
         (chunk,) = model
         fill(chunk, whole)
@@ -241,7 +241,7 @@ def test_every_rank_of_a_layout_begins_with_its_part_of_the_checkpoint(world_of,
 
 
 def together(results):
-    from production.weights import put_together
+    from production.model.weights import put_together
 
     found = {}
     for _, parts in results:
@@ -275,7 +275,7 @@ def test_a_start_without_the_package_ends_before_a_model_is_built(world_of, conf
 def test_the_command_refuses_it_with_status_2(config, monkeypatch, capsys):
     from production.training.__main__ import main
 
-    monkeypatch.setattr("production.training.loop.run", lambda _job: pytest.fail("the job is run"))
+    monkeypatch.setattr("production.training.trainer.run", lambda _job: pytest.fail("the job is run"))
     assert main(["--config", str(config)]) == 2
     told = capsys.readouterr().err
     assert told.startswith("refused: model.initial (")

@@ -13,10 +13,10 @@ import torch
 import training_job_worlds as jobs
 
 from production.errors import PackproofError
+from production.training.admission import oversized
 from production.training.config import ConfigRefused, Job, load, refusals
 from production.training.config.keys import PASSED_ON
-from production.training.config.options import option_fields
-from production.training.door import oversized
+from production.training.config.megatron_options import option_fields
 
 pytestmark = pytest.mark.xdist_group("gloo")
 
@@ -107,8 +107,8 @@ def builds(job, folder):
         said = b""
         try:
             from production.training.config import sizes
+            from production.training.distributed.launch import launched
             from production.training.engine import Engine
-            from production.training.launch import launched
 
             with launched(sizes(job), device="cpu", timeout_seconds=30, seed=1) as rank:
                 Engine(job, rank.place, vocab_size=4096)

@@ -10,8 +10,8 @@ from production.errors import PackproofError
 from production.training.__main__ import main
 from production.training.config import ConfigRefused, load, missing_files, plan
 from production.training.config.keys import nearest_key
-from production.training.config.planning import _groups
-from production.training.environment import check_environment, started_ranks, threads
+from production.training.config.plan_job import _groups
+from production.training.distributed.environment import check_environment, started_ranks, threads
 
 LAUGHS = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"{name}: &{name} [{', '.join([f'*{before}'] * 10)}]\n" for before, name in zip("abcdefgh", "bcdefghi", strict=True)

@@ -11,13 +11,19 @@ import pytest
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from production.device.layer_specs import hybrid_spec
 from production.errors import PackproofError
-from production.model import NOT_BUILT, ModelSettings, transformer_config
-from production.parallel import Sizes
+from production.model.device.layer_specs import hybrid_spec
+from production.model.model import NOT_BUILT, ModelSettings, transformer_config
+from production.parallel.sizes import Sizes
 from production.training.config import ddp_options, load, notes, optimizer_options, refusals
-from production.training.config.not_here import NEEDS_CUDA, NEEDS_TRANSFORMER_ENGINE, NOT_HERE, NOT_THESE, ONLY_THESE
-from production.training.config.options import option_defaults, option_fields
+from production.training.config.megatron_options import option_defaults, option_fields
+from production.training.config.unsupported_options import (
+    NEEDS_CUDA,
+    NEEDS_TRANSFORMER_ENGINE,
+    NOT_HERE,
+    NOT_THESE,
+    ONLY_THESE,
+)
 
 BASE = Path(__file__).parent / "jobs" / "base.yaml"
 MEGATRON = "policy.megatron_cfg"

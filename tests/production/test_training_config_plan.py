@@ -14,8 +14,8 @@ import yaml
 
 from production.training.__main__ import main
 from production.training.config import load, model_settings, plan, print_config, refusals, sizes
-from production.training.config.reading import read_text
 from production.training.config.sizing import memory_of_a_rank
+from production.training.config.yaml_reader import read_text
 
 ROOT = Path(__file__).parents[2]
 JOBS = ROOT / "examples" / "jobs"
@@ -227,9 +227,9 @@ def test_a_run_refuses_files_that_are_not_there_and_a_device_that_is_not_before_
 
 def test_a_run_hands_the_job_to_the_loop_with_its_environment(monkeypatch):
     ran = []
-    loop = types.ModuleType("production.training.loop")
+    loop = types.ModuleType("production.training.trainer")
     loop.run = ran.append
-    monkeypatch.setitem(sys.modules, "production.training.loop", loop)
+    monkeypatch.setitem(sys.modules, "production.training.trainer", loop)
     monkeypatch.setenv("PACKPROOF_TEST", "before")
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     arguments = ["--config", str(BASE), f"data.train.data_path={ROOT / 'examples/packed/sample.jsonl.packed'}",
@@ -273,9 +273,9 @@ SHAPES = [
 def _count(path, send):
     from torch import distributed
 
-    from production.device.shim import cpu_shim
-    from production.model import build_model
-    from production.parallel import parallel
+    from production.model.device.shim import cpu_shim
+    from production.model.model import build_model
+    from production.parallel.sizes import parallel
 
     distributed.init_process_group("gloo", store=distributed.FileStore(path, 1), rank=0, world_size=1)
     for overrides in SHAPES:

@@ -2,7 +2,7 @@
 
 import time
 
-from production.training.ending import Ending, reason_of
+from production.training.shutdown import Ending, reason_of
 
 
 def test_a_signal_counts_for_more_than_the_time():

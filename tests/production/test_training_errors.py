@@ -5,12 +5,12 @@ import pickle
 import pytest
 
 from production.errors import BatchRefused, PackproofError
-from production.training.checkpoint import CheckpointFailed
+from production.training.checkpoint.manager import CheckpointFailed
 from production.training.config.refusal import SetupRefused
-from production.training.datasets import BadRow
-from production.training.identity import ResumeRefused
-from production.training.lost import RankLost
-from production.training.workers import WorkerDied
+from production.training.data.dataset import BadRow
+from production.training.data.fingerprint import ResumeRefused
+from production.training.data.worker_process import WorkerDied
+from production.training.distributed.heartbeat import RankLost
 
 FIELDS = {"what": "a wrong thing", "where": "row 3", "mend": "take it out"}
 ALL = [

@@ -9,7 +9,7 @@ import pytest
 from equivalence.generators import tokenizers
 from production.training.__main__ import main
 from production.training.config import load
-from production.training.first_lines import look
+from production.training.data.first_lines import look
 
 BASE = Path(__file__).parent / "jobs" / "base.yaml"
 TOKENIZER = Path(__file__).parents[2] / "examples" / "tokenizers" / "nemotron-mini"

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from production.errors import PackproofError
-from production.training.flops import ModelWork, peak_of, peak_tflops, segment_squares, work_of
+from production.training.metrics.flops import ModelWork, peak_of, peak_tflops, segment_squares, work_of
 
 
 def config(**changes):

@@ -128,7 +128,7 @@ COUNTED = {
 
 OF_EXPERTS = {
     "aten::_local_scalar_dense in megatron/core/tensor_parallel/mappings.py:forward",
-    "tolist in production/device/shim.py:all_to_all_single",
+    "tolist in production/model/device/shim.py:all_to_all_single",
 }
 """megatron-core's dispatcher of experts needs to know on the host how many tokens go to which rank, in every layer that has them: on
 CUDA it reads that once a layer, here where the numbers are used. Nothing of packproof, and not to be had without."""

@@ -10,12 +10,12 @@ import training_job_worlds as jobs
 
 from equivalence.workers import CaseFailed
 from production.files.source import open_source
-from production.parallel import Place
+from production.parallel.sizes import Place
 from production.training.config import load
-from production.training.feed import Feed
-from production.training.loggers import read_records
-from production.training.order import Order
-from production.training.summary import summarize
+from production.training.data.batch_stream import Feed
+from production.training.data.order import Order
+from production.training.metrics.loggers import read_records
+from production.training.metrics.summary import summarize
 
 pytestmark = [
     pytest.mark.xdist_group("gloo"),

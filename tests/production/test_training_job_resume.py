@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 from equivalence.workers import CaseFailed
 from production.files.source import open_source
 from production.semantics import DEFAULT_PRESET, PRESETS
-from production.training.identity import tokenizer_identity
+from production.training.data.fingerprint import tokenizer_identity
 
 pytestmark = [
     pytest.mark.xdist_group("gloo"),

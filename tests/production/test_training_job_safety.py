@@ -5,10 +5,10 @@ import json
 import pytest
 import training_job_worlds as jobs
 
-from production.training.lock import FolderLock
-from production.training.loggers import read_records
-from production.training.manifest import read_manifest
-from production.training.summary import summarize
+from production.training.checkpoint.lock import FolderLock
+from production.training.checkpoint.manifest import read_manifest
+from production.training.metrics.loggers import read_records
+from production.training.metrics.summary import summarize
 
 pytestmark = [
     pytest.mark.xdist_group("gloo"),

@@ -17,18 +17,18 @@ import training_job_worlds as jobs
 from torch._C._distributed_c10d import HashStore
 
 from production.errors import PackproofError
-from production.parallel import Place
-from production.training import lost
-from production.training.checkpoint_weights import _check_rows
+from production.parallel.sizes import Place
+from production.training.checkpoint.manifest import CheckpointRefused
+from production.training.checkpoint.weights import _check_rows
 from production.training.config import load, refusals
-from production.training.config.sections import Sft
-from production.training.ending import length_reached, nothing_left
+from production.training.config.schema.sections import Sft
+from production.training.data.batch_stream import Feed
+from production.training.data.fingerprint import MEND, ResumeRefused, check_resume, option
+from production.training.distributed import heartbeat
 from production.training.export import _settings
-from production.training.feed import Feed
-from production.training.identity import MEND, ResumeRefused, check_resume, option
-from production.training.manifest import CheckpointRefused
-from production.training.run_record import config_hash, open_run_loggers
-from production.training.start import check_same, identity
+from production.training.metrics.run_record import config_hash, open_run_loggers
+from production.training.resume import check_same, identity
+from production.training.shutdown import length_reached, nothing_left
 
 MEGATRON = "policy.megatron_cfg"
 PLACE = Place(
@@ -107,16 +107,16 @@ def naps(woken):
 
 
 def watch(store, rank, watched):
-    made = object.__new__(lost._Watch)
+    made = object.__new__(heartbeat._Watch)
     vars(made).update(_store=store, _rank=rank, _size=3, _job=1, _watched=watched, _ended=threading.Event())
     return made
 
 
 def test_a_rank_that_said_where_it_hangs_still_lives_for_a_third(monkeypatch):
-    monkeypatch.setattr(lost, "SILENT_SECONDS", 0.5)
-    monkeypatch.setattr(lost, "HEARTBEAT_SECONDS", 0.05)
+    monkeypatch.setattr(heartbeat, "SILENT_SECONDS", 0.5)
+    monkeypatch.setattr(heartbeat, "HEARTBEAT_SECONDS", 0.05)
     ended = []
-    monkeypatch.setattr(lost.os, "_exit", ended.append)
+    monkeypatch.setattr(heartbeat.os, "_exit", ended.append)
     store, woken = HashStore(), threading.Event()
     sleeper = threading.Thread(target=naps, args=(woken,))
     sleeper.start()
@@ -213,14 +213,14 @@ def test_an_option_that_only_another_ranks_file_sets_is_named(monkeypatch):
         def gather(found, _mine, ranks=ranks):
             found[:] = ranks
 
-        monkeypatch.setattr("production.training.start.distributed.all_gather_object", gather)
+        monkeypatch.setattr("production.training.resume.distributed.all_gather_object", gather)
         with pytest.raises(PackproofError) as caught:
             check_same(ranks[0], SimpleNamespace(world_size=3))
         assert f"{key} differ (" in caught.value.what
         assert told.format(*values) in caught.value.what
         assert "rank 0 and rank " in caught.value.where
     monkeypatch.setattr(
-        "production.training.start.distributed.all_gather_object",
+        "production.training.resume.distributed.all_gather_object",
         lambda found, mine: found.__setitem__(slice(None), [mine]),
     )
     check_same({"seed": 1}, SimpleNamespace(world_size=1))
@@ -278,7 +278,8 @@ def test_a_metric_of_no_checkpoint_is_told_apart_from_one_of_some(tmp_path):
 def test_wandb_goes_on_with_the_run_whose_checkpoint_a_job_goes_on_from(tmp_path, monkeypatch):
     opened = {}
     monkeypatch.setattr(
-        "production.training.run_record.open_loggers", lambda settings, **more: opened.update(more, settings=settings)
+        "production.training.metrics.run_record.open_loggers",
+        lambda settings, **more: opened.update(more, settings=settings),
     )
     job = load(jobs.write_job(tmp_path, tmp_path / "none", **{"logger.wandb_enabled": True}))
     open_run_loggers(job, SimpleNamespace(place=PLACE, device="cpu"), run="abc", finished_steps=3, skipped_rows=2)

@@ -19,19 +19,19 @@ import pytest
 import torch
 
 from equivalence.generators.tokenizers import load
-from production.batches import BatchSettings, collate, count_trained, pad_validation, take_rank
-from production.chat import Chat, ChatSettings, ChatTokenizer
 from production.errors import BatchRefused, PackproofError
 from production.files.source import open_source
-from production.rectangle import Conversation
-from production.rows import RowBuilder, RowSettings
-from production.training.ahead import Ahead, Planned
-from production.training.counts import RowCounts
-from production.training.datasets import BadRow, ConversationData, PackedData
-from production.training.identity import ResumeRefused, check_resume, fingerprint, tokenizer_identity
-from production.training.loader import Loader, LoaderSettings
-from production.training.order import Order, OrderSettings, ValidationOrder
-from production.training.workers import WorkerDied, WorkerProcess
+from production.online.chat import Chat, ChatSettings, ChatTokenizer
+from production.online.padded_batch import Conversation
+from production.rows.batch import BatchSettings, collate, count_trained, pad_validation, take_rank
+from production.rows.builder import RowBuilder, RowSettings
+from production.training.data.dataset import BadRow, ConversationData, PackedData
+from production.training.data.fingerprint import ResumeRefused, check_resume, fingerprint, tokenizer_identity
+from production.training.data.loader import Loader, LoaderSettings
+from production.training.data.order import Order, OrderSettings, ValidationOrder
+from production.training.data.prefetcher import Ahead, Planned
+from production.training.data.worker_process import WorkerDied, WorkerProcess
+from production.training.metrics.token_counts import RowCounts
 
 SETTINGS = RowSettings(pack_length=16, prompt_format="identity")
 GUARDS = BatchSettings(context_parallel_size=1, data_parallel_size=2, global_batch_size=4)
@@ -383,8 +383,8 @@ def test_no_worker_outlives_a_process_however_it_ends(data, tmp_path, end, code)
 def test_no_worker_outlives_an_interpreter_that_ends_without_closing():
     source = textwrap.dedent(
         """
-        from production.training.loader import Loader, LoaderSettings
-        from production.training.order import Order, OrderSettings
+        from production.training.data.loader import Loader, LoaderSettings
+        from production.training.data.order import Order, OrderSettings
         class Recipe:
             rows, group = (8,), 1
             def prepare(self, samples): return [sample.row for sample in samples]
@@ -447,7 +447,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch):
     made = Clock()
-    monkeypatch.setattr("production.training.loader.time", made)
+    monkeypatch.setattr("production.training.data.loader.time", made)
     return made
 
 

@@ -9,8 +9,8 @@ import time
 
 import pytest
 
-from production.training import lock
-from production.training.lock import FolderLock, FolderLocked
+from production.training.checkpoint import lock
+from production.training.checkpoint.lock import FolderLock, FolderLocked
 
 KEY = "checkpointing.checkpoint_dir (job.yaml:3)"
 
@@ -45,7 +45,7 @@ def test_a_folder_that_a_run_holds_is_refused_with_host_process_and_run_and_free
 
 def test_a_lock_of_a_process_that_was_killed_is_taken_over_also_while_nobody_has_waited_for_it(tmp_path):
     said = []
-    program = f"import os, signal; from pathlib import Path; from production.training.lock import FolderLock; FolderLock(Path({str(tmp_path)!r}), key='k'); os.kill(os.getpid(), signal.SIGKILL)"
+    program = f"import os, signal; from pathlib import Path; from production.training.checkpoint.lock import FolderLock; FolderLock(Path({str(tmp_path)!r}), key='k'); os.kill(os.getpid(), signal.SIGKILL)"
     killed = subprocess.Popen([sys.executable, "-c", program])
     os.waitid(os.P_PID, killed.pid, os.WEXITED | os.WNOWAIT)  # ended, and still listed
     with FolderLock(tmp_path, key=KEY, say=said.append):

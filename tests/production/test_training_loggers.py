@@ -14,8 +14,8 @@ import pytest
 from rich.console import Console
 
 from production.errors import BadInput, PackproofError
-from production.training import loggers as module
-from production.training.loggers import (
+from production.training.metrics import loggers as module
+from production.training.metrics.loggers import (
     JsonLines,
     LoggerSettings,
     MlflowSettings,
@@ -24,10 +24,10 @@ from production.training.loggers import (
     open_loggers,
     read_records,
 )
-from production.training.picture import COLUMNS, Line, draw, ticks
-from production.training.progress import RunProgress, compact, duration
-from production.training.step_numbers import StepNumbers
-from production.training.summary import close_run, show, summarize, write_picture
+from production.training.metrics.plot import COLUMNS, Line, draw, ticks
+from production.training.metrics.progress import RunProgress, compact, duration
+from production.training.metrics.step_numbers import StepNumbers
+from production.training.metrics.summary import close_run, show, summarize, write_picture
 
 RUN = {"model": "small", "tensor": 2}
 
@@ -161,7 +161,7 @@ def test_wandb_keeps_a_run_offline(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_CACHE_DIR", str(tmp_path / "cache"))
     code = (
         "import sys, pathlib\n"
-        "from production.training.loggers import *\n"
+        "from production.training.metrics.loggers import *\n"
         "settings = LoggerSettings(folder=pathlib.Path(sys.argv[1]), tensorboard=None, "
         "wandb=WandbSettings(project='packproof', name='one', mode='offline'))\n"
         "with open_loggers(settings, rank=0, run={'tensor': 2}) as loggers:\n"

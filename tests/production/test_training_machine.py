@@ -8,11 +8,11 @@ import training_job_worlds as jobs
 from rich.console import Console
 
 from production.errors import PackproofError
-from production.training import launch
 from production.training.__main__ import main
 from production.training.config import load, missing_files, unready
-from production.training.loggers import JsonLines, Record
-from production.training.summary import close_run
+from production.training.distributed import launch
+from production.training.metrics.loggers import JsonLines, Record
+from production.training.metrics.summary import close_run
 
 FOLDERS = [
     "checkpointing.checkpoint_dir",

@@ -14,9 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from training_metrics_world import COUNTS
 
 from production.errors import PackproofError
-from production.training.clock import DeviceClock, HostClock, clock_here, read
-from production.training.counts import RowCounts
-from production.training.metrics import Group, StepMetrics, Timing
+from production.training.metrics.step_metrics import Group, StepMetrics, Timing
+from production.training.metrics.timers import DeviceClock, HostClock, clock_here, read
+from production.training.metrics.token_counts import RowCounts
 
 TIMING = Timing(step_seconds=2.0, own_seconds=1.5, data_wait_seconds=0.25)
 

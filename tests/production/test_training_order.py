@@ -3,7 +3,7 @@
 import pytest
 
 from production.errors import PackproofError
-from production.training.order import Order, OrderSettings, Sample, ValidationOrder, shuffled
+from production.training.data.order import Order, OrderSettings, Sample, ValidationOrder, shuffled
 
 GIVEN = {"kind": "sequential", "last_batch": "drop", "global_batch_size": 4, "data_parallel_size": 2}
 

@@ -6,11 +6,11 @@ import pytest
 import training_job_worlds as jobs
 
 from equivalence.generators import tokenizers
-from production.parallel import Place
+from production.parallel.sizes import Place
 from production.training.config import load
-from production.training.feed import Feed
-from production.training.identity import ResumeRefused, check_resume
-from production.training.start import identity
+from production.training.data.batch_stream import Feed
+from production.training.data.fingerprint import ResumeRefused, check_resume
+from production.training.resume import identity
 
 MEGATRON = "policy.megatron_cfg"
 SCHEDULER = f"{MEGATRON}.scheduler"

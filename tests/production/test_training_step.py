@@ -5,13 +5,13 @@ import dataclasses
 import pytest
 import torch
 
-from production.parallel import Sizes
+from production.parallel.sizes import Sizes
 
 pytestmark = pytest.mark.xdist_group("gloo")
 
 
 def _case(**changes):
-    from equivalence.models import ModelCase, ModelShape
+    from equivalence.trainers.production_step import ModelCase, ModelShape
 
     return ModelCase(shape=ModelShape(layers=1, depths=1), rows=((8, 8), (16,)), masked=(0.5, 0.5), **changes)
 
@@ -19,7 +19,7 @@ def _case(**changes):
 def refusals(case, worker):
     """On a rank: what each of these wrong steps says."""
     from production.errors import PackproofError
-    from production.model import build_model
+    from production.model.model import build_model
     from production.training.step import StepSettings, forward_backward, split_rows, wrap
 
     def said(call):
@@ -48,8 +48,8 @@ def refusals(case, worker):
 def test_wrong_steps_are_refused_before_they_begin():
     from equivalence.workers import open_world, preload
 
-    preload("equivalence.models", "production.training.step")
-    with open_world(2, enter="equivalence.models:layout", entry=Sizes(pipeline=2)) as world:
+    preload("equivalence.trainers.production_step", "production.training.step")
+    with open_world(2, enter="equivalence.trainers.production_step:layout", entry=Sizes(pipeline=2)) as world:
         case = dataclasses.replace(_case(sizes=Sizes(pipeline=2)), shape=dataclasses.replace(_case().shape, layers=2))
         found = world.run(f"{__name__}:refusals", case)[1]
     assert "a model of 1 depths, and steps of 2" in found["depths"]

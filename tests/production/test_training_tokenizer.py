@@ -9,7 +9,7 @@ import training_job_worlds as jobs
 from production.errors import PackproofError
 from production.training.__main__ import main
 from production.training.config import load
-from production.training.tokenizer import load_tokenizer, unloadable, vocabulary_size
+from production.training.data.tokenizer import load_tokenizer, unloadable, vocabulary_size
 
 KEY = "policy.tokenizer.name"
 

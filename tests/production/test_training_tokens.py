@@ -10,18 +10,18 @@ import training_job_worlds as jobs
 from equivalence.generators import tokenizers
 from production.errors import PackproofError
 from production.files.source import open_source
-from production.guards import BatchSettings
-from production.message_keys import MessageKeys
-from production.rows import RowSettings
+from production.rows.builder import RowSettings
+from production.rows.guards import BatchSettings
 from production.semantics import parse
+from production.tokens.message_keys import MessageKeys
 from production.training.__main__ import main
 from production.training.config import load
-from production.training.datasets import BadRow, PackedData
-from production.training.loggers import Record
-from production.training.order import Sample
-from production.training.summary import summarize
-from production.training.token_checks import check_tokens
-from production.training.tokenizer import load_tokenizer
+from production.training.data.dataset import BadRow, PackedData
+from production.training.data.order import Sample
+from production.training.data.token_checks import check_tokens
+from production.training.data.tokenizer import load_tokenizer
+from production.training.metrics.loggers import Record
+from production.training.metrics.summary import summarize
 
 TRAIN = "data.train"
 

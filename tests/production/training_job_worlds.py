@@ -27,9 +27,9 @@ WORDS = [
 ROWS = 12
 PACK_LENGTH = 64
 MODULES = (
-    "production.training.loop",
-    "production.training.dumps",
-    "equivalence.layout_runs",
+    "production.training.trainer",
+    "production.training.data.batch_dump",
+    "equivalence.runner.layout_runs",
     "transformers.models.auto.tokenization_auto",
     "transformers.tokenization_utils_tokenizers",
     "rich.progress",
@@ -119,7 +119,7 @@ def train(payload, worker):  # noqa: ARG001 - as a world calls it
     """Run the job of a file with overrides; gives how it ended, or what it was refused with."""
     from production.errors import PackproofError
     from production.training.config import load
-    from production.training.loop import run
+    from production.training.trainer import run
 
     try:
         outcome = run(load(payload["config"], payload.get("overrides", ())))
@@ -161,10 +161,10 @@ def train_disturbed_apart(payload, worker):
     """`train_disturbed` for the last case of a world: each rank leaves a file and ends, as a process of its own would."""
     import os
 
-    from production.training import lost
+    from production.training.distributed import heartbeat
 
-    lost.SILENT_SECONDS = payload.get("silent_seconds", lost.SILENT_SECONDS)
-    lost.HEARTBEAT_SECONDS = lost.SILENT_SECONDS / 5
+    heartbeat.SILENT_SECONDS = payload.get("silent_seconds", heartbeat.SILENT_SECONDS)
+    heartbeat.HEARTBEAT_SECONDS = heartbeat.SILENT_SECONDS / 5
     found = train_disturbed(payload, worker)
     Path(payload["folder"], f"{worker.rank}.json").write_text(json.dumps(found))
     os._exit(0)
@@ -210,9 +210,9 @@ def train_on_full_disk(payload, worker):
     import resource
     from unittest import mock
 
-    from production.training import checkpoint
+    from production.training.checkpoint import manager
 
-    writes, saves = checkpoint.write, checkpoint.dist_checkpointing.save
+    writes, saves = manager.write, manager.dist_checkpointing.save
 
     def written(path, data):
         if payload["what"] == "manifest" and f"step_{payload['full_at']:08d}" in str(path):
@@ -229,8 +229,8 @@ def train_on_full_disk(payload, worker):
             resource.setrlimit(resource.RLIMIT_FSIZE, limit)
 
     with (
-        mock.patch.object(checkpoint, "write", written),
-        mock.patch.object(checkpoint.dist_checkpointing, "save", saved),
+        mock.patch.object(manager, "write", written),
+        mock.patch.object(manager.dist_checkpointing, "save", saved),
     ):
         return train(payload, worker)
 
@@ -241,16 +241,16 @@ def train_killed_in_save(payload, worker):
     import signal
     from unittest import mock
 
-    from production.training import checkpoint
+    from production.training.checkpoint import manager
 
-    writes = checkpoint.write
+    writes = manager.write
 
     def killed(path, data):
         if f"step_{payload['killed_at']:08d}" in str(path):
             os.kill(os.getpid(), signal.SIGKILL)
         writes(path, data)
 
-    with mock.patch.object(checkpoint, "write", killed):
+    with mock.patch.object(manager, "write", killed):
         return train(payload, worker)
 
 
@@ -258,8 +258,8 @@ def weights(payload, worker):
     """What came of a job, with the parts of the whole model's weights that this rank held: as it began, or `after` its last step."""
     from unittest import mock
 
+    from production.model.weights import shards
     from production.training.engine import Engine
-    from production.weights import shards
 
     parts, made, whole = [], Engine.__init__, Engine.step
 
@@ -286,7 +286,7 @@ def weights(payload, worker):
 
 def together(results):
     """The whole model's weights as bytes by name."""
-    from production.weights import put_together
+    from production.model.weights import put_together
 
     found = {}
     for _, parts in results:
@@ -385,10 +385,11 @@ def train_behind(payload, worker):
     """`train` with the clock of a device that is behind, and the memory of a rank as given; with how often it was read."""
     from unittest import mock
 
-    from production.training import engine, metrics
+    from production.training import engine
+    from production.training.metrics import step_metrics
 
     clock = BehindClock(payload["shares"][worker.rank])
-    whole = metrics.StepMetrics.report
+    whole = step_metrics.StepMetrics.report
 
     def reported(self, **options):
         clock.may_read = True
@@ -399,8 +400,8 @@ def train_behind(payload, worker):
 
     with (
         mock.patch.object(engine, "clock_here", return_value=clock),
-        mock.patch.object(metrics.StepMetrics, "report", reported),
-        mock.patch.object(metrics, "memory_mebibytes", return_value=payload["memory"][worker.rank]),
+        mock.patch.object(step_metrics.StepMetrics, "report", reported),
+        mock.patch.object(step_metrics, "memory_mebibytes", return_value=payload["memory"][worker.rank]),
     ):
         return train(payload, worker), clock.reads
 
@@ -419,7 +420,7 @@ def train_measured(payload, worker):
     """`train` whose checkpoints are told these losses by step."""
     from unittest import mock
 
-    from production.training.checkpoint import Checkpoints
+    from production.training.checkpoint.manager import Checkpoints
 
     whole = Checkpoints.save
 
@@ -495,8 +496,8 @@ def train_beside_another(payload, worker):
 
     import msgspec
 
+    from production.training.checkpoint.manifest import read_manifest, sealed
     from production.training.engine import Engine
-    from production.training.manifest import read_manifest, sealed
 
     whole, taken, folder = Engine.step, 0, Path(payload["folder"])
 
@@ -517,16 +518,16 @@ def train_disturbed_in_save(payload, worker):
     """`train`, where something removes a file of the second checkpoint while it is written."""
     from unittest import mock
 
-    from production.training import checkpoint
+    from production.training.checkpoint import manager
 
-    saves = checkpoint.dist_checkpointing.save
+    saves = manager.dist_checkpointing.save
 
     def saved(state, folder, **options):
         saves(state, folder, **options)
         if "step_00000002" in folder:
             next(Path(folder).glob("*.distcp")).unlink()
 
-    with mock.patch.object(checkpoint.dist_checkpointing, "save", saved):
+    with mock.patch.object(manager.dist_checkpointing, "save", saved):
         return train(payload, worker)
 
 

@@ -12,9 +12,9 @@ from unittest import mock
 import torch
 from torch import distributed
 
-from production.training import metrics as module
-from production.training.counts import RowCounts
-from production.training.metrics import Group, StepMetrics, Timing
+from production.training.metrics import step_metrics as module
+from production.training.metrics.step_metrics import Group, StepMetrics, Timing
+from production.training.metrics.token_counts import RowCounts
 
 COUNTS = RowCounts(
     rows=2,

@@ -160,8 +160,8 @@ def counting():
     """Counts within each `forward_backward` of a job's engine."""
     from megatron.core.models.common.embeddings import rope_utils
 
-    from production import microbatches
-    from production.device.attention import SegmentAttention
+    from production.model.device.attention import SegmentAttention
+    from production.parallel import microbatches
     from production.training import engine
     from production.training import step as steps
 

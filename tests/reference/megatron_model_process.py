@@ -12,9 +12,9 @@ os.environ.update(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
 import torch
 from torch import distributed
 
-from production.device.shim import cpu_shim
-from production.model import ModelSettings, build_model
-from production.parallel import Sizes, parallel
+from production.model.device.shim import cpu_shim
+from production.model.model import ModelSettings, build_model
+from production.parallel.sizes import Sizes, parallel
 
 
 def run(case):

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import torch
 
-from equivalence.cases import RowCase
+from equivalence.cases.row import RowCase
 from equivalence.subjects import Refusal, Row, RowSettings, load
 
 REFERENCE = load("reference")

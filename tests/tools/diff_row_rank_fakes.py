@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 
 from equivalence.subjects import load
-from tools.diff_row.ranks.ways import reference_way
+from tools.diff_row.rank.backends import reference_way
 
 NAMES = ("input_ids", "target_ids", "token_mask", "position_ids")
 REFERENCE = load("reference")

@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from equivalence.errors import InputError
-from production.training.loggers import LoggerSettings, Record, open_loggers
+from production.training.metrics.loggers import LoggerSettings, Record, open_loggers
 from tools.compare_runs import page as page_module
 from tools.compare_runs.__main__ import main
 from tools.compare_runs.comparison import Window, compare

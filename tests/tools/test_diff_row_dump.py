@@ -10,10 +10,10 @@ from safetensors.torch import load_file, save_file
 from equivalence.generators.tokenizers import load
 from equivalence.subjects import ROW_TENSORS, RowSettings
 from tools.diff_row.__main__ import main
-from tools.diff_row.dump import NAMES, write_dump
-from tools.diff_row.dump_reader import Conventions, read_dump
-from tools.diff_row.inspection import inspect
-from tools.diff_row.problems import BadInput
+from tools.diff_row.dump.reader import Conventions, read_dump
+from tools.diff_row.dump.writer import NAMES, write_dump
+from tools.diff_row.errors import BadInput
+from tools.diff_row.row.inspection import inspect
 
 SETTINGS = RowSettings(pack_length=32, prompt_format="identity")
 

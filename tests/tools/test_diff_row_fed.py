@@ -7,10 +7,10 @@ import pytest
 from diff_row_fakes import described
 from safetensors.torch import load_file, save_file
 
-from production.parallel import Place
+from production.parallel.sizes import Place
 from production.training.config import load, multi_token_depths
-from production.training.dumps import dump
-from production.training.feed import Feed
+from production.training.data.batch_dump import dump
+from production.training.data.batch_stream import Feed
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TOKENIZER = str(EXAMPLES / "tokenizers" / "nemotron-mini")

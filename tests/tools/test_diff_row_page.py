@@ -15,9 +15,9 @@ from diff_row_fakes import LEAKY, MASK, NAN, REFERENCE, SAME, SHIFTED, SHORT, TO
 
 from equivalence.generators.tokenizers import load
 from equivalence.subjects import Row, RowSettings
-from tools.diff_row import page
-from tools.diff_row.findings import Side, Source
 from tools.diff_row.inputs import findings_of
+from tools.diff_row.render import page
+from tools.diff_row.row.findings import Side, Source
 
 LONG = 262_144
 

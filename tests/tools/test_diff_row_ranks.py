@@ -8,8 +8,8 @@ import torch
 from diff_row_fakes import described, many, write_case, write_rows
 from safetensors.torch import load_file
 
-from production import context_parallel as production_context
-from tools.diff_row.ranks.place import find_place
+from production.parallel import context_parallel as production_context
+from tools.diff_row.rank.coordinates import find_place
 
 FAULTS = "diff_row_rank_fakes"
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from production.errors import BatchRefused, PackproofError
-from production.multi_token import depth_tables
+from production.parallel.multi_token import depth_tables
 from tools.simulate import walk as walk_module
 from tools.simulate.__main__ import main
 from tools.simulate.costs import costs_of

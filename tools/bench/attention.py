@@ -19,8 +19,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from production.device.attention_share import Share, attend, runs_of
 from production.errors import PackproofError
+from production.model.device.attention_share import Share, attend, runs_of
 from tools.bench.shards import make_row
 
 _DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}

@@ -20,8 +20,8 @@ import numpy as np
 import torch
 from transformers import AutoTokenizer
 
-from production.prompts import FORMATS, render_messages, render_template, split_conversations
-from production.rows import Row, RowBuilder, RowSettings
+from production.rows.builder import Row, RowBuilder, RowSettings
+from production.tokens.prompts import FORMATS, render_messages, render_template, split_conversations
 from tools.bench.rows import Result
 
 Messages = list[dict[str, Any]]

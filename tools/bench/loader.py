@@ -17,12 +17,12 @@ from rich.table import Table
 from transformers import AutoTokenizer
 
 from equivalence.generators.real_tokenizers import cached_tokenizer
-from production.batches import BatchSettings
 from production.files.source import open_source
-from production.rows import RowBuilder, RowSettings
-from production.training.datasets import PackedData
-from production.training.loader import Loader, LoaderSettings
-from production.training.order import Order, OrderSettings
+from production.rows.batch import BatchSettings
+from production.rows.builder import RowBuilder, RowSettings
+from production.training.data.dataset import PackedData
+from production.training.data.loader import Loader, LoaderSettings
+from production.training.data.order import Order, OrderSettings
 from tools.bench.rows import SAMPLE
 
 Messages = list[dict[str, Any]]

@@ -23,10 +23,10 @@ from rich.console import Console
 from rich.table import Table
 from torch import distributed
 
-from production.batches import FlatBatch
-from production.context_parallel import shard_batch
 from production.errors import PackproofError
-from production.multi_token import depth_tables
+from production.parallel.context_parallel import shard_batch
+from production.parallel.multi_token import depth_tables
+from production.rows.batch import FlatBatch
 from tools.bench.shards import make_row
 
 _NAMES = ("input_ids", "position_ids", "target_ids", "token_mask")

@@ -11,9 +11,9 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from production.batches import FlatBatch
-from production.context_parallel import ROW_TENSORS, shard_batch, shard_index
 from production.errors import PackproofError
+from production.parallel.context_parallel import ROW_TENSORS, shard_batch, shard_index
+from production.rows.batch import FlatBatch
 
 
 def shards(*, pack_length: int = 262_144, segments: int = 1_000, cp: int = 16, repeats: int = 200) -> float:

@@ -16,7 +16,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from production.files.identity import BLOCK_BYTES
+from production.files.file_state import BLOCK_BYTES
 from production.files.parse import parse_row
 from production.files.source import PackedSource, open_source
 

@@ -18,9 +18,9 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from equivalence.plan import LAYOUT_CHECKS, NEVER_SMALL, SIZES, Steps, model_jobs
-from equivalence.pool import default_workers, run_jobs
-from equivalence.tally import Tally
+from equivalence.runner.counters import Tally
+from equivalence.runner.plan import LAYOUT_CHECKS, NEVER_SMALL, SIZES, Steps, model_jobs
+from equivalence.runner.pool import default_workers, run_jobs
 
 DATA_AIM = 100.0
 STEP_AIMS = {2: 2.0, 4: 0.7, 8: 0.5}
@@ -63,7 +63,7 @@ def suite(
     torch.set_num_threads(1)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of megatron-core, that CUDA and optional kernels are absent
-        from equivalence.layout_runs import preload_models  # noqa: PLC0415 - megatron-core, which other benchmarks do without
+        from equivalence.runner.layout_runs import preload_models  # noqa: PLC0415 - megatron-core, which other benchmarks do without
 
         preload_models()
     measured = [_data(examples), *(_steps(size, layouts, cases, workers or default_workers()) for size in worlds)]
@@ -93,7 +93,7 @@ def suite(
 
 
 def _data(examples: int) -> Measured:
-    from equivalence.layouts import draw_layouts  # noqa: PLC0415 - as above
+    from equivalence.runner.layout_jobs import draw_layouts  # noqa: PLC0415 - as above
 
     started, count, used = time.perf_counter(), 0, _processor()
     for check in (each for each in LAYOUT_CHECKS if each not in NEVER_SMALL):

@@ -19,9 +19,9 @@ from typing import Annotated, Any, Literal
 import torch
 import tyro
 
+from equivalence.cases.step import layout_name
 from equivalence.errors import InputError, SuiteError
-from equivalence.exits import CANNOT_RUN
-from equivalence.model_cases import layout_name
+from equivalence.runner.exits import CANNOT_RUN
 from equivalence.workers import Deadlines, open_world, preload
 from equivalence.workers.launched import run_launched
 from production.errors import PackproofError
@@ -190,7 +190,7 @@ def read_ahead(job: Job) -> None:
 
 
 def _runs(job: Job, world_size: int, measured: Any) -> tuple[Run, Run]:
-    from equivalence.baseline import STAND_INS  # noqa: PLC0415 - megatron-core, which warns where it is not preloaded
+    from equivalence.trainers.megatron_step import STAND_INS  # noqa: PLC0415 - megatron-core, which warns where it is not preloaded
 
     where = f"{world_size} ranks, {layout_name(sizes(job), sizes(job).data(world_size))}, {device_here(job)}"
     remarks = {name: [_rows_took(series)] for name, series in measured.series.items()}
@@ -249,7 +249,7 @@ def _trains_nothing(comparison: Comparison) -> set[int]:
 def _document(
     options: Arguments, job: Job, world_size: int, runs: tuple[Run, Run], weights: Sequence[str]
 ) -> dict[str, Any]:
-    from equivalence.baseline import STAND_INS, UPSTREAM  # noqa: PLC0415 - as above
+    from equivalence.trainers.megatron_step import STAND_INS, UPSTREAM  # noqa: PLC0415 - as above
 
     return {
         "config": [str(path) for path in options.config],

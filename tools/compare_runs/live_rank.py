@@ -22,8 +22,8 @@ from torch import distributed
 
 from equivalence.errors import SuiteError
 from equivalence.workers import Worker
-from production.device.shim import cpu_shim
-from production.parallel import Place, parallel
+from production.model.device.shim import cpu_shim
+from production.parallel.sizes import Place, parallel
 from production.training.config import Job, device_here, sizes
 from tools.compare_runs.live_systems import MEGATRON_LM, PACKPROOF, System, both, unequal_weights
 
@@ -42,7 +42,7 @@ class Measured:
 
 @contextlib.contextmanager
 def entered(job: Job, worker: Worker) -> Iterator[Place]:
-    """The layout of a job, as `production.training.launch` enters it: shim, deterministic kernels, parallel state."""
+    """The layout of a job, as `production.training.distributed.launch` enters it: shim, deterministic kernels, parallel state."""
     del worker
     is_cuda = device_here(job) == "cuda"
     with contextlib.ExitStack() as undo:

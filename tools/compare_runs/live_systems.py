@@ -21,21 +21,21 @@ from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelpe
 from megatron.core.utils import get_model_config
 from torch import distributed
 
-from equivalence import baseline
-from equivalence.baseline_log import Written, router_losses
 from equivalence.subjects.megatron_lm import training_dataset
 from equivalence.subjects.protocol import RowSettings
+from equivalence.trainers import megatron_step
+from equivalence.trainers.megatron_log import Written, router_losses
 from production.errors import PackproofError
-from production.model import build_model
-from production.multi_token_feed import rolls_from_tables
-from production.parallel import Place
+from production.model.model import build_model
+from production.parallel.multi_token_feed import rolls_from_tables
+from production.parallel.sizes import Place
 from production.training.config import Job, ddp_options, multi_token_depths, optimizer_options, sizes
+from production.training.data.batch_stream import Fed, Feed
+from production.training.data.tokenizer import vocabulary_size
 from production.training.engine import Engine, Stepped
-from production.training.feed import Fed, Feed
-from production.training.metrics import Group, StepMetrics, Timing
-from production.training.router_losses import router_loss_names
-from production.training.start import build
-from production.training.tokenizer import vocabulary_size
+from production.training.metrics.router_losses import router_loss_names
+from production.training.metrics.step_metrics import Group, StepMetrics, Timing
+from production.training.resume import build
 
 Numbers = dict[str, float]
 """Of one step, under the names of `Run.series`; a stage that computes no loss leaves it out."""
@@ -119,7 +119,7 @@ class Ours:
 
 
 class Baseline:
-    """Megatron-LM's `SFTDataset`, sampler and collation, `equivalence.baseline`'s step, its DDP, optimizer and schedule."""
+    """Megatron-LM's `SFTDataset`, sampler and collation, `equivalence.trainers.megatron_step`'s step, its DDP, optimizer and schedule."""
 
     def __init__(self, job: Job, place: Place, *, like: Engine, tokenizer: Any) -> None:
         """Build it with the weights of `like`."""
@@ -157,7 +157,7 @@ class Baseline:
         self.model.train()
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
-        self._reports = baseline.forward_backward(self.model, rows, per_token=self._is_per_token)
+        self._reports = megatron_step.forward_backward(self.model, rows, per_token=self._is_per_token)
         self._learning_rate = float(self.optimizer.param_groups[0]["lr"])
         was_updated, self._gradient_norm, _ = self.optimizer.step()
         if was_updated:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import jinja2
 
-from production.training.picture import WIDTH, Line, draw
+from production.training.metrics.plot import WIDTH, Line, draw
 from tools.compare_runs import words
 from tools.compare_runs.aligned import paired_values
 from tools.compare_runs.comparison import Comparison

@@ -14,7 +14,7 @@ import tyro
 from rich.console import Console
 
 from equivalence.errors import SuiteError
-from equivalence.exits import CANNOT_RUN
+from equivalence.runner.exits import CANNOT_RUN
 from production.errors import PackproofError
 from tools.compare_runs.comparison import Comparison, Window, compare, plain
 from tools.compare_runs.page import write_page

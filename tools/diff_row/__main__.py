@@ -24,23 +24,23 @@ import tyro
 from rich.console import Console
 from safetensors import SafetensorError
 
-from equivalence import exits
-from tools.diff_row.dump import NAMES, write_dump
-from tools.diff_row.dump_reader import Conventions, field_of
-from tools.diff_row.findings import Findings
+from equivalence.runner import exits
+from tools.diff_row.dump.reader import Conventions, field_of
+from tools.diff_row.dump.writer import NAMES, write_dump
+from tools.diff_row.errors import BadInput
 from tools.diff_row.inputs import Request, find
-from tools.diff_row.machine import as_json
-from tools.diff_row.notes import token_notes
-from tools.diff_row.page import render_page
-from tools.diff_row.problems import BadInput
-from tools.diff_row.ranks.asked import RankRequest, find_rank
-from tools.diff_row.ranks.fed import find_fed
-from tools.diff_row.ranks.output import as_json as ranks_as_json
-from tools.diff_row.ranks.output import write_steps
-from tools.diff_row.ranks.page import render_rank_page
-from tools.diff_row.ranks.steps import RankFindings
-from tools.diff_row.ranks.terminal import show_fed, show_rank
-from tools.diff_row.terminal import show
+from tools.diff_row.rank.compare_dump import find_fed
+from tools.diff_row.rank.output import as_json as ranks_as_json
+from tools.diff_row.rank.output import write_steps
+from tools.diff_row.rank.page import render_rank_page
+from tools.diff_row.rank.request import RankRequest, find_rank
+from tools.diff_row.rank.steps import RankFindings
+from tools.diff_row.rank.terminal import show_fed, show_rank
+from tools.diff_row.render.json_output import as_json
+from tools.diff_row.render.page import render_page
+from tools.diff_row.render.terminal import show
+from tools.diff_row.row.findings import Findings
+from tools.diff_row.row.notes import token_notes
 
 
 def _whole(text: str) -> int:

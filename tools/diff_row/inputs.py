@@ -15,23 +15,23 @@ from typing import Any
 
 import torch
 
-from equivalence.blame import told
-from equivalence.cases import read_case
+from equivalence.cases.row import read_case
 from equivalence.errors import CaseError
 from equivalence.generators import tokenizers as named_tokenizers
+from equivalence.runner.blame import told
 from equivalence.subjects import BUILT_IN, Messages, Row, RowSettings, Subject, load
 from equivalence.subjects.protocol import row_of
 from equivalence.subjects.tokenizers import load_folder
 from production.errors import PackproofError
-from production.files.identity import is_there
+from production.files.file_state import is_there
 from production.files.manifest import read_manifest
-from tools.diff_row.dump_reader import LABELS, Conventions, Dump, read_dump
-from tools.diff_row.dump_search import Match, find_row
-from tools.diff_row.findings import Findings, Side, Source, compare
-from tools.diff_row.inspection import IGNORE_INDEX, Flaw, inspect
-from tools.diff_row.layout import map_row
-from tools.diff_row.problems import BadInput
-from tools.diff_row.tokens import TokenTexts
+from tools.diff_row.dump.reader import LABELS, Conventions, Dump, read_dump
+from tools.diff_row.dump.search import Match, find_row
+from tools.diff_row.errors import BadInput
+from tools.diff_row.render.tokens import TokenTexts
+from tools.diff_row.row.findings import Findings, Side, Source, compare
+from tools.diff_row.row.inspection import IGNORE_INDEX, Flaw, inspect
+from tools.diff_row.row.layout import map_row
 
 DEFAULT_PACK_LENGTH = 4096
 DUMP = "dump"

@@ -11,9 +11,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from equivalence import exits
+from equivalence.runner import exits
 from production.errors import PackproofError
-from production.files.identity import is_there
+from production.files.file_state import is_there
 from production.semantics import DEFAULT_PRESET
 from tools.pack_rows.conversations import Refusal
 from tools.pack_rows.lengths import PromptFormat

@@ -15,7 +15,7 @@ from production.errors import PackproofError
 from production.files.faults import LineError
 from production.files.head import stream_lines
 from production.files.parse import Message, parse_row
-from production.message_keys import MessageKeys
+from production.tokens.message_keys import MessageKeys
 
 MissingSystem = Literal["insert", "refuse"]
 MiddleSystem = Literal["refuse", "split"]

@@ -9,18 +9,18 @@ from typing import Any, Literal
 
 import numpy as np
 
-from production.conversations import ConversationTokenizer
 from production.errors import PackproofError, RowRefused
-from production.files.identity import is_there
-from production.format_fit import MISFIT_MEND, format_misfits, misfit_text
-from production.message_keys import MessageKeys
-from production.prompts import FORMATS, TURN_ROLES, Message, RowMessages, count_unrendered
+from production.files.file_state import is_there
 from production.refusals import refusal
-from production.rows import LONGEST, RowSettings, find_pad
+from production.rows.builder import LONGEST, RowSettings, find_pad
 from production.semantics import parse
-from production.token_facts import ControlTokens, removed_switches, tokenizer_notes
-from production.training.tokenizer import folder_fault
-from production.turns import IGNORE_INDEX
+from production.tokens.conversations import ConversationTokenizer
+from production.tokens.format_fit import MISFIT_MEND, format_misfits, misfit_text
+from production.tokens.message_keys import MessageKeys
+from production.tokens.prompts import FORMATS, TURN_ROLES, Message, RowMessages, count_unrendered
+from production.tokens.token_facts import ControlTokens, removed_switches, tokenizer_notes
+from production.tokens.turn_tokens import IGNORE_INDEX
+from production.training.data.tokenizer import folder_fault
 from tools.pack_rows.conversations import Conversation, Refusal
 
 PromptFormat = Literal["nemotron-nano-v2", "nemotron-h-aligned", "identity", "default"]

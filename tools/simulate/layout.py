@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
-from production.context_parallel import find_layout
 from production.errors import PackproofError
+from production.parallel.context_parallel import find_layout
 
 
 @dataclass(frozen=True, kw_only=True)

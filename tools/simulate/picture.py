@@ -9,7 +9,7 @@ from typing import Any
 
 import jinja2
 
-from production.context_parallel import find_layout
+from production.parallel.context_parallel import find_layout
 from tools.simulate.costs import Costs
 from tools.simulate.terminal import span
 from tools.simulate.walk import Walk

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 
 import torch
 
-from production.batches import FlatBatch
-from production.context_parallel import check_boundaries, find_layout
 from production.errors import BatchRefused
-from production.multi_token import DepthTables, depth_tables
+from production.parallel.context_parallel import check_boundaries, find_layout
+from production.parallel.multi_token import DepthTables, depth_tables
+from production.rows.batch import FlatBatch
 from tools.simulate.layout import Job
 
 MOST_FAULTS = 20

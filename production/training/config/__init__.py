@@ -1,15 +1,14 @@
 """The configuration of a training job: YAML into strict frozen dataclasses, and every set-up refusal (SPEC section 18)."""
 
-from production.training.config.checks_machine import blocked_folders, held_checkpoints, missing_packages, unready
-from production.training.config.data import CHAT, PACKED, Data, DataFile, Dataset, DatasetDefaults
-from production.training.config.job import Job, Source
-from production.training.config.loading import load
-from production.training.config.model import Model
-from production.training.config.planning import Plan, plan
-from production.training.config.policy import MegatronCfg, Policy, Scheduler, SequencePacking, Tokenizer
-from production.training.config.printing import print_config
+from production.training.config.checks.machine import blocked_folders, held_checkpoints, missing_packages, unready
+from production.training.config.load_job import load
+from production.training.config.plan_job import Plan, plan
 from production.training.config.refusal import ConfigRefused, SetupRefused
-from production.training.config.sections import Checkpointing, Cluster, Logger, Loss, Sft
+from production.training.config.schema.data import CHAT, PACKED, Data, DataFile, Dataset, DatasetDefaults
+from production.training.config.schema.job import Job, Source
+from production.training.config.schema.model import Model
+from production.training.config.schema.policy import MegatronCfg, Policy, Scheduler, SequencePacking, Tokenizer
+from production.training.config.schema.sections import Checkpointing, Cluster, Logger, Loss, Sft
 from production.training.config.settings import (
     chat_settings,
     ddp_options,
@@ -21,6 +20,7 @@ from production.training.config.settings import (
     sizes,
     transformer_options,
 )
+from production.training.config.show import print_config
 from production.training.config.validation import (
     device_here,
     missing_files,

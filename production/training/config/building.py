@@ -9,14 +9,14 @@ import typing
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from production.training.config.data import DataFile, Dataset
-from production.training.config.job import Source
 from production.training.config.keys import PASSED_ON, is_key, nearest_key, section_keys
-from production.training.config.options import LARGEST, Kind, check_option, option_fields
-from production.training.config.overlay import MISSING, Overlay, defaults
-from production.training.config.policy import MegatronCfg, Switch
-from production.training.config.reading import leaves
+from production.training.config.layers import MISSING, Overlay, defaults
+from production.training.config.megatron_options import LARGEST, Kind, check_option, option_fields
 from production.training.config.refusal import ConfigRefused, nearest
+from production.training.config.schema.data import DataFile, Dataset
+from production.training.config.schema.job import Source
+from production.training.config.schema.policy import MegatronCfg, Switch
+from production.training.config.yaml_reader import leaves
 
 _WANTED = {bool: "true or false", int: "a whole number", float: "a number", str: "a word"}
 

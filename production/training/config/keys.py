@@ -8,9 +8,9 @@ import functools
 import typing
 from collections.abc import Iterator
 
-from production.training.config.job import Job
-from production.training.config.options import Kind, option_fields
-from production.training.config.policy import MegatronCfg
+from production.training.config.megatron_options import Kind, option_fields
+from production.training.config.schema.job import Job
+from production.training.config.schema.policy import MegatronCfg
 
 PASSED_ON: tuple[Kind, ...] = ("transformer", "optimizer", "distributed_data_parallel_config")
 """Keys of `policy.megatron_cfg` that hold megatron-core's options by name."""

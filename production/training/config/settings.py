@@ -6,14 +6,14 @@ from typing import Any
 
 import torch
 
-from production.chat import ChatSettings
-from production.parallel import Sizes
-from production.rows import RowSettings
+from production.online.chat import ChatSettings
+from production.parallel.sizes import Sizes
+from production.rows.builder import RowSettings
 from production.semantics import parse
-from production.training.config.data import Dataset
-from production.training.config.job import Job
-from production.training.config.options import converted, dtype
-from production.training.order import OrderSettings
+from production.training.config.megatron_options import converted, dtype
+from production.training.config.schema.data import Dataset
+from production.training.config.schema.job import Job
+from production.training.data.order import OrderSettings
 
 _ACTIVATIONS = {"gelu": torch.nn.functional.gelu, "silu": torch.nn.functional.silu}
 _SHAPE = (
@@ -92,7 +92,7 @@ def order_settings(job: Job, data_parallel_size: int) -> OrderSettings:
 
 def transformer_options(job: Job) -> dict[str, Any]:
     """Fields of megatron-core's TransformerConfig that the job sets, as megatron-core takes them; without those that follow
-    from the layout (`production.model.DERIVED`). What the file passes on by name comes last, but `validate` refuses it
+    from the layout (`production.model.model.DERIVED`). What the file passes on by name comes last, but `validate` refuses it
     where it contradicts a key of the job (SPEC R-SETUP-6).
     """
     model, megatron = job.model, job.megatron
@@ -118,8 +118,8 @@ def transformer_options(job: Job) -> dict[str, Any]:
 
 
 def model_settings(job: Job, vocab_size: int) -> Any:
-    """`production.model.ModelSettings` of the job, for `vocab_size` rows of the embedding. PackproofError as there."""
-    from production.model import ModelSettings  # noqa: PLC0415 - imports megatron-core's models
+    """`production.model.model.ModelSettings` of the job, for `vocab_size` rows of the embedding. PackproofError as there."""
+    from production.model.model import ModelSettings  # noqa: PLC0415 - imports megatron-core's models
 
     return ModelSettings(
         vocab_size=vocab_size,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from production.training.config.job import Job
+from production.training.config.schema.job import Job
 from production.training.config.settings import multi_token_depths, sizes, uses_distributed_optimizer
 
 _BYTES = {"float32": 4, "float64": 8, "bfloat16": 2}

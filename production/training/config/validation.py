@@ -9,22 +9,22 @@ from typing import Any
 import torch
 
 from production.errors import PackproofError
-from production.files.identity import is_there
+from production.files.file_state import is_there
 from production.files.manifest import other_files, read_manifest
-from production.training.config.checks_batches import check_batches, check_data, check_length
-from production.training.config.checks_layers import check_pattern
-from production.training.config.checks_megatron import (
+from production.training.config.checks.batches import check_batches, check_data, check_length
+from production.training.config.checks.layers import check_pattern
+from production.training.config.checks.megatron import (
     check_contradictions,
     check_megatron,
     check_overlap,
     check_precision,
 )
-from production.training.config.checks_model import check_model, check_optimizer
-from production.training.config.checks_options import check_kernels, check_not_here, check_values
-from production.training.config.checks_run import check_checkpoints, check_schedule, check_start, check_steps
-from production.training.config.checks_setup import Setup, check_layout, check_paths, check_switches
-from production.training.config.job import Job
+from production.training.config.checks.model import check_model, check_optimizer
+from production.training.config.checks.options import check_kernels, check_not_here, check_values
+from production.training.config.checks.run import check_checkpoints, check_schedule, check_start, check_steps
+from production.training.config.checks.setup import Setup, check_layout, check_paths, check_switches
 from production.training.config.refusal import SetupRefused
+from production.training.config.schema.job import Job
 
 _CHECKS: tuple[Callable[[Setup], Iterator[SetupRefused]], ...] = (
     check_switches,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from production.training.loggers import read_records
+from production.training.metrics.loggers import read_records
 from tools.compare_runs.readers.names import Names, no_loss, validation_of
 from tools.compare_runs.run import Gathered, Run, to_number
 

@@ -1,0 +1,79 @@
+"""The one list of checks: what each is called, what kind of case it takes, what a case costs, and what a difference of it is.
+
+Everything that lists checks (plan, jobs, counters, reports, kill matrices) reads this table, so a new check is one entry here and what runs it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Kind = Literal["row", "data", "step", "run", "files"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """One check."""
+
+    name: str
+    title: str
+    """What a person calls its cases."""
+    kind: Kind
+    """`row`: messages that subjects build; `data`: drawn tensors and numbers; `step`: one training step of ranks; `run`: many steps; `files`: bytes on disk."""
+    klass: str
+    """The class of a difference in a tensor whose name says none."""
+    cost: float = 0.0
+    """Of one example in generated rows' worth; 0 where the number of ranks decides, or a job is one piece."""
+
+    replay: str = ""
+    """`module:function` from a saved value to its result, of a check that draws no data and saves a value all the same."""
+
+
+CHECKS: dict[str, Check] = {
+    check.name: check
+    for check in (
+        Check(name="corpus", title="saved cases", kind="row", klass="row"),
+        Check(name="recorded", title="recorded outcomes", kind="row", klass="row", cost=0.7),
+        Check(name="own", title="own settings", kind="row", klass="row", cost=5.5),
+        Check(name="files", title="file readers", kind="files", klass="reader"),
+        Check(name="sample", title="other settings", kind="row", klass="row", cost=5.5),
+        Check(name="rows", title="generated rows", kind="row", klass="row", cost=1.0),
+        Check(name="batches", title="batches", kind="row", klass="batch", cost=1.5),
+        Check(name="divergences", title="divergences", kind="row", klass="row", cost=4.0),
+        Check(name="context_parallel", title="cp cuts", kind="data", klass="cut", cost=1.4),
+        Check(name="multi_token", title="MTP depths", kind="data", klass="depth", cost=1.4),
+        Check(name="packing", title="packers", kind="data", klass="bins", cost=1.4),
+        Check(name="direct_microbatches", title="direct microbatches", kind="data", klass="microbatch", cost=1.4),
+        Check(name="online_microbatches", title="online microbatches", kind="data", klass="microbatch", cost=1.4),
+        Check(name="meeting", title="direct and online rows", kind="data", klass="microbatch", cost=1.4),
+        Check(name="loss", title="losses", kind="data", klass="loss", cost=1.4),
+        Check(name="online_loss", title="online losses", kind="data", klass="loss", cost=1.4),
+        Check(name="cross_entropy", title="cross entropies", kind="data", klass="loss", cost=1.4),
+        Check(name="order", title="data order", kind="data", klass="order", cost=1.4),
+        Check(name="shares", title="stride and bins", kind="data", klass="share", cost=1.4),
+        Check(name="guards", title="guards of batches", kind="data", klass="guard", cost=1.4),
+        Check(name="loader", title="batches of the loader", kind="data", klass="batch", cost=1.4),
+        Check(name="packed_files", title="packed files", kind="data", klass="reader", cost=1.4),
+        Check(name="models", title="training steps", kind="step", klass="step"),
+        Check(name="third_witness", title="steps of Megatron-LM", kind="step", klass="step"),
+        Check(name="invariance", title="steps in other layouts", kind="step", klass="step"),
+        Check(name="leaks", title="leaks across boundaries", kind="step", klass="leak"),
+        Check(name="paths", title="direct and online steps", kind="step", klass="step"),
+        Check(name="trainer", title="runs of twenty steps", kind="run", klass="run", cost=1000.0),
+        Check(
+            name="whole_run",
+            title="whole runs of the job",
+            kind="run",
+            klass="run",
+            cost=1000.0,
+            replay="equivalence.runner.whole_run_jobs:check_case",
+        ),
+        Check(name="distributed_optimizer", title="distributed optimizer", kind="run", klass="run"),
+    )
+}
+"""By name, in the order of the report."""
+
+
+def names(*kinds: Kind) -> tuple[str, ...]:
+    """Return the names of the checks of these kinds, in order."""
+    return tuple(check.name for check in CHECKS.values() if check.kind in kinds)

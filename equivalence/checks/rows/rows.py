@@ -1,0 +1,80 @@
+"""Rows: every side that is a witness of the semantics builds the row, and all are equal to the bit."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from equivalence.cases.difference import compare_rows
+from equivalence.checks.result import CheckResult, Finding
+from equivalence.runner.blame import raised
+from equivalence.subjects.protocol import Messages, Row, RowSettings, Subject, row_of
+
+_SAYS = ("prompt_formats", "prompt_format"), ("context_parallel_sizes", "context_parallel_size"), ("semantics",) * 2
+"""What a subject may say that it takes, and the setting which that is of."""
+
+
+def covers(subject: Subject, settings: RowSettings) -> bool:
+    """Whether a subject takes these settings; one that says nothing takes all."""
+    for name, setting in _SAYS:
+        taken = getattr(subject, name, None)
+        if taken is not None and getattr(settings, setting) not in ((taken,) if isinstance(taken, str) else taken):
+            return False
+    asked = getattr(subject, "covers", None)
+    return True if asked is None else bool(asked(settings))
+
+
+def attempt[Value](
+    subject: Subject, call: Callable[[], Value], *, expected: str = "a row or a refusal"
+) -> Value | Finding:
+    """What a subject's method gives, or the difference that its exception is. A witness's exception goes through: it could not run."""
+    try:
+        return call()
+    except Exception as error:
+        if getattr(subject, "is_witness", False):
+            raise
+        return raised(subject.name, error, expected=expected)
+
+
+def build(subject: Subject, messages: Messages, tokenizer: Any, settings: RowSettings) -> Row | Finding:
+    """A subject's row, or the difference that its exception is."""
+    return attempt(subject, lambda: row_of(subject.build_row(messages, tokenizer, settings)))
+
+
+def check_row(messages: Messages, tokenizer: Any, settings: RowSettings, subjects: Sequence[Subject]) -> CheckResult:
+    """Build the row with every subject that covers the settings, and compare all pairs."""
+    built: dict[str, Row | Finding] = {}
+    seconds: dict[str, float] = {}
+    for subject in subjects:
+        if covers(subject, settings):
+            began = time.perf_counter()
+            built[subject.name] = build(subject, messages, tokenizer, settings)
+            seconds[subject.name] = time.perf_counter() - began
+    return compare_all("rows", built, seconds, left_out=[each.name for each in subjects if each.name not in built])
+
+
+def compare_all(
+    check: str,
+    built: Mapping[str, Row | Finding],
+    seconds: Mapping[str, float] | None = None,
+    *,
+    left_out: Sequence[str] = (),
+) -> CheckResult:
+    """Compare every pair: a side may count what another does not, so equality with one is not equality with all."""
+    findings = [each for each in built.values() if isinstance(each, Finding)]
+    rows = {name: each for name, each in built.items() if isinstance(each, Row)}
+    for left, right in itertools.combinations(rows, 2):
+        if differences := compare_rows(rows[left], rows[right]):
+            findings.append(Finding(left=left, right=right, differences=differences))
+    kinds = {row.refusal.kind if row.refusal else None for row in rows.values()}
+    return CheckResult(
+        check=check,
+        findings=findings,
+        refused=kinds.pop() if len(kinds) == 1 else None,
+        seconds=dict(seconds or {}),
+        rows=rows,
+        sides=len(built),
+        left_out=tuple(left_out),
+    )

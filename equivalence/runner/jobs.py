@@ -1,0 +1,370 @@
+"""The jobs of a run, each small enough for a few seconds of one worker, and deterministic by its own fields.
+
+Worker or parent makes no difference: a job carries its seed, and counts into a tally.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+from hypothesis.strategies import SearchStrategy
+
+from equivalence import subjects
+from equivalence.cases import store
+from equivalence.cases.row import RowCase
+from equivalence.cases.step import ModelCase
+from equivalence.cases.store import Case
+from equivalence.checks.result import CheckResult, Finding
+from equivalence.checks.rows.rows import attempt, build, compare_all, covers
+from equivalence.divergences import registry
+from equivalence.generators import rows as row_strategies
+from equivalence.generators import tokenizers
+from equivalence.generators.faults.registry import classes
+from equivalence.generators.models import Layout
+from equivalence.runner.blame import is_of_production, raised, told
+from equivalence.runner.counters import Tally, differing
+from equivalence.runner.restriction import EVERYTHING, Restriction
+from equivalence.runner.row_cases import PRESET_PAIRS, check_case, check_rows_of_batch, smallest_case, walk
+from equivalence.runner.search import Check, CouldNotRun, Differs, search
+from equivalence.subjects import Row, RowSettings, Subject
+from equivalence.subjects.protocol import row_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One piece of a run."""
+
+    kind: str
+    """One of RUNNERS."""
+    subjects: tuple[str, ...]
+    prompt_format: str = ""
+    seed: int = 0
+    examples: int = 0
+    plain: int = 0
+    """Of `layouts`: draws of plain random numbers beside the `examples` of Hypothesis."""
+    aim: str | None = None
+    """The fault class of `rows`, the check of `layouts`, the kind of model of `trainer`, the path of `whole_run`, the outcomes of `recorded`."""
+    paths: tuple[str, ...] = ()
+    """Saved cases of any kind; or the packed file of `sample`, the folder of `files`."""
+    tokenizer: str = ""
+    semantics: str = ""
+    context_parallel_size: int = 1
+    pack_length: int = 0
+    first: int = 0
+    """Of `sample`: the first row, then every `step`th, `examples` in all. Of `recorded`: the first outcome. Of `trainer` and
+    `whole_run`: the number of ranks, 0 for a few layouts."""
+    step: int = 1
+    layout: Layout | None = None
+    """Of `models`."""
+    counts: tuple[int, ...] = ()
+    """Of `models`: cases for each of model_cases.CHECKS; `examples` in all, and `first` says which of AIMS the first one has."""
+    is_own: bool = False
+    """Of `sample`: whether the settings are the file's own, so that its rows count as compared."""
+    restriction: Restriction = EVERYTHING
+    """Of `rows` and `batches`: what drawn cases are moved into. A job of other settings is not planned."""
+    shrink: bool = True
+    """Whether what differs is made small; the kill matrix only asks whether anything does."""
+
+    @property
+    def title(self) -> str:
+        """What a person calls it."""
+        parts = (
+            "own" if self.is_own else self.kind,
+            self.aim or "",
+            self.prompt_format,
+            self.semantics,
+            self.layout.name if self.layout else "",
+        )
+        return " ".join(part for part in parts if part) + (f" seed {self.seed}" if self.seed else "")
+
+
+def run(job: Job) -> Tally:
+    """Run a job. An exception of production or of a subject is among the tally's differences, one of a witness among its errors."""
+    tally = Tally()
+    started, used = time.perf_counter(), time.process_time()
+    RUNNERS[job.kind](job, [subject(name) for name in job.subjects], tally)
+    if job.kind == "rows":
+        tally.seconds["generated"] += time.perf_counter() - started
+        tally.seconds["generated_cpu"] += time.process_time() - used
+    return tally
+
+
+@functools.cache
+def subject(name: str) -> Subject:
+    """A subject, loaded once a process (before the fork, where there is one)."""
+    return subjects.load(name)
+
+
+def _corpus(job: Job, sides: list[Subject], tally: Tally) -> None:
+    """Replay saved cases; one whose settings no side but one takes is left out and counted."""
+    for path in job.paths:
+        text = store.text_of(Path(path))
+        with attributed(tally, path, check="corpus", command=_again(text, path, job.subjects)):
+            case = store.parse(text, where=path)
+            if isinstance(case, ModelCase):
+                from equivalence.runner import step_jobs  # noqa: PLC0415 - megatron-core, which rows do without
+
+                step_jobs.run_saved(case, path, tally)
+                continue
+            prompt_format = case.settings.prompt_format if isinstance(case, RowCase) else "any"
+            for result in store.check(case, sides):
+                counted = replace(result, check="corpus")
+                tally.count(counted, prompt_format)
+                found = differing(
+                    result, prompt_format=prompt_format, where=path, command=_again(text, path, job.subjects)
+                )
+                # It stands where it was saved already: the case is there to be replayed alone, and is not saved again.
+                tally.differences += [replace(each, check="corpus", case=text, path=path) for each in found]
+
+
+def _again(text: str, path: str, sides: Sequence[str]) -> str:
+    return store.command(store.parse(text, where=path), path, sides)
+
+
+def _files(job: Job, sides: list[Subject], tally: Tally) -> None:
+    del sides
+    from equivalence.checks.input.files import check_file_layers  # noqa: PLC0415 - opens Megatron-LM's file reader
+
+    folder = Path(job.paths[0])
+    folder.mkdir(parents=True, exist_ok=True)
+    with attributed(tally, "file layers", check="files"):
+        for layer, result in check_file_layers(folder):
+            tally.count(CheckResult(check="files", findings=result.findings), "any")
+            tally.differences += differing(result, prompt_format="any", where=f"file layer {layer.name} in {folder}")
+            tally.layers.append(
+                {"name": layer.name, "diverges": layer.diverges, "equal": result.equal, "why": layer.why}
+            )
+
+
+def _sample(job: Job, sides: list[Subject], tally: Tally) -> None:
+    """Rows of a packed file: read by Megatron-LM's own reader where it is a witness, line by line for the others."""
+    path = Path(job.paths[0])
+    tokenizer = tokenizers.load(job.tokenizer)
+    check = "own" if job.is_own else "sample"
+    settings = RowSettings(
+        prompt_format=job.prompt_format,
+        pack_length=job.pack_length,
+        context_parallel_size=job.context_parallel_size,
+        semantics=job.semantics,
+    )
+    with attributed(tally, f"{path} ({job.title})", check=check):
+        left_out = [side.name for side in sides if not covers(side, settings)]
+        sides = [side for side in sides if covers(side, settings)]
+        readers = {
+            side.name: _opened(cast("Any", side), path, job.tokenizer, settings)
+            for side in sides
+            if hasattr(side, "open_file")
+        }
+        wanted = range(job.first, job.first + job.step * job.examples, job.step)
+        for number, messages in packed_rows(path, wanted):
+            built: dict[str, Row | Finding] = {}
+            seconds: dict[str, float] = {}
+            for side in sides:
+                began = time.perf_counter()
+                built[side.name] = (
+                    _from_file(side, readers[side.name], number)
+                    if side.name in readers
+                    else build(side, messages, tokenizer, settings)
+                )
+                seconds[side.name] = time.perf_counter() - began
+            result = compare_all(check, built, seconds, left_out=left_out)
+            tally.count(result, job.prompt_format)
+            if not result.equal:
+                tally.differences += differing(
+                    result,
+                    prompt_format=job.prompt_format,
+                    where=f"{path} row {number}",
+                    command=f"python -m tools.diff_row {path} --row {number} --tokenizer {tokenizers.folder(job.tokenizer)} "
+                    f"--prompt-format {job.prompt_format} --pack-length {job.pack_length} --context-parallel-size "
+                    f"{job.context_parallel_size} --semantics {job.semantics} --sides {','.join(_asked(job, built))}",
+                )
+
+
+def _from_file(side: Subject, rows: Any, number: int) -> Row | Finding:
+    return attempt(side, lambda: row_of(rows[number]))
+
+
+def _asked(job: Job, built: Mapping[str, object]) -> list[str]:
+    """How the sides that built a row were asked for: a subject's own name loads nothing."""
+    return [name for name in job.subjects if subject(name).name in built]
+
+
+@functools.lru_cache(maxsize=4)
+def _opened(side: Any, path: Path, tokenizer: str, settings: RowSettings) -> Any:
+    return side.open_file(path, tokenizers.load(tokenizer), settings)
+
+
+def packed_rows(path: Path, wanted: range) -> Iterator[tuple[int, list[Any]]]:
+    """(number, messages) of some rows of a packed JSONL file, read with Python's own JSON. ValueError names a bad line."""
+    with path.open("rb") as file:
+        for number, line in enumerate(file):
+            if number in wanted:
+                try:
+                    read = json.loads(line)
+                    messages = read["messages"]
+                except (ValueError, TypeError, KeyError) as error:
+                    raise ValueError(
+                        f"{path} line {number + 1} is no packed row: {error!r}; it needs a key messages"
+                    ) from error
+                yield number, messages
+
+
+def _rows(job: Job, sides: list[Subject], tally: Tally) -> None:
+    aim = classes()[job.aim] if job.aim else None
+
+    def check(case: RowCase, counts: Tally | None) -> tuple[CheckResult, RowCase]:
+        case = job.restriction.moved(case)
+        result = check_case(case, sides)
+        if counts is not None:
+            counts.count(result, job.prompt_format)
+            counts.messages += len(case.messages)
+            if job.aim:
+                counts.aimed[job.aim, job.prompt_format] += 1
+            first = next(iter(result.rows.values()), None)
+            if first is not None:
+                counts.hits.update((name, job.prompt_format) for name in row_strategies.hits(case, first))
+        return result, case
+
+    _search(job, row_strategies.rows(job.prompt_format, aim), check, tally)
+
+
+def _batches(job: Job, sides: list[Subject], tally: Tally) -> None:
+    def check(cases: tuple[RowCase, ...], counts: Tally | None) -> tuple[CheckResult, RowCase]:
+        cases = tuple(job.restriction.moved(case) for case in cases)
+        result = check_rows_of_batch(cases, sides)
+        if counts is not None:
+            counts.count(result, job.prompt_format)
+        return result, cases[0].with_(check="batches", others=tuple(case.messages for case in cases[1:]))
+
+    _search(job, row_strategies.batches(job.prompt_format), check, tally)
+
+
+def _divergences(job: Job, sides: list[Subject], tally: Tally) -> None:
+    turn = itertools.count(job.seed)
+
+    def check(case: RowCase, counts: Tally | None) -> tuple[CheckResult, RowCase]:
+        case = case.with_(check="divergences")
+        if counts is None:  # while shrinking: whichever pair shows it
+            return check_case(case, sides), case
+        result = walk(case, sides, PRESET_PAIRS[next(turn) % len(PRESET_PAIRS)])
+        counts.count(result, job.prompt_format)
+        return result, case
+
+    _search(job, row_strategies.rows(job.prompt_format, None), check, tally)
+
+
+def _search(job: Job, strategy: SearchStrategy[Any], check: Check, tally: Tally) -> None:
+    found = search(strategy, check, tally, number=job.seed, examples=job.examples, shrink=job.shrink)
+    if found is None:
+        return
+    tell(found, replace(found.case, origin=job.title), job.title, tally, prompt_format=job.prompt_format)
+
+
+def tell(found: Differs | CouldNotRun, case: Case, where: str, tally: Tally, *, prompt_format: str = "any") -> None:
+    """Add what a search found to a tally: the differences with their smallest case, or the error with its own."""
+    if isinstance(found, Differs):
+        tally.differences += differing(found.result, prompt_format=prompt_format, where=where, case=case.to_json())
+    else:
+        tally.errors.append(f"{where}: {found}\non the case\n{case.to_json()}")
+
+
+def _recorded(job: Job, sides: list[Subject], tally: Tally) -> None:
+    assert job.aim is not None
+    from equivalence.runner import recorded_jobs  # noqa: PLC0415 - megatron-core's training code takes seconds
+
+    with attributed(tally, job.title, check="recorded"):
+        recorded_jobs.run(job.aim, range(job.first, job.first + job.examples), sides, tally)
+
+
+def _layouts(job: Job, sides: list[Subject], tally: Tally) -> None:
+    del sides
+    assert job.aim is not None
+    from equivalence.runner.layout_jobs import draw_layouts  # noqa: PLC0415 - megatron-core's model code takes seconds: see run._preload
+
+    try:
+        drawn = draw_layouts(job.aim, number=job.seed, examples=job.examples, plain=job.plain, shrink=job.shrink)
+        for result, case in drawn:
+            tally.count(result, "any")
+            if case is not None:
+                tell(Differs(result, case), replace(case, origin=job.title), job.title, tally)
+    except CouldNotRun as error:
+        tell(error, replace(error.case, origin=job.title), job.title, tally)
+
+
+def _models(job: Job, sides: list[Subject], tally: Tally) -> None:
+    del sides
+    assert job.layout is not None
+    from equivalence.runner import step_jobs  # noqa: PLC0415 - megatron-core, as above
+
+    with attributed(tally, job.title, check="models"):
+        step_jobs.run_drawn(job, job.layout, tally)
+
+
+def _trainer(job: Job, sides: list[Subject], tally: Tally) -> None:
+    del sides
+    from equivalence.runner import run_jobs  # noqa: PLC0415
+
+    with attributed(tally, job.title, check="trainer"):
+        run_jobs.run_drawn(job, tally)
+
+
+def _whole_run(job: Job, sides: list[Subject], tally: Tally) -> None:
+    del sides
+    from equivalence.runner import whole_run_jobs  # noqa: PLC0415
+
+    with attributed(tally, job.title, check="whole_run"):
+        whole_run_jobs.run_drawn(job, tally)
+
+
+def _smallest(_: Job, sides: list[Subject], tally: Tally) -> None:
+    for entry in registry.REGISTRY:
+        case = smallest_case(entry)
+        prompt_format = entry.settings.prompt_format
+        with attributed(tally, case.origin, check="divergences", case=case.to_json(), prompt_format=prompt_format):
+            result = check_case(case, sides)
+            tally.count(result, prompt_format)
+            tally.differences += differing(result, prompt_format=prompt_format, where=case.origin, case=case.to_json())
+            if not any(result.fired.values()):
+                tally.errors.append(
+                    f"divergence {case.labels[0]} does not show in its smallest row; mend equivalence/divergences/registry.py"
+                )
+
+
+@contextlib.contextmanager
+def attributed(
+    tally: Tally, where: str, *, check: str, case: str | None = None, command: str = "", prompt_format: str = "any"
+) -> Iterator[None]:
+    """End a part, not the run, with an exception: one of production is a difference, one of a witness or of the suite an error."""
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001 - told with its place
+        if not is_of_production(error):
+            tally.errors.append(f"{where}: {told(error)}")
+            return
+        result = CheckResult(check=check, findings=[raised("production", error, expected="a result")])
+        tally.count(result, prompt_format)
+        tally.differences += differing(result, prompt_format=prompt_format, where=where, case=case, command=command)
+
+
+RUNNERS: dict[str, Callable[[Job, list[Subject], Tally], None]] = {
+    "corpus": _corpus,
+    "files": _files,
+    "recorded": _recorded,
+    "sample": _sample,
+    "rows": _rows,
+    "batches": _batches,
+    "divergences": _divergences,
+    "layouts": _layouts,
+    "models": _models,
+    "trainer": _trainer,
+    "whole_run": _whole_run,
+    "smallest": _smallest,
+}

@@ -1,0 +1,57 @@
+"""The main job's part with recorded outcomes: which of them a job takes, what each is held to, and how a difference is told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from equivalence.checks.result import CheckResult
+from equivalence.checks.rows.recorded import (
+    CHECK,
+    check_recorded_batch,
+    check_recorded_packing,
+    check_recorded_partition,
+    check_recorded_row,
+)
+from equivalence.checks.rows.rows import covers
+from equivalence.recorded import outcomes
+from equivalence.runner.counters import Tally, differing
+from equivalence.subjects.protocol import Subject
+
+MOST_DIFFERING = 3
+"""Differing outcomes after which a job ends: more of the same would only end the run before its other jobs."""
+_DATA: dict[str, tuple[Callable[[], Sequence[Any]], Callable[[Any], CheckResult]]] = {
+    "packings": (outcomes.packings, check_recorded_packing),
+    "partitions": (outcomes.partitions, check_recorded_partition),
+    "batches": (outcomes.batches, check_recorded_batch),
+}
+
+
+def run(name: str, places: range, sides: Sequence[Subject], tally: Tally) -> None:
+    """Hold the outcomes at these places to what `name` says: packings, partitions, batches, or rows of the preset of that name.
+
+    All but rows are held to both sides whoever builds rows. The installed Megatron-LM is no side of recorded rows:
+    every other check of rows runs it, at ten times the cost of the others.
+    """
+    differed = 0
+    for result, prompt_format, where, case in _checked(name, places, sides):
+        tally.count(result, prompt_format)
+        tally.differences += differing(result, prompt_format=prompt_format, where=where, case=case)
+        differed += not result.equal
+        if differed == MOST_DIFFERING:
+            return
+
+
+def _checked(name: str, places: range, sides: Sequence[Subject]) -> Iterator[tuple[CheckResult, str, str, str | None]]:
+    """Each result with its prompt format, where it stands, and the case of a row that differs."""
+    if name in _DATA:
+        read, check = _DATA[name]
+        for outcome in read()[places.start : places.stop]:
+            yield check(outcome), "any", f"{CHECK} {name}: {outcome}", None
+        return
+    for row in outcomes.rows(name)[places.start : places.stop]:
+        settings = row.case.settings
+        ours = [side for side in sides if side.name != "megatron_lm" and covers(side, settings)]
+        if ours:
+            result = check_recorded_row(row, ours)
+            yield result, settings.prompt_format, row.case.origin, row.case.to_json() if result.findings else None

@@ -1,0 +1,120 @@
+"""The online path before it is squeezed: tokenized conversations as a right-padded rectangle, and which of them share a row (SPEC section 15).
+
+A rectangle of B sequences holds B times the longest; it is kept as NeMo-RL keeps it, since its masks and divisor are defined on it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from production.errors import PackproofError
+from production.online.packing import Bins, pack
+
+PAD_TOKEN_ID = 0
+"""What stands in the padding of a squeezed row, whatever the tokenizer's pad token is (R-ONLINE-4)."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Conversation:
+    """A tokenized conversation with the mask of its messages (`chat.ChatTokenizer` makes them)."""
+
+    token_ids: torch.Tensor
+    """[L] int64."""
+    token_mask: torch.Tensor
+    """[L] float32: 1 for the tokens of assistant messages, each at its own position: not shifted."""
+    weight: float = 1.0
+    """0 for a conversation that is too long and was cut to a stub, which counts nowhere (R-ONLINE-8)."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Rectangle:
+    """B sequences of at most S tokens, right-padded, on the host. It has no `packed_cu_seqlens`: it is not packed yet."""
+
+    input_ids: torch.Tensor
+    """[B, S] int64, padded with the tokenizer's pad token. Nothing reads the padding: a squeezed row has its own."""
+    token_mask: torch.Tensor
+    """[B, S] float32: of the tokens themselves, not of their targets."""
+    input_lengths: torch.Tensor
+    """[B] int64: true lengths."""
+    sample_mask: torch.Tensor
+    """[B] float32: the weight of each sequence, 0 for one that does not count."""
+
+    def valid_tokens(self) -> torch.Tensor:
+        """The part of these sequences in the loss's divisor (R-ONLINE-6): Σ token_mask[:, 1:] · sample_mask, a scalar float64."""
+        return (self.token_mask[:, 1:].sum(dim=1, dtype=torch.float64) * self.sample_mask).sum()
+
+
+def build_rectangle(
+    conversations: Sequence[Conversation], *, make_sequence_length_divisible_by: int, pad_token_id: int = PAD_TOKEN_ID
+) -> Rectangle:
+    """The conversations as a rectangle whose width is a multiple, with their weights as `sample_mask` (R-ONLINE-2).
+
+    Raises PackproofError for none, or one of no token.
+    """
+    multiple = _multiple(make_sequence_length_divisible_by)
+    lengths = torch.tensor([len(each.token_ids) for each in conversations], dtype=torch.int64)
+    if not len(lengths) or not lengths.all():
+        where = f"conversation {int(lengths.argmin())}" if len(lengths) else "conversations"
+        raise PackproofError(what="no token", where=where, mend="leave it out, and give at least one conversation")
+    width = round_up(int(lengths.max()), multiple)
+    ids = torch.full((len(lengths), width), pad_token_id, dtype=torch.int64)
+    mask = torch.zeros(len(lengths), width)
+    is_own = torch.arange(width) < lengths[:, None]
+    ids[is_own] = torch.cat([each.token_ids for each in conversations])
+    mask[is_own] = torch.cat([each.token_mask for each in conversations])
+    weights = torch.tensor([each.weight for each in conversations], dtype=torch.float32)
+    return Rectangle(input_ids=ids, token_mask=mask, input_lengths=lengths, sample_mask=weights)
+
+
+def fill_bins(
+    rectangle: Rectangle,
+    capacity: int,
+    *,
+    algorithm: str,
+    make_sequence_length_divisible_by: int,
+    data_parallel_size: int,
+    seed: int | None = None,
+) -> Bins:
+    """One packing for the global batch, over lengths rounded up to the multiple (R-ONLINE-3); `packing.take_rank` deals the bins.
+
+    `capacity` is in tokens of a row. Raises PackproofError as `packing.pack`.
+    """
+    multiple = _multiple(make_sequence_length_divisible_by)
+    lengths = [round_up(length, multiple) for length in rectangle.input_lengths.tolist()]
+    return pack(lengths, capacity, algorithm=algorithm, multiple_of=data_parallel_size, seed=seed)
+
+
+def take_sequences(rectangle: Rectangle, members: Sequence[int]) -> Rectangle:
+    """The sequences of one bin, in its order: what `process_microbatch` takes. Raises PackproofError for an empty bin."""
+    if not members:
+        raise PackproofError(what="an empty bin", where="bin", mend="leave it out (raise_bin_count makes none)")
+    index = torch.tensor(members, dtype=torch.int64)
+    fields = {field.name: getattr(rectangle, field.name)[index] for field in dataclasses.fields(rectangle)}
+    return Rectangle(**fields)
+
+
+def longest_bin(rectangle: Rectangle, bins: Bins, *, make_sequence_length_divisible_by: int) -> int:
+    """Tokens of the fullest bin, each sequence rounded up: what rows are padded to where pipeline stages need one length.
+
+    `bins` are those of one data-parallel rank (`packing.take_rank`): ranks are padded to lengths of their own (R-ONLINE-5).
+    """
+    multiple = _multiple(make_sequence_length_divisible_by)
+    lengths = rectangle.input_lengths.tolist()
+    return max(sum(round_up(lengths[member], multiple) for member in members) for members in bins)
+
+
+def round_up(length: int, multiple: int) -> int:
+    """The next multiple that is at least `length`."""
+    return -(-length // multiple) * multiple
+
+
+def _multiple(value: int) -> int:
+    if value < 1:
+        raise PackproofError(
+            what=f"a multiple of {value}", where="make_sequence_length_divisible_by", mend="give at least 1"
+        )
+    return value

@@ -1,0 +1,72 @@
+"""Where the tokens of conversations lie in a row (SPEC section 5), and what of them does not (R-REPORT-1)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from production.tokens.encoder import Ids
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Laid:
+    """The conversations of a row that were begun, before padding."""
+
+    tokens: Ids
+    """[T] int64: the conversations' tokens, end to end."""
+    targets: Ids
+    """[T] int64: the same with -100 where nothing is trained, not shifted yet."""
+    lengths: Ids
+    """[C]: tokens of each."""
+    ends: Ids
+    """[C]: length of the row after each, cp padding included."""
+
+    def first(self, count: int) -> Laid:
+        """The first `count` of them."""
+        own = int(self.lengths[:count].sum())
+        return Laid(
+            tokens=self.tokens[:own], targets=self.targets[:own], lengths=self.lengths[:count], ends=self.ends[:count]
+        )
+
+
+def joined(parts: list[Laid]) -> Laid:
+    """One after the other."""
+    return Laid(
+        tokens=np.concatenate([part.tokens for part in parts]),
+        targets=np.concatenate([part.targets for part in parts]),
+        lengths=np.concatenate([part.lengths for part in parts]),
+        ends=np.concatenate([part.ends for part in parts]),
+    )
+
+
+def own_places(starts: Ids, lengths: Ids, kept: int) -> Ids | slice:
+    """Where the kept tokens of conversations lie in the row: as they are, where no padding lies between."""
+    shift = starts - lengths.cumsum() + lengths
+    return shift.repeat(lengths)[:kept] + np.arange(kept) if shift.any() else slice(0, kept)
+
+
+def positions(starts: Ids, ends: Ids, length: int) -> Ids:
+    """Positions count from each conversation that has a token, on through all padding after it."""
+    restarts = starts[(ends > starts) & (starts < length)]
+    ends = np.append(restarts[1:], length)
+    positions: Ids = np.arange(length) - restarts.repeat(ends - restarts)
+    return positions
+
+
+def count_losses(lengths: Ids, room: Ids, conversations: int) -> tuple[dict[str, int | None], int]:
+    """R-REPORT-1, and the tokens of conversations that are in the row; `room` [C] is at most a conversation's length."""
+    in_row = np.maximum(room, 0)
+    total, kept = int(lengths.sum()), int(in_row.sum())
+    whole, truncated = len(lengths), 0
+    if kept < total:
+        whole = int(np.count_nonzero(in_row == lengths))
+        truncated = int(np.count_nonzero((in_row > 0) & (in_row < lengths)))
+    return {
+        "conversations": conversations,
+        "kept": whole,
+        "truncated": truncated,
+        "dropped": conversations - whole - truncated,
+        "empty_conversations": len(lengths) - int(np.count_nonzero(lengths)),
+        "truncated_tokens": total - kept,
+    }, kept

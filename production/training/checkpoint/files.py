@@ -1,0 +1,85 @@
+"""What a checkpoint's folder goes through on disk: written beside, checked over, put in its place, and what its faults are called."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from pathlib import Path
+
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+from production.errors import PackproofError
+from production.training.checkpoint.manifest import MANIFEST, CheckpointRefused
+
+_ROOM = 1 << 20
+"""Free bytes below which a save that failed is said to have filled the disk."""
+
+
+def check_written(work: Path) -> None:
+    """Refuse a folder that lacks what its own list of tensors names: another process wrote there, or removed it."""
+    try:
+        stored = (FileSystemReader(work).read_metadata().storage_data or {}).values()
+    except (OSError, EOFError, ValueError) as error:
+        raise _incomplete(f"its list of tensors cannot be read ({error})", work) from error
+    ends: dict[str, int] = {}
+    for each in stored:
+        ends[each.relative_path] = max(ends.get(each.relative_path, 0), each.offset + each.length)
+    for name, end in ends.items():
+        size = (work / name).stat().st_size if (work / name).is_file() else 0
+        if size < end:
+            raise _incomplete(f"{name} has {size} bytes of {end}", work)
+    if not ends:
+        raise _incomplete("it holds no tensor", work)
+
+
+def _incomplete(what: str, work: Path) -> CheckpointRefused:
+    mend = "see whether anything else writes to that folder or removes files there"
+    return CheckpointRefused(what=f"what was written is not there: {what}", where=str(work), mend=mend)
+
+
+def make_way(final: Path) -> None:
+    """Clear the place of a checkpoint of this run that is made again; one that was never whole is moved aside, not removed."""
+    if (final / MANIFEST).is_file():
+        remove(final)
+    elif final.exists():
+        names = (f"incomplete_{final.name}{suffix}" for suffix in ("", *(f".{number}" for number in range(1, 1000))))
+        final.rename(next(path for name in names if not (path := final.with_name(name)).exists()))
+
+
+def told(error: BaseException, folder: Path) -> str:
+    """Say why a save failed: a disk that is full is called one, whatever a library makes of it."""
+    text = str(error)
+    is_full = getattr(error, "errno", None) in {errno.ENOSPC, errno.EDQUOT} or _is_full(folder)
+    return f"the disk is full: {text}" if is_full and not isinstance(error, PackproofError) else text
+
+
+def _is_full(folder: Path) -> bool:
+    try:
+        return shutil.disk_usage(folder).free < _ROOM
+    except OSError:
+        return False
+
+
+def remove(path: Path) -> None:
+    """Out of sight at once, then gone."""
+    gone = path.with_name(f".{path.name}.removing")
+    path.rename(gone)
+    shutil.rmtree(gone, ignore_errors=True)
+
+
+def write(path: Path, data: bytes) -> None:
+    """Write a file down to the disk."""
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync(folder: Path) -> None:
+    """Bring a folder's entries down to the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,67 @@
+"""Weights from and to Hugging Face checkpoints through Megatron-Bridge (extra `bridge`), which knows the names of each architecture.
+
+Written against its documented interface (`AutoBridge`, releases 0.6 and 0.7). It has never run here: the package wants CUDA and kernels
+that this project was made without. `production.training.export` needs none of it.
+"""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from production.errors import PackproofError
+from production.model.weights import unwrap
+
+
+def load_huggingface(model: torch.nn.Module, name: str) -> None:
+    """Load the weights of a Hugging Face checkpoint (a folder or a name) into this rank's part of the model, in any layout.
+
+    Call it before an optimizer is made, which keeps copies. Collective over the world. Raises PackproofError where Megatron-Bridge
+    is not installed, does not know the architecture, or the model's shape is not the checkpoint's.
+    """
+    if not name:
+        raise PackproofError(what="no name", where="model.initial_path", mend="give a folder or a Hugging Face name")
+    bridge = _bridge(name, where="model.initial: huggingface")
+    with torch.no_grad():
+        _asked(bridge.load_hf_weights, name, [unwrap(model)])
+
+
+def save_huggingface(model: torch.nn.Module, name: str, folder: Path) -> None:
+    """Write the model as a Hugging Face checkpoint: weights, config and tokenizer files of `name`, into `folder`.
+
+    Collective over the world. Raises PackproofError as `load_huggingface`.
+    """
+    bridge = _bridge(name, where="export --huggingface")
+    with torch.no_grad():
+        _asked(bridge.save_hf_pretrained, name, [unwrap(model)], str(folder))
+
+
+def check_bridge(where: str) -> Any:
+    """Megatron-Bridge's module. Raises PackproofError where it cannot be imported; `where` is who asks."""
+    try:
+        return importlib.import_module("megatron.bridge")
+    except ImportError as error:
+        raise PackproofError(
+            what=f"Megatron-Bridge cannot be imported: {error}",
+            where=where,
+            mend="install the extra `bridge` (package megatron-bridge; it needs CUDA), or do without: model.initial=megatron starts from "
+            "a megatron-core checkpoint, and export without --huggingface writes plain weights",
+        ) from error
+
+
+def _bridge(name: str, *, where: str) -> Any:
+    return _asked(check_bridge(where).AutoBridge.from_hf_pretrained, name, name)
+
+
+def _asked(call: Any, name: str, *given: Any) -> Any:
+    try:
+        return call(*given)
+    except (ValueError, KeyError, OSError, NotImplementedError, RuntimeError) as error:
+        raise PackproofError(
+            what=f"Megatron-Bridge refuses it: {error}",
+            where=name,
+            mend="give a checkpoint whose architecture it supports, and section `model` the shape of its config.json",
+        ) from error

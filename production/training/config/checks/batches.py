@@ -1,0 +1,186 @@
+"""Set-up refusals on batches, datasets and the length of a row (SPEC R-SETUP-9 to R-SETUP-11)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from production.errors import PackproofError
+from production.online.bins import HYBRID_EXPERT_MULTIPLE, ROW_MULTIPLES, domain_factor
+from production.training.config.checks.setup import Setup
+from production.training.config.refusal import SetupRefused
+from production.training.config.schema.data import CHAT, PACKED, Dataset
+from production.training.config.schema.job import Job
+from production.training.config.settings import order_settings, row_settings
+
+_MEGATRON = "policy.megatron_cfg"
+_FP8 = {"blockwise": "fp8_blockwise", "mxfp8": "fp8_mxfp8"}
+
+
+def check_batches(setup: Setup) -> Iterator[SetupRefused]:
+    """Micro and global batch sizes, and who packs (R-SETUP-9)."""
+    job, policy = setup.job, setup.job.policy
+    for key, size in (
+        ("policy.train_micro_batch_size", policy.train_micro_batch_size),
+        ("sft.val_micro_batch_size", job.sft.val_micro_batch_size),
+    ):
+        if size != 1:
+            yield setup.refuse("micro_batch_size", key, f"{size} rows a microbatch; a row is one", f"set {key} to 1")
+    data_parallel = setup.data_parallel_size
+    for key, rows in (
+        ("policy.train_global_batch_size", policy.train_global_batch_size),
+        ("sft.val_global_batch_size", job.sft.val_global_batch_size or policy.train_global_batch_size),
+    ):
+        if rows < 1 or (data_parallel is not None and rows % data_parallel):
+            what = f"{rows} rows over {data_parallel or 1} data-parallel ranks, one a microbatch"
+            yield setup.refuse("global_batch_size", key, what, f"make it a multiple of {data_parallel or 1}")
+    packing = policy.sequence_packing
+    if not job.is_packed and not packing.enabled:
+        what, mend = f"{CHAT} without packing: the online path always packs", "set it to true"
+        yield setup.refuse("sequence_packing", "policy.sequence_packing.enabled", what, mend)
+    if not job.is_packed and job.loss.normalization != "global_valid_tokens":
+        what = f"the online path has no normalization {job.loss.normalization}: its loss stands outside the model"
+        mend = "set it to global_valid_tokens, or train on packed rows"
+        yield setup.refuse("online_normalization", "loss.normalization", what, mend)
+    if not job.is_packed and packing.sequence_length_round not in {None, policy.make_sequence_length_divisible_by}:
+        what = f"{packing.sequence_length_round}, where lengths are rounded up to {policy.make_sequence_length_divisible_by}"
+        mend = "leave it out: policy.make_sequence_length_divisible_by says it"
+        yield setup.refuse("sequence_length_round", "policy.sequence_packing.sequence_length_round", what, mend)
+
+
+def check_data(setup: Setup) -> Iterator[SetupRefused]:
+    """What datasets may stand together, how their rows are made and in which order they come (R-SETUP-10)."""
+    job = setup.job
+    splits = {"train": job.data.train, "validation": job.data.validation}
+    if not job.data.train:
+        yield setup.refuse("no_data", "data.train", "nothing to train on", "give it a dataset")
+        return
+    kinds = {dataset.dataset_name for datasets in splits.values() for dataset in datasets}
+    if len(kinds) > 1:
+        key = next(
+            f"{job.dataset_key(split, index)}.dataset_name"
+            for split, datasets in splits.items() for index, dataset in enumerate(datasets)
+            if dataset.dataset_name != job.data.train[0].dataset_name
+        )  # fmt: skip
+        what = f"packed and ordinary datasets in one job ({PACKED} and {CHAT})"
+        yield setup.refuse("mixed_datasets", key, what, "make every dataset of the job of one kind")
+    for split, datasets in splits.items():
+        packed = [index for index, dataset in enumerate(datasets) if dataset.is_packed]
+        if len(packed) > 1:
+            what = f"{len(packed)} packed datasets in one split"
+            mend = "keep one; several files go into its data_path, with weights for a blend"
+            yield setup.refuse("two_packed_datasets", f"{job.dataset_key(split, packed[1])}.dataset_name", what, mend)
+        for index, dataset in enumerate(datasets):
+            yield from _check_dataset(setup, dataset, job.dataset_key(split, index))
+    yield from _check_order(setup)
+
+
+def check_length(setup: Setup) -> Iterator[SetupRefused]:
+    """Lengths that layout and kernels can take (R-SETUP-11)."""
+    job, policy = setup.job, setup.job.policy
+    factor = _domain_factor(job)
+    multiple = factor * kernel_divisor(job)
+    length, key = policy.max_total_sequence_length, "policy.max_total_sequence_length"
+    if length < 1 or length % multiple:
+        what = f"{length} tokens are no multiple of {multiple}: {factor} (2 x cp, x tp with sequence parallelism) x {kernel_divisor(job)} (kernels)"
+        yield setup.refuse("pack_length", key, what, f"take {max(1, -(-length // multiple)) * multiple}, packed anew")
+    if job.is_packed:
+        return
+    each, bins = policy.make_sequence_length_divisible_by or 1, policy.sequence_packing.train_mb_tokens or length
+    if each < 1 or each % factor:
+        key, what = "policy.make_sequence_length_divisible_by", f"{each} is no multiple of {factor}, the domain factor"
+        yield setup.refuse("divisible_by", key, what, f"give a multiple of {factor}, or leave it out")
+    if not 1 <= bins <= length:
+        what = f"bins of {bins} tokens, where a row has {length}"
+        yield setup.refuse("bin", "policy.sequence_packing.train_mb_tokens", what, f"give at most {length}")
+    longest = job.data.max_input_seq_length or length
+    padded = -(-longest // each) * each if each > 0 else longest
+    if longest < 1 or padded > bins:
+        what = f"conversations of up to {longest} tokens, padded to {padded}, where a bin takes {bins}"
+        mend = f"give at most {bins // max(each, 1) * max(each, 1)}"
+        yield setup.refuse("bin", "data.max_input_seq_length", what, mend)
+
+
+def kernel_divisor(job: Job) -> int:
+    """What the kernels need a rank's share of a row to be a multiple of (R-ONLINE-5, as on the direct path)."""
+    given, fp8 = job.megatron.transformer, job.megatron.fp8_cfg
+    recipe = fp8.fp8_recipe if fp8.enabled else given.get("fp8_recipe", "delayed")
+    is_fp8 = fp8.enabled or given.get("fp8") is not None
+    kernel = ROW_MULTIPLES[_FP8.get(str(recipe), "fp8_other") if is_fp8 else "unquantized"]
+    is_hybrid = (
+        given.get("moe_token_dispatcher_type") == "flex" and given.get("moe_flex_dispatcher_backend") == "hybridep"
+    )
+    return max(kernel, HYBRID_EXPERT_MULTIPLE if is_hybrid else 1)
+
+
+def _check_dataset(setup: Setup, dataset: Dataset, key: str) -> Iterator[SetupRefused]:
+    context = setup.job.megatron.context_parallel_size
+    if dataset.megatron_sft_context_parallel_size != context:
+        what = f"rows laid out for cp {dataset.megatron_sft_context_parallel_size}, where the policy has cp {context}"
+        mend = f"write ${{{_MEGATRON}.context_parallel_size}}, or leave it out"
+        yield setup.refuse("context_parallel_size", f"{key}.megatron_sft_context_parallel_size", what, mend)
+    if dataset.is_packed and dataset.megatron_sft_prompt_format is None:
+        what, mend = (
+            "packed rows without a prompt format",
+            "set it here or in data.default: the one the file was packed for",
+        )
+        yield setup.refuse("prompt_format", f"{key}.megatron_sft_prompt_format", what, mend)
+    prefix = dataset.megatron_sft_assistant_prefix_len or 0
+    if prefix < 0 or (prefix and dataset.megatron_sft_prompt_format == "identity"):
+        why = "identity renders no prefix" if prefix > 0 else "a prefix has no negative length"
+        yield setup.refuse(
+            "prefix", f"{key}.megatron_sft_assistant_prefix_len", f"{prefix} tokens: {why}", "give 0, or leave it out"
+        )
+    elif setup.job.policy.max_total_sequence_length >= 1 and dataset.megatron_sft_context_parallel_size >= 1:
+        try:
+            settings = row_settings(setup.job, dataset)
+        except PackproofError as error:
+            yield setup.refuse("semantics", f"{key}.semantics", f"{error.where}: {error.what}", error.mend)
+            return
+        if settings.prompt_format == "default" and settings.semantics.default_format == "refuse":
+            what = f"the format default, which the preset {dataset.semantics} refuses"
+            mend = "name another format, or override the preset: default_format=supported"
+            yield setup.refuse("prompt_format", f"{key}.megatron_sft_prompt_format", what, mend)
+
+
+def _check_order(setup: Setup) -> Iterator[SetupRefused]:
+    job = setup.job
+    if job.data.shuffle and job.data.order != "shuffle":
+        what, mend = f"data.shuffle true with the order {job.data.order}", "leave one of the two out"
+        yield setup.refuse("order", "data.order", what, mend)
+    if job.data.num_workers < 0 or job.data.prefetch < 1:
+        key = "data.num_workers" if job.data.num_workers < 0 else "data.prefetch"
+        yield setup.refuse("order", key, "is too small", "give num_workers 0 or more, prefetch 1 or more")
+    files = [
+        (f"{job.dataset_key('train', index)}.data_path", file)
+        for index, dataset in enumerate(job.data.train) for file in dataset.data_path
+    ]  # fmt: skip
+    without = [key for key, file in files if file.weight is None]
+    if without and len(without) < len(files):
+        what, mend = "some files of a blend have a weight and some have none", "give every file a weight, or none"
+        yield setup.refuse("weights", without[0], what, mend)
+        return
+    data_parallel = setup.data_parallel_size
+    rows = job.policy.train_global_batch_size
+    if data_parallel is None or rows < 1 or rows % data_parallel:
+        return
+    try:
+        order_settings(job, data_parallel)
+    except PackproofError as error:
+        known = {
+            "seed": "data.seed",
+            "last_batch": "data.last_batch",
+            "kind": "data.order",
+            "weights": files[0][0],
+            "max_epochs": "sft.max_num_epochs",
+            "run_steps": "sft.max_num_steps",
+        }
+        key = next((key for name, key in known.items() if name in error.where), "data.order")
+        yield setup.refuse("order", key, error.what, error.mend)
+
+
+def _domain_factor(job: Job) -> int:
+    return domain_factor(
+        context_parallel_size=max(1, job.megatron.context_parallel_size),
+        tensor_parallel_size=max(1, job.megatron.tensor_model_parallel_size),
+        sequence_parallel=bool(job.megatron.sequence_parallel),
+    )

@@ -1,0 +1,107 @@
+"""Set-up refusals on layers: letters of a hybrid pattern, and how layers are shared out to pipeline stages (SPEC R-SETUP-18)."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from typing import Any
+
+from production.training.config.checks.setup import Setup
+from production.training.config.megatron_options import quiet
+from production.training.config.refusal import SetupRefused
+
+_TRANSFORMER = "policy.megatron_cfg.transformer"
+_PATTERN = "model.hybrid_layer_pattern"
+_OF_A_GPT = (
+    "pipeline_model_parallel_layout",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+    "moe_layer_freq",
+)
+"""Options that a pattern says itself, and that HybridModel does not read."""
+_UNEVEN = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
+
+
+def check_pattern(setup: Setup) -> Iterator[SetupRefused]:
+    """A hybrid pattern as megatron-core reads it, of layers that are there, and of as many stages as the layout has (R-SETUP-18)."""
+    pattern = setup.job.model.hybrid_layer_pattern
+    if pattern is None:
+        return
+    with quiet():
+        from megatron.core.models.hybrid.hybrid_layer_allocation import parse_hybrid_pattern  # noqa: PLC0415 - heavy
+    try:
+        parsed = parse_hybrid_pattern(pattern)
+    except ValueError as error:
+        yield setup.refuse(
+            "shape", _PATTERN, f"megatron-core refuses it: {error}", "write a letter a layer, such as *-*-/*-"
+        )
+        return
+    if not parsed.main_pattern or parsed.mtp_num_depths != pattern.count("/"):
+        what = f"{pattern!r} has no layer before the first /, or none after another"
+        yield setup.refuse("shape", _PATTERN, what, "write the layers of each, or take the / out")
+        return
+    for name in _OF_A_GPT:
+        if setup.job.megatron.transformer.get(name):
+            what = f"{name} of a hybrid model, whose layers and stages its pattern says"
+            yield setup.refuse(
+                "contradiction", f"{_TRANSFORMER}.{name}", what, f"take it out, and write it into {_PATTERN}"
+            )
+    yield from _check_letters(setup, pattern)
+    yield from _check_segments(setup, parsed.main_pattern)
+
+
+def check_stages(setup: Setup, config: Any) -> Iterator[SetupRefused]:
+    """Layers of a GPT on each stage, in megatron-core's own count, and a layout of stages that this schedule runs (R-SETUP-18)."""
+    with quiet():
+        from megatron.core.transformer.transformer_block import get_num_layers_to_build  # noqa: PLC0415 - heavy
+    key = f"{_TRANSFORMER}.pipeline_model_parallel_layout"
+    stages = config.pipeline_model_parallel_size
+    if config.virtual_pipeline_model_parallel_size is not None:
+        what = f"a layout of {stages * config.virtual_pipeline_model_parallel_size} stages over {stages} ranks: stages are not interleaved"
+        yield setup.refuse("switched_on", key, what, f"write {stages} stages")
+    elif config.mtp_standalone:
+        what = "multi-token depths on another stage than the loss"
+        yield setup.refuse("switched_on", key, what, "put them on the last stage")
+    elif setup.job.model.hybrid_layer_pattern is None and config.pipeline_model_parallel_layout is None:
+        try:
+            for stage in range(stages):
+                get_num_layers_to_build(config, pp_rank=stage)
+        except (AssertionError, ValueError, TypeError, LookupError, ArithmeticError) as error:
+            mend = f"make it a multiple of {stages}, or share the layers out with {_TRANSFORMER}.{_UNEVEN[0]}"
+            yield setup.refuse("shape", "model.num_layers", f"megatron-core refuses these stages: {error}", mend)
+
+
+def _check_letters(setup: Setup, pattern: str) -> Iterator[SetupRefused]:
+    with quiet():
+        from production.model.device.layer_specs import TORCH_LETTERS, TRANSFORMER_ENGINE_LETTERS  # noqa: PLC0415 - heavy
+    letters = set(pattern) - set("|/")
+    absent = letters - set(TORCH_LETTERS + TRANSFORMER_ENGINE_LETTERS)
+    if absent:
+        what = f"this job does not have the layers {', '.join(sorted(absent))}: latent attention"
+        yield setup.refuse("shape", _PATTERN, what, "write * for attention")
+    if "E" in letters and setup.job.model.num_moe_experts is None:
+        yield setup.refuse(
+            "shape", _PATTERN, "layers of experts (E) of a model without experts", "set model.num_moe_experts"
+        )
+    kernels = ", ".join(sorted(letters & set(TRANSFORMER_ENGINE_LETTERS)))
+    if kernels and setup.device == "cpu":
+        what = f"the layers {kernels} on the CPU, where they would do nothing"
+        yield setup.refuse("device", _PATTERN, what, f"write layers of {TORCH_LETTERS}, or set cluster.device to cuda")
+    elif kernels and setup.device == "cuda" and importlib.util.find_spec("transformer_engine") is None:
+        what = f"the layers {kernels}, and Transformer Engine (the extra `te`) is not installed"
+        yield setup.refuse("not_installed", _PATTERN, what, f"install it, or write layers of {TORCH_LETTERS}")
+
+
+def _check_segments(setup: Setup, main: str) -> Iterator[SetupRefused]:
+    """megatron-core would leave out the layers of stages beyond the ranks."""
+    stages, segments = setup.job.megatron.pipeline_model_parallel_size, main.split("|")
+    uneven = [name for name in _UNEVEN if setup.job.megatron.transformer.get(name) is not None]
+    if len(segments) > 1 and (len(segments) != stages or uneven):
+        over = f"over {stages} pipeline ranks" + (f", and {uneven[0]}" if uneven else "")
+        mend = f"write {stages - 1} of |, or none" + (f", and take {uneven[0]} out" if uneven else "")
+        yield setup.refuse("shape", _PATTERN, f"{len(segments)} stages {over}", mend)
+    elif len(segments) < 2 and not uneven and len(main) % max(stages, 1):
+        what = f"{len(main)} layers over {stages} pipeline stages"
+        yield setup.refuse(
+            "shape", _PATTERN, what, f"write {stages - 1} of | between stages, or a multiple of {stages} layers"
+        )

@@ -1,0 +1,95 @@
+"""Set-up refusals on numbers of model and optimizer that would only fail where they are used (SPEC R-SETUP-18)."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+
+from production.training.config.checks.setup import Setup
+from production.training.config.refusal import SetupRefused
+
+_OPTIMIZER = "policy.megatron_cfg.optimizer"
+_SIZES = (
+    "num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "ffn_hidden_size", "kv_channels", "vocab_size",
+    "num_moe_experts", "moe_ffn_hidden_size", "moe_router_topk", "rotary_base",
+)  # fmt: skip
+_MANY, _WIDE = 1 << 16, (1 << 31) - 1
+"""The most layers, depths or experts, and the largest width, that anything is counted with before a model is built."""
+_COUNTED = ("num_layers", "num_moe_experts")
+_OF_TORCH = ("adam", "sgd")
+"""Optimizers that megatron-core has without a further package."""
+
+
+def check_model(setup: Setup) -> Iterator[SetupRefused]:
+    """Sizes that fit each other: heads, groups, channels, experts (R-SETUP-18)."""
+    model = setup.job.model
+    # 0 layers, width or heads are no shape at all, and refused as such.
+    small = [
+        name
+        for name in _SIZES
+        if (size := getattr(model, name)) is not None and (size < 0 or (size == 0 and name not in _SIZES[:3]))
+    ]
+    for name in small:
+        yield setup.refuse("size", f"model.{name}", f"{getattr(model, name)} is too small", "give 1 or more")
+    sizes = {f"model.{name}": (getattr(model, name), _MANY if name in _COUNTED else _WIDE) for name in _SIZES}
+    sizes["policy.megatron_cfg.mtp_num_layers"] = (setup.job.megatron.mtp_num_layers, _MANY)
+    for key, (size, most) in sizes.items():
+        if size is not None and size > most:
+            yield setup.refuse("size", key, f"{size} is too large", f"give {most} or less")
+    if not 0 < model.rotary_percent <= 1:
+        what = f"{model.rotary_percent} is no share of a head's width"
+        yield setup.refuse("size", "model.rotary_percent", what, "give one above 0, up to 1")
+    elif not small and model.hidden_size and model.num_attention_heads:
+        yield from _check_heads(setup, model.hidden_size, model.num_attention_heads)
+    if model.num_moe_experts and model.moe_router_topk > model.num_moe_experts:
+        what = f"{model.moe_router_topk} experts a token, of {model.num_moe_experts}"
+        yield setup.refuse("shape", "model.moe_router_topk", what, f"give at most {model.num_moe_experts}")
+
+
+def check_optimizer(setup: Setup) -> Iterator[SetupRefused]:
+    """What the optimizer is given (R-SETUP-18)."""
+    given = setup.job.megatron.optimizer
+    bounds = {
+        "adam_beta1": (0, 1, "in [0, 1)"),
+        "adam_beta2": (0, 1, "in [0, 1)"),
+        "adam_eps": (0, None, "0 or more"),
+        "weight_decay": (0, None, "0 or more"),
+        "clip_grad": (0, None, "0 (no clipping) or more"),
+    }
+    for name, (least, below, mend) in bounds.items():
+        value = given.get(name)
+        if isinstance(value, int | float) and (value < least or (below is not None and value >= below)):
+            yield setup.refuse("size", f"{_OPTIMIZER}.{name}", f"{value} is none", f"give one {mend}")
+    name = str(given.get("optimizer", "adam"))
+    if name not in _OF_TORCH and importlib.util.find_spec("emerging_optimizers") is None:
+        what = f"{name!r} is no optimizer of the installed megatron-core, which has others with the package emerging-optimizers"
+        mend = f"choose one of {', '.join(_OF_TORCH)}, or install that package"
+        yield setup.refuse("no_package", f"{_OPTIMIZER}.optimizer", what, mend)
+    if setup.job.sft.seed >= 1 << 62:
+        yield setup.refuse(
+            "size", "sft.seed", f"{setup.job.sft.seed} is beyond what torch takes", "give one below 2**62"
+        )
+    peak = setup.job.logger.peak_teraflops
+    if peak is not None and peak <= 0:
+        yield setup.refuse("size", "logger.peak_teraflops", f"{peak} is no peak", "give one above 0, or leave it out")
+
+
+def _check_heads(setup: Setup, width: int, heads: int) -> Iterator[SetupRefused]:
+    model = setup.job.model
+    if model.kv_channels is None and width % heads:
+        what = f"{width} channels over {heads} heads"
+        yield setup.refuse(
+            "shape", "model.num_attention_heads", what, "make it divide model.hidden_size, or set kv_channels"
+        )
+        return
+    groups, channels = model.num_query_groups or heads, model.kv_channels or width // heads
+    if heads % groups:
+        what = f"{heads} query heads over {groups} key and value heads"
+        yield setup.refuse("shape", "model.num_query_groups", what, "make it divide model.num_attention_heads")
+    turning = int(channels * model.rotary_percent)
+    if turning % 2 or not turning:
+        what = f"{turning} of {channels} channels of a head turn, which go in pairs"
+        mend = (
+            "choose model.hidden_size, num_attention_heads, kv_channels and rotary_percent so that an even number does"
+        )
+        yield setup.refuse("shape", "model.rotary_percent", what, mend)

@@ -1,0 +1,243 @@
+"""Set-up refusals on the course of a run: steps, schedule, checkpoints, where the weights come from (SPEC R-SETUP-15 to 18)."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+
+from production.training.config.checks.setup import Setup
+from production.training.config.megatron_options import option_class
+from production.training.config.refusal import SetupRefused
+from production.training.config.settings import multi_token_depths, uses_distributed_optimizer
+
+_MEGATRON = "policy.megatron_cfg"
+_OPTIMIZER = f"{_MEGATRON}.optimizer"
+_SCHEDULER = f"{_MEGATRON}.scheduler"
+METRICS = ("train:loss", "val:val_loss")
+"""What the best checkpoints can be chosen by."""
+_DURATION = re.compile(r"\d{1,5}:\d{1,2}:\d{1,2}:\d{1,2}", re.ASCII)
+_YEAR = 366 * 24 * 3600
+_MOST_ROWS = 1 << 24
+"""Rows of a global batch, and positions of a row in thousands: the numbers of a batch are made before a file is asked."""
+
+
+def check_steps(setup: Setup) -> Iterator[SetupRefused]:
+    """How long the job runs, and when it validates (R-SETUP-15)."""
+    job, sft = setup.job, setup.job.sft
+    if sft.max_num_steps is None and sft.max_num_epochs is None:
+        what = "nothing says when the job ends"
+        yield setup.refuse("endless", "sft.max_num_steps", what, "set sft.max_num_steps or sft.max_num_epochs")
+    sizes = {
+        "sft.max_num_steps": (sft.max_num_steps, 1), "sft.max_num_epochs": (sft.max_num_epochs, 1),
+        "sft.val_batches": (sft.val_batches, 1), "sft.val_period": (sft.val_period, 0), "sft.seed": (sft.seed, 0),
+        "logger.report_period": (job.logger.report_period, 1), "cluster.timeout_seconds": (job.cluster.timeout_seconds, 1),
+        "sft.val_global_batch_size": (sft.val_global_batch_size, 1), "data.max_input_seq_length": (job.data.max_input_seq_length, 1),
+        "policy.make_sequence_length_divisible_by": (job.policy.make_sequence_length_divisible_by, 1),
+        "policy.sequence_packing.train_mb_tokens": (job.policy.sequence_packing.train_mb_tokens, 1),
+        "cluster.num_nodes": (job.cluster.num_nodes, 1), "cluster.gpus_per_node": (job.cluster.gpus_per_node, 1),
+    }  # fmt: skip
+    most = {
+        "cluster.timeout_seconds": (job.cluster.timeout_seconds, _YEAR), "data.num_workers": (job.data.num_workers, 1024),
+        "data.prefetch": (job.data.prefetch, 1 << 20), "policy.train_global_batch_size": (job.policy.train_global_batch_size, _MOST_ROWS),
+        "sft.val_global_batch_size": (sft.val_global_batch_size, _MOST_ROWS),
+        "policy.max_total_sequence_length": (job.policy.max_total_sequence_length, (1 << 31) - 1),
+    }  # fmt: skip
+    for key, (size, limit) in most.items():
+        is_derived = key in job.sources and job.sources[key].kind == "derived"
+        if size is not None and size > limit and not is_derived:
+            yield setup.refuse("size", key, f"{size} is too large", f"give {limit} or less")
+    for key, (size, least) in sizes.items():
+        is_derived = key in job.sources and job.sources[key].kind == "derived"  # refused where it comes from
+        if size is not None and size < least and not is_derived:
+            yield setup.refuse("size", key, f"{size} is too small", f"give {least} or more")
+    beyond = [step for step in job.logger.dump_batch_steps if not 1 <= step <= (sft.max_num_steps or step)]
+    if beyond:
+        what = f"step {beyond[0]} of a job whose steps count from 1" + (
+            f" to {sft.max_num_steps}" if sft.max_num_steps else ""
+        )
+        yield setup.refuse("size", "logger.dump_batch_steps", what, "name steps that the job takes")
+    if (sft.val_period or sft.val_at_start or sft.val_at_end) and not job.data.validation:
+        key = "sft.val_period" if sft.val_period else "sft.val_at_start" if sft.val_at_start else "sft.val_at_end"
+        mend = "give data.validation a dataset, or set val_period 0, val_at_start and val_at_end false"
+        yield setup.refuse("no_validation", key, "validation without a validation dataset", mend)
+
+
+def check_schedule(setup: Setup) -> Iterator[SetupRefused]:
+    """Learning rate and its course, as megatron-core's scheduler can take them (R-SETUP-16)."""
+    job, schedule = setup.job, setup.job.megatron.scheduler
+    optimizer = job.megatron.optimizer
+    rate, least = float(optimizer["lr"] or 0.0), optimizer.get("min_lr")
+    if rate <= 0:
+        yield setup.refuse("schedule", f"{_OPTIMIZER}.lr", f"a learning rate of {optimizer['lr']}", "give one above 0")
+        return
+    if least is None and schedule.lr_decay_style != "constant":
+        what = f"{schedule.lr_decay_style} decay without a rate to end at"
+        yield setup.refuse("schedule", f"{_SCHEDULER}.lr_decay_style", what, f"set {_OPTIMIZER}.min_lr")
+    if least is not None and not 0 <= least <= rate:
+        what = f"it ends at {least} and begins at {rate}"
+        yield setup.refuse("schedule", f"{_OPTIMIZER}.min_lr", what, f"give at most {rate}, and 0 or more")
+    if not 0 <= schedule.lr_warmup_init <= rate:
+        what = f"warm-up from {schedule.lr_warmup_init} to {rate}"
+        yield setup.refuse("schedule", f"{_SCHEDULER}.lr_warmup_init", what, f"give at most {rate}")
+    decay = schedule.lr_decay_iters
+    if decay is None and schedule.lr_decay_style != "constant":
+        what = f"{schedule.lr_decay_style} decay of no known length, since sft.max_num_steps is not set"
+        yield setup.refuse("schedule", f"{_SCHEDULER}.lr_decay_iters", what, "set it, or sft.max_num_steps")
+    is_derived = _kind_of(setup, f"{_SCHEDULER}.lr_decay_iters") == "derived"  # refused where it comes from
+    if is_empty := decay is not None and decay < 1 and not is_derived:
+        yield setup.refuse("schedule", f"{_SCHEDULER}.lr_decay_iters", f"a decay of {decay} steps", "give 1 or more")
+    warmup = schedule.lr_warmup_iters
+    if warmup < 0:
+        yield setup.refuse(
+            "schedule", f"{_SCHEDULER}.lr_warmup_iters", f"a warm-up of {warmup} steps", "give 0 or more"
+        )
+    elif decay is not None and not is_empty and warmup >= max(1, decay):
+        where = job.where(f"{_SCHEDULER}.lr_decay_iters")
+        what = f"a warm-up of {warmup} steps does not end before the decay does, at step {decay}, warm-up included: {where}"
+        mend = f"set it below {decay}, or {_SCHEDULER}.lr_decay_iters above {warmup}"
+        yield setup.refuse("schedule", f"{_SCHEDULER}.lr_warmup_iters", what, mend)
+    if schedule.lr_decay_style == "WSD" and None in {schedule.lr_wsd_decay_style, schedule.lr_wsd_decay_iters}:
+        mend = f"set {_SCHEDULER}.lr_wsd_decay_style and lr_wsd_decay_iters"
+        yield setup.refuse("schedule", f"{_SCHEDULER}.lr_decay_style", "WSD without its final decay", mend)
+    last = schedule.lr_wsd_decay_iters
+    room = max(1, decay - max(0, warmup)) if decay is not None else last
+    if last is not None and room is not None and not 1 <= last <= room:
+        what = f"a final decay of {last} steps, where {room} are left after the warm-up"
+        yield setup.refuse("schedule", f"{_SCHEDULER}.lr_wsd_decay_iters", what, f"give 1 to {room}")
+    yield from _check_weight_decay(setup)
+
+
+def _kind_of(setup: Setup, key: str) -> str:
+    """What set the value at `key`: a file, an override, another value that it was derived from, or nothing."""
+    return setup.job.sources[key].kind if key in setup.job.sources else "default"
+
+
+def _check_weight_decay(setup: Setup) -> Iterator[SetupRefused]:
+    """Its first and last value as the scheduler will be given them: what is not set is the optimizer's, or megatron-core's own default."""
+    schedule, default = setup.job.megatron.scheduler, setup.job.megatron.optimizer.get("weight_decay")
+    said = f"{_OPTIMIZER}.weight_decay"
+    if default is None:
+        default, said = option_class("optimizer").weight_decay, f"megatron-core's default of {said}"
+    first = float(default if schedule.start_weight_decay is None else schedule.start_weight_decay)
+    last = float(default if schedule.end_weight_decay is None else schedule.end_weight_decay)
+    names = ("start_weight_decay", "end_weight_decay")
+    sources = [setup.job.sources.get(f"{_SCHEDULER}.{name}") for name in names]
+    derived = {
+        name: getattr(schedule, name) is None or (source is not None and source.kind == "derived")
+        for name, source in zip(names, sources, strict=True)
+    }
+    for name, value in zip(names, (first, last), strict=True):
+        if not value >= 0 and not derived[name]:  # else refused where it comes from
+            yield setup.refuse("schedule", f"{_SCHEDULER}.{name}", f"a weight decay of {value}", "give 0 or more")
+            return
+    if first > last or (schedule.weight_decay_incr_style == "constant" and first != last):
+        told = [
+            f"{value}{f' ({said})' if derived[name] else ''}"
+            for name, value in zip(derived, (first, last), strict=True)
+        ]
+        what = f"weight decay {schedule.weight_decay_incr_style} from {told[0]} to {told[1]}"
+        key = f"{_SCHEDULER}.{'start' if derived['end_weight_decay'] else 'end'}_weight_decay"
+        yield setup.refuse("schedule", key, what, "make the two equal, or let it grow")
+
+
+def check_checkpoints(setup: Setup) -> Iterator[SetupRefused]:
+    """Checkpoints that can be written and read again (R-SETUP-17)."""
+    job, saved = setup.job, setup.job.checkpointing
+    yield from _check_time_limit(setup)
+    if not saved.enabled:
+        return
+    if saved.save_period < 1:
+        yield setup.refuse(
+            "checkpoint", "checkpointing.save_period", f"every {saved.save_period} steps", "give 1 or more"
+        )
+    if saved.keep_top_k is not None and saved.keep_top_k < 1:
+        what, mend = f"{saved.keep_top_k} checkpoints kept", "give 1 or more, or null for all"
+        yield setup.refuse("checkpoint", "checkpointing.keep_top_k", what, mend)
+    metric = saved.metric_name
+    if metric is not None and metric not in METRICS:
+        what, mend = f"{metric!r} is no metric of a run", f"choose one of {', '.join(METRICS)}, or null for the newest"
+        yield setup.refuse("checkpoint", "checkpointing.metric_name", what, mend)
+    if metric == "val:val_loss" and not job.sft.val_period:
+        what, mend = f"{metric} of a job that never validates on the way", "set sft.val_period, or metric_name to null"
+        yield setup.refuse("checkpoint", "checkpointing.metric_name", what, mend)
+    yield from _check_measured(setup)
+    if job.model.tie_embeddings and multi_token_depths(job) and job.megatron.pipeline_model_parallel_size > 1:
+        what = "a tied embedding with multi-token prediction over pipeline stages, which megatron-core cannot save"
+        mend = "set it to false, or take one stage, or set checkpointing.enabled to false"
+        yield setup.refuse("checkpoint", "model.tie_embeddings", what, mend)
+    if saved.save_optimizer and uses_distributed_optimizer(job) and setup.device == "cpu":
+        if saved.optimizer_format != "dp_reshardable":
+            what = f"{saved.optimizer_format} of the distributed optimizer, which fails over gloo"
+            yield setup.refuse("checkpoint", "checkpointing.optimizer_format", what, "set it to dp_reshardable")
+        elif job.megatron.pipeline_model_parallel_size > 1:
+            what = "the distributed optimizer's state over several pipeline stages, which fails over gloo"
+            mend = f"take the plain optimizer ({_OPTIMIZER}.use_distributed_optimizer=false), or one stage"
+            yield setup.refuse("checkpoint", f"{_OPTIMIZER}.use_distributed_optimizer", what, mend)
+
+
+def _check_measured(setup: Setup) -> Iterator[SetupRefused]:
+    """A validation loss is of the step that it was made at: a run that saves at no such step never has one to choose by."""
+    sft, saved = setup.job.sft, setup.job.checkpointing
+    last = sft.max_num_steps
+    if saved.metric_name != "val:val_loss" or sft.val_period < 1 or saved.save_period < 1 or last is None:
+        return
+    at_end = last % sft.val_period == 0 or sft.val_at_end  # the last step is always saved
+    if math.lcm(sft.val_period, saved.save_period) > last and not at_end:
+        what = (
+            f"val:val_loss, which no checkpoint of {last} steps has: validations come every {sft.val_period}, checkpoints every "
+            f"{saved.save_period}"
+        )
+        mend = f"make checkpointing.save_period a multiple of sft.val_period ({sft.val_period}), or metric_name null"
+        yield setup.refuse("checkpoint", "checkpointing.metric_name", what, mend)
+
+
+def _check_time_limit(setup: Setup) -> Iterator[SetupRefused]:
+    key, limit = "checkpointing.checkpoint_must_save_by", setup.job.checkpointing.checkpoint_must_save_by
+    if limit is not None and not _DURATION.fullmatch(limit):
+        what, mend = f"{limit!r} is no duration", 'write "days:hours:minutes:seconds", in quotes'
+        yield setup.refuse("checkpoint", key, what, mend)
+    elif limit is not None and not setup.job.checkpointing.enabled:
+        what, mend = (
+            "a time to save by, of a job that saves nothing",
+            "set it to null, or checkpointing.enabled to true",
+        )
+        yield setup.refuse("checkpoint", key, what, mend)
+
+
+def check_start(setup: Setup) -> Iterator[SetupRefused]:
+    """Where the weights come from, and the shape that must be known (R-SETUP-18)."""
+    model, policy = setup.job.model, setup.job.policy
+    if model.initial == "huggingface" and model.initial_path is None and policy.model_name is None:
+        what, mend = "weights from Hugging Face without a name", "set it, or policy.model_name"
+        yield setup.refuse("start", "model.initial_path", what, mend)
+    if model.initial == "megatron" and model.initial_path is None:
+        yield setup.refuse("start", "model.initial_path", "weights from a checkpoint without a folder", "set it")
+    if model.initial == "scratch" and model.initial_path is not None:
+        what, mend = "a path of weights that are drawn", "take it out, or set model.initial to megatron or huggingface"
+        yield setup.refuse("start", "model.initial_path", what, mend)
+    needed = ("hidden_size", "num_attention_heads") + (() if model.hybrid_layer_pattern else ("num_layers",))
+    unset = [f"model.{name}" for name in needed if not getattr(model, name)]
+    if unset:
+        what, mend = (
+            f"{', '.join(unset)} must be set: the model is built before weights are loaded",
+            "set what it names",
+        )
+        yield setup.refuse("shape", unset[0], what, mend)
+    if (model.architecture == "hybrid") != (model.hybrid_layer_pattern is not None):
+        what = (
+            f"architecture {model.architecture} {'without' if model.hybrid_layer_pattern is None else 'with'} a pattern"
+        )
+        yield setup.refuse("shape", "model.hybrid_layer_pattern", what, "give a pattern to hybrid, and to hybrid only")
+    if model.hybrid_layer_pattern is not None:
+        layers = len(model.hybrid_layer_pattern.split("/")[0].replace("|", ""))
+        if model.num_layers is not None and model.num_layers != layers:
+            what = f"{model.num_layers} layers, where model.hybrid_layer_pattern has {layers}"
+            yield setup.refuse("shape", "model.num_layers", what, "take it out: the pattern says it")
+        depths, said = model.hybrid_layer_pattern.count("/"), setup.job.megatron.mtp_num_layers
+        if said is not None and said != depths:
+            what = f"{said} multi-token depths, where model.hybrid_layer_pattern has {depths}"
+            yield setup.refuse("shape", f"{_MEGATRON}.mtp_num_layers", what, "take it out: the pattern says it")
+    for name in ("hidden_dropout", "attention_dropout"):
+        if not 0 <= getattr(model, name) < 1:
+            yield setup.refuse("shape", f"model.{name}", f"{getattr(model, name)} is no share", "give one in [0, 1)")

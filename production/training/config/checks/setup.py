@@ -1,0 +1,176 @@
+"""Set-up refusals on what this job does not have, and on the layout (SPEC R-SETUP-7 and R-SETUP-8)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from production.training.config.refusal import SetupRefused
+from production.training.config.schema.job import Job
+from production.training.config.settings import sizes
+
+_MEGATRON = "policy.megatron_cfg"
+_SWITCHED_OFF = {
+    "policy.dtensor_cfg.enabled": "the DTensor backend: megatron-core is the one backend",
+    "policy.dynamic_batching.enabled": "dynamic batching: a packed row is one microbatch",
+    "policy.draft.enabled": "a draft model",
+    "policy.router_replay.enabled": "router replay",
+    "policy.delegate_pack_to_model": "a model that packs inside its own forward pass",
+    "policy.split_training": "the split training call",
+    "policy.offload_optimizer_for_logprob": "offloading for log-probabilities",
+    "policy.megatron_cfg.peft.enabled": "adapters",
+    "policy.megatron_cfg.use_fused_linear_logprobs": "fused linear log-probabilities: the loss is the model's own",
+    "policy.megatron_cfg.defer_fp32_logits": "late casting of logits: the cross entropy rounds as Megatron-LM's",
+    "policy.megatron_cfg.freeze_moe_router": "a frozen router",
+    "policy.megatron_cfg.empty_unused_memory_level": "emptying of CUDA's cache: memory stays with the job",
+    "sft.only_unmask_final": "training on the last turn alone: rows carry their own masks",
+    "logger.swanlab_enabled": "SwanLab",
+    "logger.monitor_gpus": "NeMo-RL's GPU monitor",
+}
+_OF_THE_LAUNCHER = {
+    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE",
+    "MASTER_ADDR", "MASTER_PORT",
+}  # fmt: skip
+"""Variables that torchrun sets for each process."""
+_PATHS = (
+    "logger.log_dir", "checkpointing.checkpoint_dir", "data.cache_folder", "policy.tokenizer.name", "model.initial_path",
+    "policy.tokenizer.chat_template",
+)  # fmt: skip
+_MOST_RANKS = 1 << 24
+_DIMENSIONS = [
+    f"{_MEGATRON}.{name}_parallel_size"
+    for name in ("tensor_model", "context", "pipeline_model", "expert_model", "expert_tensor")
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """What a check looks at."""
+
+    job: Job
+    """The job."""
+    world_size: int
+    """Ranks it is to run on."""
+    device: str | None
+    """`cpu`, `cuda`, or None where it is not known."""
+
+    @property
+    def data_parallel_size(self) -> int | None:
+        """dp, or None where the world is not made of whole replicas."""
+        if any(_look_up(self.job, key) < 1 for key in _DIMENSIONS):
+            return None
+        size = sizes(self.job).of_a_replica
+        return None if self.world_size < 1 or self.world_size % size else self.world_size // size
+
+    def refuse(self, kind: str, key: str, what: str, mend: str) -> SetupRefused:
+        """A refusal at `key` as the file has it, with the file and line that set it."""
+        return SetupRefused(kind=kind, key=self.job.written(key), what=what, where=self.job.where(key), mend=mend)
+
+
+def check_switches(setup: Setup) -> Iterator[SetupRefused]:
+    """Backends, losses and parts that this job does not have (R-SETUP-7)."""
+    megatron = setup.job.megatron
+    if not megatron.enabled:
+        what, mend = "the backend is not Megatron: megatron-core is the one backend", f"set {_MEGATRON}.enabled to true"
+        yield setup.refuse("backend", f"{_MEGATRON}.enabled", what, mend)
+    for name in megatron.env_vars:
+        if name in _OF_THE_LAUNCHER or name.startswith("TORCHELASTIC_") or not name or "=" in name:
+            what, mend = f"{name!r} says which rank a process is, which its launcher says", "take it out"
+            if not name or "=" in name:
+                what, mend = f"{name!r} is no name of a variable", "write NAME: value"
+            yield setup.refuse("environment", f"{_MEGATRON}.env_vars.{name}", what, mend)
+    for key, part in _SWITCHED_OFF.items():
+        if _look_up(setup.job, key):
+            mend = f"set {key} to {'false' if isinstance(_look_up(setup.job, key), bool) else 0}"
+            yield setup.refuse("switched_on", key, f"this job does not have {part}", mend)
+
+
+def check_paths(setup: Setup) -> Iterator[SetupRefused]:
+    """Paths that are empty, which would stand for the folder that the job is started in (R-SETUP-20)."""
+    for key in _PATHS:
+        if _look_up(setup.job, key) == "":
+            yield setup.refuse("no_folder", key, "an empty path", "name a folder or file, or leave the key out")
+
+
+def check_layout(setup: Setup) -> Iterator[SetupRefused]:
+    """The world and the dimensions it is cut into (R-SETUP-8)."""
+    job, megatron = setup.job, setup.job.megatron
+    if setup.world_size > _MOST_RANKS:
+        what = f"{setup.world_size} ranks, where no plan is made for more than {_MOST_RANKS}"
+        yield setup.refuse("world_size", "cluster.num_nodes", what, "start fewer")
+    below = [key for key in _DIMENSIONS if _look_up(job, key) < 1]
+    for key in below:
+        yield setup.refuse("layout", key, f"a dimension of {_look_up(job, key)} ranks", "give at least 1")
+    if not below:
+        yield from _check_world(setup)
+        yield from _check_experts(setup)
+        yield from _check_heads(setup)
+    several = megatron.tensor_model_parallel_size > 1
+    if megatron.sequence_parallel is not several:
+        word = "without" if megatron.sequence_parallel else "with"
+        what = f"sequence parallelism {str(megatron.sequence_parallel).lower()} {word} tensor parallelism"
+        mend = (
+            f"leave it out, or set it to {str(several).lower()}: the model shares norms over the tensor parallel ranks"
+        )
+        yield setup.refuse("sequence_parallel", f"{_MEGATRON}.sequence_parallel", what, mend)
+
+
+def _check_world(setup: Setup) -> Iterator[SetupRefused]:
+    job, layout = setup.job, sizes(setup.job)
+    if setup.world_size < 1 or setup.world_size % layout.of_a_replica:
+        what = (
+            f"{setup.world_size} ranks are no multiple of tp {layout.tensor} x cp {layout.context} x pp {layout.pipeline}"
+            f" = {layout.of_a_replica}"
+        )
+        mend = (
+            f"start a multiple of {layout.of_a_replica} ranks (torchrun --nproc-per-node), or make a dimension smaller"
+        )
+        sizes_by_name = {"tensor_model": layout.tensor, "context": layout.context, "pipeline_model": layout.pipeline}
+        name = max(sizes_by_name, key=sizes_by_name.__getitem__)  # the largest, since it is the one to look at
+        yield setup.refuse("world_size", f"{_MEGATRON}.{name}_parallel_size", what, mend)
+        return
+    experts = layout.expert * layout.expert_tensor * layout.pipeline
+    if setup.world_size % experts:
+        what = (
+            f"{setup.world_size} ranks are no multiple of ep {layout.expert} x etp {layout.expert_tensor}"
+            f" x pp {layout.pipeline} = {experts}"
+        )
+        mend = f"start a multiple of {experts} ranks, or make a dimension smaller"
+        yield setup.refuse("expert_parallel_size", f"{_MEGATRON}.expert_model_parallel_size", what, mend)
+    cluster = job.cluster
+    if cluster.ranks not in {None, setup.world_size}:
+        what = f"{cluster.num_nodes} nodes of {cluster.gpus_per_node} processes are {cluster.ranks} ranks, not {setup.world_size}"
+        mend = "start as many, or leave cluster.num_nodes out"
+        yield setup.refuse("world_size", "cluster.num_nodes", what, mend)
+
+
+def _check_experts(setup: Setup) -> Iterator[SetupRefused]:
+    layout, experts = sizes(setup.job), setup.job.model.num_moe_experts
+    if experts is None and (layout.expert > 1 or layout.expert_tensor > 1):
+        key = f"{_MEGATRON}.expert_{'model' if layout.expert > 1 else 'tensor'}_parallel_size"
+        what, mend = "expert parallelism of a model without experts", "set it to 1, or set model.num_moe_experts"
+        yield setup.refuse("expert_parallel_size", key, what, mend)
+    if experts is not None and experts % layout.expert:
+        what = f"{experts} experts over {layout.expert} ranks"
+        mend = f"make model.num_moe_experts a multiple of {layout.expert}, or the size smaller"
+        yield setup.refuse("expert_parallel_size", f"{_MEGATRON}.expert_model_parallel_size", what, mend)
+
+
+def _check_heads(setup: Setup) -> Iterator[SetupRefused]:
+    tensor, model = setup.job.megatron.tensor_model_parallel_size, setup.job.model
+    groups = model.num_query_groups or model.num_attention_heads
+    if groups is not None and groups % tensor:
+        key = "model.num_query_groups" if model.num_query_groups else "model.num_attention_heads"
+        what = f"{groups} key and value heads over {tensor} tensor parallel ranks"
+        yield setup.refuse("heads", key, what, f"make it a multiple of {tensor}, or tensor parallelism smaller")
+    if model.vocab_size is not None and model.vocab_size % tensor:
+        what = f"{model.vocab_size} rows of the embedding over {tensor} tensor parallel ranks"
+        yield setup.refuse("vocab_size", "model.vocab_size", what, f"make it a multiple of {tensor}, or leave it out")
+
+
+def _look_up(job: Job, key: str) -> Any:
+    found: Any = job
+    for name in key.split("."):
+        found = getattr(found, name)
+    return found

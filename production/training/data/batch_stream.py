@@ -1,0 +1,277 @@
+"""What a job's ranks are fed: from its files to the microbatches of each step, on the direct path and on the online one."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+
+from production.errors import PackproofError
+from production.files.source import Location, PackedSource, SkippedRow, open_source
+from production.online.bins import Padding
+from production.online.chat import ChatTokenizer
+from production.online.padded_batch import Rectangle
+from production.parallel.sizes import Place
+from production.rows.batch import Batch
+from production.rows.guards import BatchSettings
+from production.training.config import (
+    Dataset,
+    Job,
+    chat_settings,
+    multi_token_depths,
+    order_settings,
+    row_settings,
+    sizes,
+)
+from production.training.data.dataset import ConversationBatch, ConversationData, PackedData, Recipe
+from production.training.data.fingerprint import fingerprint
+from production.training.data.first_lines import look
+from production.training.data.loader import Loader, LoaderSettings, Prepared
+from production.training.data.online_bins import bin_settings, pack_bins
+from production.training.data.order import Order, Sample, ValidationOrder
+from production.training.data.token_checks import check_tokens, message_keys
+from production.training.data.tokenizer import load_tokenizer
+from production.training.metrics.token_counts import RowCounts
+from production.training.step import split_rows
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Fed:
+    """One step of one data-parallel rank, on the host."""
+
+    microbatches: list[Batch | Rectangle]
+    """Rows of the direct path, bins of the online one."""
+    padding: Padding | None
+    """Of the online path in this step; None on the direct one."""
+    counts: RowCounts
+    """Of what this rank feeds."""
+    samples: tuple[Sample, ...]
+    """Its rows; online all conversations of the global batch."""
+    consumed_samples: int
+    """Of the whole job, with this step."""
+    wait_seconds: float
+    """For the loader."""
+
+
+class Feed:
+    """Training steps and validations of a job on one rank. A context: loader workers end with it.
+
+    Open it before the model is built: workers are forked.
+    """
+
+    def __init__(self, job: Job, place: Place, *, consumed_samples: int = 0) -> None:
+        """Open the files, the tokenizer and the loaders. Raises PackproofError for what cannot be fed."""
+        self._job, self._place = job, place
+        self.skipped_in_validation: list[SkippedRow] = []
+        """Of the last validation, what `skipped` is of training."""
+        self.tokenizer = load_tokenizer(job)
+        found = look(job, self.tokenizer)
+        for refusal in found.refusals:
+            raise refusal
+        self.notes = found.notes
+        self.token_notes = check_tokens(job, self.tokenizer)
+        """What must be known of all rows: what their tokens are, whatever stands in them (SPEC section 22)."""
+        train = _as_one(job)
+        self.sources = _open(job, train, apart=any(file.weight is not None for file in train.data_path))
+        self._rows = row_settings(job, train)
+        self._bins = bin_settings(job, place.data_size, tokenizer=self.tokenizer)
+        self._order_settings = order_settings(job, place.data_size)
+        _check_enough(job, [len(source) for source in self.sources])
+        self.order = Order([len(source) for source in self.sources], self._order_settings)
+        self._loader: Loader[Any, Any] = Loader(
+            self._recipe(train, self.sources),
+            self.order,
+            share=(place.data_rank, place.data_size) if job.is_packed else None,
+            settings=self._loader_settings(job.policy.train_global_batch_size),
+            consumed_samples=consumed_samples,
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_raised: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the loader's workers."""
+        self._loader.close()
+
+    @property
+    def total_steps(self) -> int | None:
+        """Until `max_num_epochs` are done; None without an end."""
+        return self.order.total_steps
+
+    @property
+    def left_over(self) -> int:
+        """Rows before which the job stops, since they fill no global batch (`last_batch: stop`, R-ORDER-3); 0 where it does not."""
+        return self.order.dropped_per_epoch if self._order_settings.last_batch == "stop" else 0
+
+    def identity(self) -> dict[str, Any]:
+        """All that decides what each rank is fed, with the layout: what a resume is held against (R-ORDER-8)."""
+        found = fingerprint(sources=self.sources, tokenizer=self.tokenizer, rows=self._rows, order=self._order_settings)
+        layout = {f"{name}_parallel_size": size for name, size in dataclasses.asdict(sizes(self._job)).items()}
+        return found | layout | {"path": "direct" if self._job.is_packed else "online"}
+
+    def made_with(self) -> dict[str, Any]:
+        """What it takes to make the same rows again from the same files, as plain values: kept beside what a rank fed (`dumps`)."""
+        job, dataset = self._job, self._job.data.train[0]
+        is_own_template = job.policy.tokenizer.chat_template is not None
+        return {
+            "tokenizer": job.policy.tokenizer.name,
+            "chat_template": self.tokenizer.chat_template if is_own_template else None,
+            "chat_key": dataset.chat_key,
+            "rows": dataclasses.asdict(self._rows) | {"semantics": dataset.semantics},
+            "bins": None if job.is_packed else dataclasses.asdict(self._bins),
+            "chat": None
+            if job.is_packed
+            else dataclasses.asdict(chat_settings(job, dataset)) | {"tool_key": dataset.tool_key},
+        }
+
+    @property
+    def skipped(self) -> list[SkippedRow]:
+        """Lines of the training files that `on_bad_row: skip` leaves out."""
+        return [row for source in self.sources for row in source.skipped]
+
+    def locate(self, sample: Sample) -> Location:
+        """Where a sample's row stands."""
+        return self.sources[sample.source].locate(sample.row)
+
+    def steps(self) -> Iterator[Fed]:
+        """One after the other, from where the job is, to the end of its epochs."""
+        for prepared in self._loader:
+            yield self._fed(prepared)
+
+    def again(self, consumed_samples: int) -> Fed:
+        """The step after so many samples once more, made here and now: what a step was fed is not kept."""
+        dataset = self._job.data.train[0]
+        settings = dataclasses.replace(self._loader_settings(self._job.policy.train_global_batch_size), workers=0)
+        share = (self._place.data_rank, self._place.data_size) if self._job.is_packed else None
+        recipe = self._recipe(dataset, self.sources)
+        # An order of its own: the other one is planned ahead with, by a thread that does not end meanwhile.
+        order = Order(self.order.rows, self._order_settings)
+        with Loader(recipe, order, share=share, settings=settings, consumed_samples=consumed_samples) as loader:
+            return self._fed(next(loader))
+
+    def validation(self) -> Iterator[Fed]:
+        """The global batches of one validation, the same each time."""
+        job = self._job
+        self.skipped_in_validation = []
+        for dataset in job.data.validation:
+            sources = _open(job, dataset, apart=False)
+            self.skipped_in_validation += [row for source in sources for row in source.skipped]
+            rows = sum(map(len, sources))
+            size = job.sft.val_global_batch_size or job.policy.train_global_batch_size
+            wanted = None if job.sft.val_batches is None else job.sft.val_batches * size
+            order = ValidationOrder(
+                rows=rows,
+                global_batch_size=size,
+                data_parallel_size=self._place.data_size,
+                limit=None if wanted is None or wanted >= rows else wanted,
+            )
+            share = (self._place.data_rank, self._place.data_size) if job.is_packed else None
+            settings = dataclasses.replace(self._loader_settings(size), workers=0)
+            with Loader(self._recipe(dataset, sources), order, share=share, settings=settings) as loader:
+                for prepared in loader:
+                    yield self._fed(prepared)
+
+    def _recipe(self, dataset: Dataset, sources: Sequence[PackedSource]) -> Recipe[Any, Any]:
+        job, settings = self._job, row_settings(self._job, dataset)
+        if not dataset.is_packed:
+            chat = ChatTokenizer(tokenizer=self.tokenizer, settings=chat_settings(job, dataset))
+            return ConversationData(
+                sources=sources,
+                tokenize=lambda line: chat.tokenize([line])[0],
+                tokenize_many=chat.tokenize,
+                tool_key=dataset.tool_key,
+                keys=message_keys(dataset, settings, self.tokenizer),
+            )
+        from production.rows.builder import RowBuilder  # noqa: PLC0415 - only here is its pad id asked for
+
+        pad = RowBuilder(tokenizer=self.tokenizer, settings=settings).pad_token_id
+        guards = BatchSettings(
+            context_parallel_size=self._place.context_size,
+            data_parallel_size=self._place.data_size,
+            global_batch_size=job.policy.train_global_batch_size,
+            multi_token_prediction=multi_token_depths(job) > 0,
+            pad_token_id=pad,
+        )
+        return PackedData(
+            sources=sources,
+            tokenizer=self.tokenizer,
+            settings=settings,
+            guards=guards,
+            keys=message_keys(dataset, settings, self.tokenizer),
+        )
+
+    def _loader_settings(self, global_batch_size: int) -> LoaderSettings:
+        """`data.prefetch` counts microbatches; the loader counts global batches, of which this rank has its share."""
+        share = max(1, global_batch_size // self._place.data_size)
+        return LoaderSettings(
+            workers=self._job.data.num_workers,
+            prefetch=max(1, -(-self._job.data.prefetch // share)),
+            pin_memory=torch.cuda.is_available() and self._job.cluster.device != "cpu",
+        )
+
+    def _fed(self, prepared: Prepared[Batch | ConversationBatch]) -> Fed:
+        batch, counts, padding = prepared.batch, prepared.counts, None
+        microbatches: list[Batch | Rectangle]
+        if isinstance(batch, Batch):
+            microbatches = [*split_rows(batch)]
+        else:
+            own = pack_bins(batch, self._bins, data_rank=self._place.data_rank)
+            microbatches, padding, counts = [*own.rectangles], own.padding, own.counts
+        return Fed(
+            microbatches=microbatches,
+            padding=padding,
+            counts=counts,
+            samples=prepared.samples,
+            consumed_samples=prepared.consumed_samples,
+            wait_seconds=prepared.wait_seconds,
+        )
+
+
+def _check_enough(job: Job, rows: Sequence[int]) -> None:
+    """Refuse files of fewer rows than one global batch, unless the next epoch fills it up."""
+    size = job.policy.train_global_batch_size
+    if job.data.last_batch == "wrap" or len(rows) != 1 or rows[0] >= size:
+        return
+    paths = [file.path for dataset in job.data.train for file in dataset.data_path]
+    unit = "rows" if job.is_packed else "conversations"
+    raise PackproofError(
+        what=f"{rows[0]} {unit} are no global batch of {size} ({job.where('policy.train_global_batch_size')}), and what fills none "
+        f"is not trained on ({job.where('data.last_batch')}: {job.data.last_batch})",
+        where=f"data.train.data_path: {', '.join(paths)}",
+        mend=f"give more {unit}, set policy.train_global_batch_size to {rows[0]} or less, or data.last_batch to wrap",
+    )
+
+
+def _as_one(job: Job) -> Dataset:
+    """The training datasets end to end. Raises PackproofError where their lines are not read alike."""
+    first, *others = job.data.train
+    for number, other in enumerate(others, 1):
+        if dataclasses.replace(other, data_path=first.data_path) != first:
+            raise PackproofError(
+                what="it is read otherwise than the first training dataset (chat_key, on_bad_row or the like)",
+                where=f"data.train[{number}]",
+                mend="give all training datasets the same settings, as one dataset of several files",
+            )
+    return dataclasses.replace(first, data_path=tuple(file for each in job.data.train for file in each.data_path))
+
+
+def _open(job: Job, dataset: Dataset, *, apart: bool) -> list[PackedSource]:
+    paths = [file.path for file in dataset.data_path]
+    groups = [[path] for path in paths] if apart else [paths]
+    return [
+        open_source(
+            group,
+            chat_key=dataset.chat_key,
+            on_bad_row=dataset.on_bad_row,
+            cache_folder=job.data.cache_folder,
+            verify=job.data.verify_files,
+            takes_tool_calls=not dataset.is_packed,
+        )
+        for group in groups
+    ]

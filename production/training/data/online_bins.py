@@ -1,0 +1,151 @@
+"""The online path of a job: how the conversations of a global batch become the bins of each rank (SPEC section 15).
+
+Every rank packs the whole global batch, so that nothing is sent; that costs each of them the tokens of all.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from production.online.bins import Padding, Precision, choose_padding
+from production.online.packing import take_rank
+from production.online.padded_batch import (
+    PAD_TOKEN_ID,
+    Rectangle,
+    build_rectangle,
+    fill_bins,
+    longest_bin,
+    round_up,
+    take_sequences,
+)
+from production.training.config import Job, sizes
+from production.training.data.dataset import ConversationBatch
+from production.training.metrics.token_counts import RowCounts
+
+
+@dataclass(frozen=True, kw_only=True)
+class BinSettings:
+    """All that decides the bins of a global batch, and their padding."""
+
+    make_sequence_length_divisible_by: int
+    """What each conversation is padded to a multiple of."""
+    capacity: int
+    """Tokens of a bin."""
+    algorithm: str
+    """Which sequences share a bin (`packing.pack`)."""
+    seed: int | None
+    """Of `first_fit_shuffle`, else None."""
+    data_parallel_size: int
+    """Ranks that the bins are dealt to."""
+    context_parallel_size: int
+    """Ranks that share a row."""
+    tensor_parallel_size: int
+    """Above 1 with sequence parallelism."""
+    pipeline_parallel_size: int
+    """Above 1 all rows of a data-parallel rank have one length."""
+    precision: Precision
+    """What kernels want a row's length for."""
+    hybrid_expert_parallel: bool
+    """Whether the flex dispatcher runs with the HybridEP backend."""
+    pad_token_id: int = PAD_TOKEN_ID
+    """What the rectangle is padded with (R-ONLINE-2)."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RankBins:
+    """What a data-parallel rank feeds of a global batch."""
+
+    rectangles: list[Rectangle]
+    """Its bins, in order."""
+    padding: Padding
+    """What they are padded to."""
+    counts: RowCounts
+    """What they hold once they are squeezed."""
+
+
+def bin_settings(job: Job, data_parallel_size: int, *, tokenizer: Any) -> BinSettings:
+    """The job's."""
+    layout, packing = sizes(job), job.policy.sequence_packing
+    return BinSettings(
+        make_sequence_length_divisible_by=job.policy.make_sequence_length_divisible_by or 1,
+        capacity=packing.train_mb_tokens or job.policy.max_total_sequence_length,
+        algorithm=packing.algorithm,
+        seed=job.data.seed if packing.algorithm == "first_fit_shuffle" else None,
+        data_parallel_size=data_parallel_size,
+        context_parallel_size=layout.context,
+        tensor_parallel_size=layout.tensor,
+        pipeline_parallel_size=layout.pipeline,
+        precision=_precision(job),
+        hybrid_expert_parallel=job.megatron.transformer.get("moe_flex_dispatcher_backend") == "hybridep",
+        pad_token_id=pad_token_id(tokenizer),
+    )
+
+
+def pad_token_id(tokenizer: Any) -> int:
+    """The tokenizer's pad token, else its eos token (which NeMo-RL makes its pad token), else 0."""
+    found = (tokenizer.pad_token_id, tokenizer.eos_token_id, PAD_TOKEN_ID)
+    return int(next(each for each in found if each is not None))
+
+
+def pack_bins(batch: ConversationBatch, settings: BinSettings, *, data_rank: int) -> RankBins:
+    """The bins of this rank in the global batch (R-ONLINE-3), and what they are padded to (R-ONLINE-4, R-ONLINE-5).
+
+    Raises PackproofError as `rectangle.fill_bins` and `squeeze.choose_padding`.
+    """
+    multiple = settings.make_sequence_length_divisible_by
+    rectangle = build_rectangle(
+        batch.conversations, make_sequence_length_divisible_by=multiple, pad_token_id=settings.pad_token_id
+    )
+    rectangle = dataclasses.replace(rectangle, sample_mask=rectangle.sample_mask * batch.sample_mask)
+    bins = fill_bins(
+        rectangle,
+        settings.capacity,
+        algorithm=settings.algorithm,
+        make_sequence_length_divisible_by=multiple,
+        data_parallel_size=settings.data_parallel_size,
+        seed=settings.seed,
+    )
+    own = take_rank(bins, rank=data_rank, size=settings.data_parallel_size)
+    padding = choose_padding(
+        make_sequence_length_divisible_by=multiple,
+        context_parallel_size=settings.context_parallel_size,
+        tensor_parallel_size=settings.tensor_parallel_size,
+        sequence_parallel=settings.tensor_parallel_size > 1,
+        pipeline_parallel_size=settings.pipeline_parallel_size,
+        precision=settings.precision,
+        hybrid_expert_parallel=settings.hybrid_expert_parallel,
+        longest_bin=longest_bin(rectangle, own, make_sequence_length_divisible_by=multiple),
+    )
+    rectangles = [take_sequences(rectangle, members) for members in own]
+    members = [member for each in own for member in each]
+    masked_out = sum(not batch.conversations[member].weight for member in members if batch.sample_mask[member])
+    counts = count_bins(rectangles, padding) + RowCounts(masked_out_conversations=masked_out)
+    return RankBins(rectangles=rectangles, padding=padding, counts=counts)
+
+
+def count_bins(bins: Sequence[Rectangle], padding: Padding) -> RowCounts:
+    """What these bins hold once they are squeezed."""
+    counts = RowCounts()
+    for each in bins:
+        lengths: list[int] = each.input_lengths.tolist()
+        filled = sum(round_up(length, padding.sequence_multiple) for length in lengths)
+        total = padding.row_length or round_up(filled, padding.row_multiple)
+        counts += RowCounts(
+            rows=len(lengths),
+            tokens=total,
+            padding_tokens=total - sum(lengths),
+            trained_tokens=int(each.valid_tokens()),
+            square_sum=sum(length * length for length in lengths),
+        )
+    return counts
+
+
+def _precision(job: Job) -> Precision:
+    """As the padding of a row takes it."""
+    if not job.megatron.fp8_cfg.enabled:
+        return "unquantized"
+    recipes: dict[str, Precision] = {"blockwise": "fp8_blockwise", "mxfp8": "fp8_mxfp8"}
+    return recipes.get(job.megatron.fp8_cfg.fp8_recipe, "fp8_other")

@@ -1,0 +1,168 @@
+"""A job's tokenizer: loaded from its folder or from what Hugging Face has, and the rows of the embedding that it needs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from production.errors import PackproofError
+from production.files.file_state import is_there
+from production.online.padded_batch import round_up
+from production.training.config import Job
+
+_CONFIG = "tokenizer_config.json"
+_MEND = f"give a folder with tokenizer.json and {_CONFIG}, or a Hugging Face name that can be reached"
+_VOCABULARIES = (
+    "tokenizer.json", "tokenizer.model", "tekken.json", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model",
+)  # fmt: skip
+"""Files of which a tokenizer has at least one."""
+_OTHERS = ("special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "config.json")
+"""Files that it may have beside its configuration."""
+
+
+def load_tokenizer(job: Job) -> Any:
+    """The job's tokenizer, from its folder or from what is stored here of Hugging Face's.
+
+    Raises PackproofError with the key and its place: for a folder that is not there, with the file that is missing or damaged where
+    it is, and for a folder without `tokenizer_config.json`, which transformers would load without any special token.
+    """
+    from transformers import AutoTokenizer  # noqa: PLC0415 - takes seconds to import
+
+    given = job.policy.tokenizer
+    if given.name and Path(given.name).is_dir() and not (Path(given.name) / _CONFIG).is_file():
+        raise _refused(job, _missing(Path(given.name), _CONFIG))
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(given.name)
+    except Exception as error:  # a damaged tokenizer.json raises Exception itself, others of its parts what they like
+        raise _refused(job, _fault(given.name, error)) from error
+    if given.chat_template is not None:
+        key = job.where("policy.tokenizer.chat_template")
+        is_a_file = given.chat_template.endswith(".jinja")
+        tokenizer.chat_template = _template(Path(given.chat_template), key) if is_a_file else given.chat_template
+        if "{" not in tokenizer.chat_template:
+            raise PackproofError(
+                what=f"the chat template {tokenizer.chat_template[:60]!r} has no {{{{ or {{%: it is the same text for all conversations",
+                where=key,
+                mend="write a template, or name a file that ends in .jinja",
+            )
+    return tokenizer
+
+
+def unloadable(job: Job) -> list[PackproofError]:
+    """Why the folder can be no tokenizer, found without loading it: a note of a dry run, a refusal of a run (R-SETUP-19).
+
+    A name that Hugging Face may have is not looked up.
+    """
+    name = job.policy.tokenizer.name
+    if name and is_there(name) and Path(name).is_dir():
+        why = folder_fault(Path(name))
+    else:
+        why = _absent(name) if name and _is_a_path(name) and not is_there(name) else None
+    return [] if why is None else [_refused(job, why)]
+
+
+def folder_fault(folder: Path) -> str | None:
+    """Why a folder can be no tokenizer: the file that is missing or damaged; None where nothing is seen."""
+    return _missing(folder, _CONFIG) if not (folder / _CONFIG).is_file() else next(_faults(folder), None)
+
+
+def vocabulary_size(job: Job, tokenizer: Any) -> int:
+    """Rows of the embedding: the job's, or the tokenizer's rounded up to a multiple of tp. Raises PackproofError where ids exceed it."""
+    needed = max(len(tokenizer), max(tokenizer.get_vocab().values(), default=0) + 1)
+    if job.model.vocab_size is None:
+        return round_up(needed, job.megatron.tensor_model_parallel_size)
+    if job.model.vocab_size < needed:
+        raise PackproofError(
+            what=f"an embedding of {job.model.vocab_size} rows for a tokenizer with ids up to {needed - 1}",
+            where=job.where("model.vocab_size"),
+            mend=f"give at least {needed}, a multiple of tensor_model_parallel_size, or leave it out",
+        )
+    return job.model.vocab_size
+
+
+def _refused(job: Job, why: str) -> PackproofError:
+    return PackproofError(
+        what=f"no tokenizer can be loaded from {job.policy.tokenizer.name}: {why}",
+        where=job.where("policy.tokenizer.name"),
+        mend=_MEND,
+    )
+
+
+def _fault(name: str, error: Exception) -> str:
+    """Why it cannot be loaded, in the job's words; what transformers says stands only where nothing else is known."""
+    said = str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
+    if name and Path(name).is_dir():
+        return next(_faults(Path(name)), f"one of its files is damaged: {type(error).__name__}: {said}")
+    if name and Path(name).exists():
+        return "it is a file, and no folder"
+    absent = _absent(name)
+    return absent if _is_a_path(name) else f"{absent}, and Hugging Face's of this name cannot be had: {said}"
+
+
+def _absent(name: str) -> str:
+    return f"there is no such folder ({Path(name).absolute()})"
+
+
+def _is_a_path(name: str) -> bool:
+    """And so no name of Hugging Face's, which is `owner/name` at most."""
+    return name.count("/") > 1 or name.startswith((".", "~", "/")) or name.endswith("/")
+
+
+def _faults(folder: Path) -> Iterator[str]:
+    """Of its files, those that are missing or damaged."""
+    if not any((folder / each).is_file() for each in _VOCABULARIES):
+        yield _missing(folder, "tokenizer.json")
+    for name in (_CONFIG, *_VOCABULARIES, *_OTHERS):
+        why = _damage(folder / name) if (folder / name).exists() else None
+        if why is not None:
+            yield f"{name} is damaged: {why}"
+
+
+def _missing(folder: Path, name: str) -> str:
+    there = sorted(each.name + "/" * each.is_dir() for each in folder.iterdir())
+    more = f" and {len(there) - 8} more" if len(there) > 8 else ""
+    return f"{name} is missing; the folder has {', '.join(there[:8]) or 'nothing'}{more}"
+
+
+def _damage(path: Path) -> str | None:
+    """What is wrong with one of its files; None where nothing is seen."""
+    if path.suffix not in (".json", ".jinja"):
+        return None
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        return str(error)
+    if path.suffix == ".jinja":
+        return None
+    if not text.strip():
+        return "it is empty"
+    try:
+        return _no_tokenizer(text) if path.name == "tokenizer.json" else _no_object(text)
+    except json.JSONDecodeError as error:
+        return f"it is no JSON: {error}"
+
+
+def _no_object(text: str) -> str | None:
+    return None if isinstance(json.loads(text), dict) else "it is no JSON object"
+
+
+def _no_tokenizer(text: str) -> str | None:
+    from tokenizers import Tokenizer  # noqa: PLC0415 - as transformers
+
+    if (why := _no_object(text)) is not None:
+        return why
+    try:
+        Tokenizer.from_str(text)
+    except Exception as error:  # noqa: BLE001 - it raises nothing narrower
+        return f"the tokenizers library refuses it: {error}"
+    return None
+
+
+def _template(path: Path, where: str) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        mend = "name a file of UTF-8 text that is there, or write the template itself"
+        raise PackproofError(what=f"the chat template cannot be read: {error}", where=where, mend=mend) from error

@@ -1,0 +1,101 @@
+"""Which rank is looked at, and what it does with a row: its place in each dimension, its pipeline stage, its slice."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tools.diff_row.errors import BadInput
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankPlace:
+    """A rank of a job. Ranks count tp fastest, then cp, then dp, pp slowest, as megatron-core's own order has it."""
+
+    rank: int
+    """Among all ranks, from 0."""
+    tp: int
+    """Tensor parallel size."""
+    cp: int
+    """Context parallel size."""
+    dp: int
+    """Data parallel size."""
+    pp: int
+    """Pipeline parallel size."""
+    sequence_parallel: bool = True
+    """Whether tensor parallel ranks each hold a slice of the tokens; it means nothing at tp 1."""
+
+    @property
+    def ranks(self) -> int:
+        """All ranks of the job."""
+        return self.tp * self.cp * self.dp * self.pp
+
+    @property
+    def tensor_rank(self) -> int:
+        """Place in tp."""
+        return self.rank % self.tp
+
+    @property
+    def context_rank(self) -> int:
+        """Place in cp."""
+        return self.rank // self.tp % self.cp
+
+    @property
+    def data_rank(self) -> int:
+        """Place in dp."""
+        return self.rank // (self.tp * self.cp) % self.dp
+
+    @property
+    def pipeline_rank(self) -> int:
+        """Place in pp, the stage."""
+        return self.rank // (self.tp * self.cp * self.dp)
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether this rank computes losses, those of multi-token prediction too."""
+        return self.pipeline_rank == self.pp - 1
+
+    @property
+    def stage(self) -> str:
+        """What this pipeline stage does with the microbatch, which every stage is given whole."""
+        if self.pp == 1:
+            return "the only stage: embeds tokens, computes losses"
+        if self.pipeline_rank == 0:
+            return f"stage 0 of {self.pp}: embeds tokens; labels and mask are there and not read"
+        if self.is_last_stage:
+            return f"stage {self.pipeline_rank} of {self.pp}: computes losses, and embeds the ids of multi-token depths"
+        return f"stage {self.pipeline_rank} of {self.pp}: neither embeds nor computes losses; reads only boundaries (attention)"
+
+    @property
+    def same_data(self) -> str:
+        """Which ranks hold the same share as this one: those of other tp and pp places."""
+        others = [
+            place
+            for place in range(self.ranks)
+            if (place // self.tp) % (self.cp * self.dp) == (self.rank // self.tp) % (self.cp * self.dp)
+            and place != self.rank
+        ]
+        if not others:
+            return "no other rank is given this share"
+        shown = ", ".join(map(str, others[:8])) + (", …" if len(others) > 8 else "")
+        return f"rank{'s' if len(others) > 1 else ''} {shown} {'are' if len(others) > 1 else 'is'} given the same share (other tp or pp places)"
+
+
+def find_place(*, tp: int, cp: int, dp: int, pp: int, rank: int, sequence_parallel: bool = True) -> RankPlace:
+    """The place of a rank. Raises BadInput for a size below 1 and a rank that the layout has not."""
+    for name, size in (("tp", tp), ("cp", cp), ("dp", dp), ("pp", pp)):
+        if size < 1:
+            raise problem(f"{size} is no size", where=f"--{name}", mend="give at least 1")
+    ranks = tp * cp * dp * pp
+    if not 0 <= rank < ranks:
+        sizes = f"tp {tp} · cp {cp} · dp {dp} · pp {pp} = {ranks} rank{'s' if ranks > 1 else ''}"
+        raise problem(
+            f"there is no rank {rank} among {sizes}",
+            where="--rank",
+            mend=f"give a rank from 0 to {ranks - 1}, which counts tp fastest, then cp, dp, pp slowest",
+        )
+    return RankPlace(rank=rank, tp=tp, cp=cp, dp=dp, pp=pp, sequence_parallel=sequence_parallel)
+
+
+def problem(what: str, *, where: str, mend: str) -> BadInput:
+    """A refusal that says what is wrong, where, and how to mend it."""
+    return BadInput(f"{where}: {what}. To mend it: {mend}")

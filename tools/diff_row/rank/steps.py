@@ -1,0 +1,135 @@
+"""The steps of the way of a row to a rank, as values: what each side has at a step, and what differs there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from tools.diff_row.rank.coordinates import RankPlace
+from tools.diff_row.row.findings import Findings
+
+STOPS = ("row", "batch", "microbatch", "depth", "share", "slice", "weights")
+"""Where `--stop-at` can stop, in the order of the way."""
+TENSORS = ("input_ids", "target_ids", "token_mask", "position_ids")
+"""What is cut, shifted and shared out."""
+ABOUT = {
+    "row": ("conversations laid out, labels shifted", "R-LAYOUT, R-SHIFT-1, R-MASK-1, R-CU-1"),
+    "batch": ("collated, ragged boundaries filled with -1", "R-BATCH-1"),
+    "microbatch": ("one sequence, mask times sample mask", "R-BATCH-2, R-MEET-1"),
+    "depth": ("x[i + k] inside the segment of i, else 0", "R-MTP-1"),
+    "share": ("what this cp rank owns, all tensors cut alike", "R-CP-1, R-CP-2, R-MTP-2"),
+    "slice": ("what this tp rank holds after embedding", "megatron-core's scatter"),
+    "weights": ("what each token's loss weighs in the gradient of the step", "R-LOSS-2 to R-LOSS-4"),
+}
+"""What happens at a step, and the rules of SPEC that say so."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refused:
+    """A side that refuses at a step, or one that has nothing there."""
+
+    kind: str | None
+    """SPEC's kind; None where the side is no witness of the step or ends before it."""
+    message: str
+    """What is wrong, where, how to mend it; or why the side has nothing."""
+
+
+Has = Mapping[str, torch.Tensor] | Refused
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepDifference:
+    """A tensor that two sides do not share at a step."""
+
+    left: str
+    right: str
+    tensor: str
+    count: int
+    """Places that differ; 1 for a tensor that differs as a whole."""
+    place: int | None
+    """The first of them, in the tensor of this step."""
+    position: int | None
+    """Where that place lies in the whole row, as the left side has it; None for what has no place in the row."""
+    right_position: int | None
+    """The same as the right side says, where it says so and says otherwise."""
+    left_value: object
+    right_value: object
+    cause: str
+    """What the right side's values are instead, where that could be told; else the class of the difference."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Step:
+    """One step of the way, on all sides."""
+
+    name: str
+    """One of STOPS."""
+    depth: int
+    """k; 0 where nothing is shifted."""
+    sides: Mapping[str, Has]
+    origin: torch.Tensor | None
+    """[n] int64: the position in the row of each place; None where a tensor has another shape (batch)."""
+    differences: tuple[StepDifference, ...]
+    """Of each side with the first, by tensor; the first of them is where to look."""
+    view: Findings | None
+    """The four tensors of the sides at this step in the terms of the row's findings, by place; None where it has not four."""
+    note: str = ""
+    """What one must know to read it."""
+
+    @property
+    def label(self) -> str:
+        """How it is called on the screen."""
+        if self.name == "depth":
+            return f"depth {self.depth}"
+        return f"{self.name}, depth {self.depth}" if self.depth else self.name
+
+    @property
+    def refused(self) -> bool:
+        """Whether a side refuses here."""
+        return any(isinstance(has, Refused) and has.kind is not None for has in self.sides.values())
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RankFindings:
+    """The way of one row to one rank."""
+
+    place: RankPlace
+    row: Findings
+    """What the tool finds of the row itself: its sides, conversations and texts."""
+    layout: str
+    """How a row is cut among cp ranks."""
+    depths: int
+    """K: depths that were taken."""
+    ways: Mapping[str, str]
+    """Side to who makes its microbatch and share."""
+    steps: tuple[Step, ...]
+    at: int | None
+    """The position of the row that is followed through the steps."""
+    notes: tuple[str, ...] = ()
+    """What one must know of the row on this rank."""
+
+    @property
+    def first(self) -> Step | None:
+        """The first step at which sides differ."""
+        return next((step for step in self.steps if step.differences), None)
+
+    @property
+    def equal(self) -> bool:
+        """Whether all sides agree at every step that was gone."""
+        return self.first is None
+
+    @property
+    def without(self) -> Mapping[str, tuple[str, ...]]:
+        """By side, the labels of the steps at which it has nothing, so that it is not compared there; only sides with such steps."""
+        found = {
+            side.name: tuple(step.label for step in self.steps if not isinstance(step.sides.get(side.name), Mapping))
+            for side in self.row.sides
+        }
+        return {side: labels for side, labels in found.items() if labels}
+
+    @property
+    def share(self) -> Step | None:
+        """The step that says which positions this rank owns; None where the way ended before."""
+        return next((step for step in self.steps if step.name == "share" and step.origin is not None), None)

@@ -1,0 +1,85 @@
+"""The neighbourhood of a position as columns: what the screen shows of the first difference."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from rich.cells import cell_len
+from rich.text import Text
+
+from tools.diff_row.render.columns import GAP, Column, draw
+from tools.diff_row.render.context_window import Place, groups, neighbourhood
+from tools.diff_row.render.tokens import fit, visible
+from tools.diff_row.row.findings import TOKEN_TENSORS, Findings
+
+SHORTEST = 8
+"""Columns that a token's text has at least."""
+SHORT = {"input_ids": "id", "target_ids": "target", "token_mask": "mask", "position_ids": "pos"}
+
+
+def closeup(findings: Findings, position: int, width: int, *, origin: Sequence[int] | None = None) -> Iterator[Text]:
+    """The positions around one. A column that all sides share is shown once, others once for each group of sides.
+
+    With `origin` positions are places in a part of the row, and `origin[place]` is where each stands in the row.
+    """
+    places = neighbourhood(findings, position)
+    if not places:
+        return
+    letter = findings.letters
+    columns = [Column(title="position" if origin is None else "place", right=True)]
+    columns += [] if origin is None else [Column(title="in the row", right=True)]
+    columns += [Column(title="token"), Column(title="conv·turn")]
+    token = len(columns) - 2
+    values: list[tuple[str, str]] = []
+    for tensor in TOKEN_TENSORS:
+        for sides in groups(places, tensor):
+            alone = len(groups(places, tensor)) == 1
+            title = SHORT[tensor] + ("" if alone else " " + "".join(letter[side] for side in sides))
+            columns.append(Column(title=title, right=True))
+            values.append((tensor, sides[0]))
+    lines: list[list[Text] | str] = []
+    for place in places:
+        if place.boundary:
+            missing = len(place.boundary) < len(findings.built)
+            who = f" only in {', '.join(map(visible, place.boundary))}" if missing else ""
+            at = place.position if origin is None else f"{place.position}, {origin[place.position]} in the row"
+            lines.append(f"── boundary {at}{who} ")
+        line = _line(place, position, values)
+        if origin is not None:
+            line.insert(1, Text(f"{origin[place.position]}", "bold red" if place.position == position else "cyan"))
+        lines.append(line)
+
+    def needed() -> int:
+        return sum(
+            column.needed([line[n] for line in lines if not isinstance(line, str)]) + GAP
+            for n, column in enumerate(columns)
+            if n != token
+        )
+
+    rows = [line for line in lines if not isinstance(line, str)]
+    # The conversation of the middle one stands above.
+    if needed() + (12 if origin is not None else SHORTEST + GAP) > width:
+        del columns[token + 1]
+        for row in rows:
+            del row[token + 1]
+    room = max(SHORTEST, min(28, width - needed() - GAP))
+    for row in rows:
+        row[token] = Text(fit(row[token].plain, min(room, cell_len(row[token].plain))), row[token].style)
+    yield from draw(columns, lines, width)
+
+
+def _line(place: Place, position: int, values: Sequence[tuple[str, str]]) -> list[Text]:
+    here = place.position == position
+    token = " ≠ ".join(dict.fromkeys(place.tokens.values()))
+    cells = [
+        Text(f"{'▶ ' if here else ''}{place.position}", "bold red" if here else ""),
+        Text(token, "bold red" if "input_ids" in place.differs else "" if token.startswith("'") else "magenta"),
+        Text(fit(place.where, min(14, cell_len(place.where))), "dim"),
+    ]
+    for tensor, side in values:
+        value = place.values[tensor][side]
+        differs = tensor in place.differs
+        text = "–" if value is None else str(value)
+        style = "bold red" if differs else "dim" if value == -100 or (tensor == "token_mask" and value == 0) else ""
+        cells.append(Text(text + ("*" if differs else " "), style))
+    return cells

@@ -1,0 +1,239 @@
+"""`--html`: one self-contained page with every token of the row as a coloured cell, drawn on a canvas.
+
+Arrays travel deflated in base64, sides after the first as their difference to it: two sides of 262,144 tokens are
+about 2 MB. Nothing that the row contains is ever markup: texts travel inside the arrays or escaped.
+"""
+
+from __future__ import annotations
+
+import base64
+import functools
+import json
+import zlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from typing import Any
+
+import jinja2
+import numpy as np
+import numpy.typing as npt
+from markupsafe import Markup
+
+from tools.diff_row.render.tokens import visible
+from tools.diff_row.row.findings import MOST_LISTED, RULES, TOKEN_TENSORS, Findings, Found, boundary_set
+
+Values = npt.NDArray[Any]
+
+PADDED = 1
+DIFFERS = {"input_ids": 2, "target_ids": 4, "token_mask": 8, "position_ids": 16, "cu_seqlens": 32}
+"""Bits of `flags`: where any two sides differ in a tensor."""
+BOUNDARY = 64
+"""Bit of `flags`: some side has a boundary before this position."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class View:
+    """Findings whose positions are places in a part of the row, as one of several that a page can show."""
+
+    label: str
+    """What it is called where one chooses."""
+    findings: Findings
+    origin: Values | None
+    """[n] the position in the row of each place; None where they are the same."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Part:
+    """What a page has beyond the row's own: a part of its head, and views to choose from."""
+
+    head: Markup
+    views: Sequence[View]
+    shown: int
+    """The view that is shown first: that of the findings."""
+    equal: bool
+    """The verdict of the whole page."""
+
+
+def render_page(findings: Findings, part: Part | None = None) -> str:
+    """The page as text. Raises ValueError if no side built the row."""
+    if not findings.built:
+        raise ValueError("no side built the row, so a page has no token to show")
+    blobs: dict[str, str] = {}
+    if part is None:
+        facts, blobs = _facts(findings)
+    else:
+        views = []
+        for number, view in enumerate(part.views):
+            one, arrays = _facts(view.findings, origin=view.origin)
+            views.append(one | {"prefix": f"{number}-", "label": view.label})
+            blobs |= {f"{number}-{name}": blob for name, blob in arrays.items()}
+        facts = {"views": views, "shown": part.shown}
+    template = environment().get_template("page.html")
+    return template.render(
+        findings=findings,
+        part=part,
+        equal=findings.equal if part is None else part.equal,
+        source=findings.source,
+        letters=findings.letters,
+        rules=RULES,
+        differing_positions=len(_union(findings)),
+        listed=[_line(alike, findings) for alike in _alike(findings.listed)],
+        is_cut=len(findings.listed) == MOST_LISTED,
+        facts=Markup(_script_json(facts)),  # noqa: S704 - _script_json leaves no character that could end the script
+        blobs=blobs,
+        **{name: Markup(read_part(file)) for name, file in _PARTS.items()},  # noqa: S704 - our own files
+    )
+
+
+def _facts(findings: Findings, *, origin: Values | None = None) -> tuple[dict[str, Any], dict[str, str]]:
+    """What a script needs to show one view, and its arrays."""
+    arrays, blobs = _arrays(findings)
+    if origin is not None:
+        arrays["origin"], blobs["origin"] = encode(origin)
+    return {
+        "length": findings.length,
+        "sides": [{"name": visible(side.name), "letter": findings.letters[side.name]} for side in findings.built],
+        "tensors": list(TOKEN_TENSORS),
+        "arrays": arrays,
+        "conversations": [
+            [c.start, c.end, list(map(visible, c.roles))] for c in findings.map.conversations if c.start is not None
+        ],
+        "boundaries": [sorted(boundary_set(side.row)) for side in findings.built],
+    }, blobs
+
+
+_PARTS = {"style": "page.css", "data_script": "page_data.js", "script": "page.js"}
+
+
+@functools.cache
+def environment() -> jinja2.Environment:
+    """Of the templates beside this module: everything is escaped."""
+    made = jinja2.Environment(
+        loader=jinja2.FunctionLoader(read_part),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    made.filters["visible"] = lambda value: visible(str(value))
+    made.filters["count"] = lambda value: "–" if value is None else f"{value:,}"
+    return made
+
+
+@functools.cache
+def read_part(name: str) -> str:
+    """A file beside this module."""
+    return (files(__package__) / name).read_text(encoding="utf-8")
+
+
+def _script_json(value: object) -> str:
+    """JSON that may stand in a script element: ASCII, and with no `<` that could end it."""
+    return json.dumps(value, ensure_ascii=True, separators=(",", ":")).replace("<", "\\u003c")
+
+
+def _arrays(findings: Findings) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
+    """What each array is (type, coding) and its deflated base64, by name."""
+    described: dict[str, dict[str, Any]] = {}
+    blobs: dict[str, str] = {}
+
+    def add(name: str, values: Values, *, like: str | None = None, base: Values | None = None) -> None:
+        described[name], blobs[name] = encode(values, like=like, base=base)
+
+    seen: set[int] = set()
+    for tensor in TOKEN_TENSORS:
+        base: Values | None = None
+        for number, side in enumerate(findings.built):
+            values = getattr(side.row, tensor).reshape(-1).float().numpy() if tensor == "token_mask" else None
+            values = getattr(side.row, tensor).reshape(-1).numpy() if values is None else values
+            add(f"{number}.{tensor}", values, like=f"0.{tensor}" if number else None, base=base)
+            base = values if base is None else base
+            if tensor in ("input_ids", "target_ids"):
+                seen.update(int(token) for token in np.unique(values))
+    add("conversation_at", _padded_to(findings.map.conversation_at, findings.length, 0))
+    add("turn_at", _padded_to(findings.map.turn_at, findings.length, -1))
+    add("flags", _flags(findings))
+    ids = np.array(sorted(seen))
+    add("text_ids", ids)
+    findings.texts.learn(seen)
+    texts = [findings.texts.text(int(token)) for token in ids]
+    described["texts"], blobs["texts"] = {"type": "json"}, _deflated(json.dumps(texts).encode())
+    return described, blobs
+
+
+def encode(values: Values, *, like: str | None = None, base: Values | None = None) -> tuple[dict[str, Any], str]:
+    """An array as its description and deflated base64, little-endian.
+
+    `like` names an array of the same length, `base`, to which the integers are differences modulo 2^32; those that
+    stand alone are differences to the value before. Both are zeros nearly everywhere, which deflate takes to nothing.
+    """
+    if not _fits(values):
+        return {"type": "float64"}, _deflated(values.astype("<f8").tobytes())
+    integers = values.astype(np.int64)
+    if base is not None and len(base) == len(values) and _fits(base):
+        coded = integers - base.astype(np.int64)
+        return {"type": "int32", "like": like}, _deflated(coded.astype("<i4").tobytes())
+    return {"type": "int32", "running": True}, _deflated(np.diff(integers, prepend=0).astype("<i4").tobytes())
+
+
+def _fits(values: Values) -> bool:
+    """Whether all values are integers of 32 bits; a poisoned mask or a wild id is not."""
+    whole = bool(np.all(np.isfinite(values))) and bool(np.all(values == np.floor(values)))
+    return whole and (not len(values) or (values.min() >= -(2**31) and values.max() < 2**31))
+
+
+def _deflated(raw: bytes) -> str:
+    return base64.b64encode(zlib.compress(raw, 6)).decode("ascii")
+
+
+def _padded_to(values: Values, length: int, filling: int) -> Values:
+    return np.pad(values, (0, max(0, length - len(values))), constant_values=filling)[:length]
+
+
+def _flags(findings: Findings) -> Values:
+    flags = np.zeros(findings.length, np.int32)
+    flags[: len(findings.map.padded)][findings.map.padded] |= PADDED
+    for tensor, places in findings.differing.items():
+        flags[places[places < findings.length]] |= DIFFERS.get(tensor, 0)
+    ends = {end for side in findings.built for end in boundary_set(side.row) if 0 < end < findings.length}
+    flags[sorted(ends)] |= BOUNDARY
+    return flags
+
+
+def _union(findings: Findings) -> Values:
+    return np.unique(np.concatenate([np.zeros(0, np.int64), *findings.differing.values()]))
+
+
+def _alike(listed: Sequence[Found]) -> list[list[Found]]:
+    """Differences that are one to the eye: the same values at the same place, of other sides."""
+    groups: dict[str, list[Found]] = {}
+    for found in listed:
+        values = (found.position, found.tensor, found.klass, found.left_value, found.right_value)
+        groups.setdefault(repr(values), []).append(found)
+    return list(groups.values())
+
+
+def _line(alike: Sequence[Found], findings: Findings) -> dict[str, Any]:
+    """A row of the table of differences, with the sides that share it."""
+    found = alike[0]
+    tokens: Iterable[str] = ()
+    if found.position is not None and found.tensor != "cu_seqlens":
+        tokens = dict.fromkeys(
+            findings.texts.text(int(side.row.input_ids.reshape(-1)[found.position]))
+            for side in findings.built
+            if side.row.input_ids is not None and found.position < side.row.input_ids.numel()
+        )
+    is_id = found.tensor in ("input_ids", "target_ids")
+    values = [
+        (
+            name,
+            int(value) if isinstance(value, float) and value.is_integer() else value,
+            findings.texts.text(value) if is_id and isinstance(value, int) else "",
+        )
+        for name, value in (
+            (", ".join(dict.fromkeys(each.left for each in alike)), found.left_value),
+            (", ".join(dict.fromkeys(each.right for each in alike)), found.right_value),
+        )
+    ]
+    where = "" if found.position is None else findings.map.place(found.position)
+    return {"found": found, "token": " ≠ ".join(tokens), "where": where, "values": values}

@@ -1,0 +1,280 @@
+"""The screen: one row, its conversations, the first difference with its neighbourhood, and what differs in all.
+
+Plain text where it is piped: whatever a colour says is also said by a sign (▶ the place, * a value that differs).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from rich.console import Console
+from rich.text import Text
+
+from tools.diff_row.render.columns import Column, draw
+from tools.diff_row.render.detail_table import closeup
+from tools.diff_row.render.tokens import fit, visible
+from tools.diff_row.row.findings import RULES, Findings, Pair
+from tools.diff_row.row.layout import Conversation
+
+STATES = {
+    "kept": "green",
+    "truncated": "yellow",
+    "dropped": "red",
+    "empty": "yellow",
+    "unknown": "dim",
+    "not built": "dim",
+}
+MOST_CONVERSATIONS = 6
+
+
+def show(findings: Findings, console: Console, *, page: str | None = None) -> None:
+    """Print the screen. `page` is where the page of all tokens was written, if it was."""
+    for part in (header, _conversations, _losses, refusals, _first, flaws, _counts):
+        lines = list(part(findings, console.width))
+        for line in lines:
+            console.print(line, no_wrap=False, soft_wrap=False, highlight=False)
+        if lines and part is not _conversations:
+            console.print()
+    console.print(_next(findings, page), highlight=False)
+
+
+def header(findings: Findings, width: int) -> Iterator[Text]:
+    """Where the row comes from, what it is built for, and the sides with their letters."""
+    source, settings = findings.source, findings.settings
+    what = Text()
+    if source.file is not None:
+        what.append(visible(source.file), "bold")
+        what.append(" (saved case)" if source.case else f"  {source.place}".rstrip(), "bold")
+    if source.dump is not None:
+        what.append("  against  " if source.file is not None else "")
+        what.append(f"{visible(source.dump)}  row {source.dump_row} of the batch, from 0", "bold")
+    yield what
+    facts = []
+    if settings is not None:
+        told = {name: f" ({origin})" for name, origin in source.settings_from.items()}
+        facts = [
+            f"{settings.prompt_format}{told.get('prompt_format', '')}",
+            f"P {settings.pack_length:,}{told.get('pack_length', '')}",
+            f"cp {settings.context_parallel_size}{told.get('context_parallel_size', '')}",
+            f"{settings.semantics}{told.get('semantics', '')}",
+            *([f"pad {settings.pad_token}"] if settings.pad_token is not None else []),
+            *([f"prefix {settings.assistant_prefix_len}"] if settings.assistant_prefix_len is not None else []),
+        ]
+    elif findings.length:
+        facts = [f"P {findings.length:,}"]
+    yield Text(" · ".join([*facts, f"tokenizer {visible(findings.tokenizer or 'none, so ids only')}"]))
+    sides = Text("sides  ")
+    for side in findings.sides:
+        sides.append(f"{findings.letters[side.name]} ", "cyan")
+        sides.append(visible(side.name), "bold")
+        sides.append(f" ({side.version})" if side.version else "", "dim")
+        sides.append("   ")
+    yield sides
+    del width
+
+
+def _conversations(findings: Findings, width: int) -> Iterator[Text]:
+    shown = pick(findings)
+    if not shown:
+        return
+    columns = [
+        Column(title="conversation", right=True),
+        Column(title="messages", right=True),
+        Column(title="tokens", right=True),
+        Column(title="padding", right=True),
+        Column(title="start..end", right=True),
+        Column(title="trained", right=True),
+        Column(title="state"),
+    ]
+    first = findings.first.position if findings.first is not None else None
+    lines: list[list[Text] | str] = []
+    before = -1
+    for conversation in shown:
+        if conversation.number > before + 1:
+            lines.append(f"… {conversation.number - before - 1} more")
+        before = conversation.number
+        inside = conversation.start is not None and conversation.end is not None
+        here = inside and first is not None and conversation.start <= first < conversation.end  # type: ignore[operator]
+        lines.append(
+            [
+                Text(f"{'▶ ' if here else ''}{conversation.number}", "bold red" if here else ""),
+                Text(str(len(conversation.roles)) if conversation.roles else "?"),
+                *(Text(_count(value)) for value in (conversation.tokens, conversation.padding)),
+                Text(f"{conversation.start}..{conversation.end}" if inside else "–"),
+                Text(_count(conversation.trained)),
+                Text(conversation.state, STATES.get(conversation.state, "")),
+            ]
+        )
+    if (rest := len(findings.map.conversations) - before - 1) > 0:
+        lines.append(f"… {rest} more")
+    yield from draw(columns, lines, width)
+
+
+def pick(findings: Findings) -> list[Conversation]:
+    """The conversations to show: all if few, else the first ones, those around the difference, and the last."""
+    every = findings.map.conversations
+    if len(every) <= MOST_CONVERSATIONS:
+        return list(every)
+    chosen = {0, 1, len(every) - 1}
+    first = findings.first.position if findings.first is not None else None
+    lost = [c.number for c in every if c.state in ("truncated", "dropped", "empty")]
+    if first is not None and first < len(findings.map.conversation_at):
+        at = int(findings.map.conversation_at[first])
+        chosen |= {number for number in (at - 1, at, at + 1) if 0 <= number < len(every)}
+    for number in [*lost, *range(len(every))]:
+        if len(chosen) >= MOST_CONVERSATIONS:
+            break
+        chosen.add(number)
+    return [every[number] for number in sorted(chosen)]
+
+
+def _losses(findings: Findings, width: int) -> Iterator[Text]:
+    """The report's counts that are not zero, of the first side that counts; the table below says what others differ in."""
+    counting = [side for side in findings.built if side.row.report is not None]
+    if counting:
+        report = counting[0].row.report
+        assert report is not None
+        differs = any(tensor.startswith("report.") for pair in findings.pairs for tensor in pair.counts)
+        line = Text(f"report of {visible(counting[0].name)}  " if differs else "report  ", "dim")
+        yield line.append(" · ".join(f"{name} {value:,}" for name, value in report.items() if value), "")
+    del width
+
+
+def refusals(findings: Findings, width: int) -> Iterator[Text]:
+    """The sides that refuse the row, and what the others built."""
+    refused = [side for side in findings.sides if side.row.refusal is not None]
+    for side in refused:
+        refusal = side.row.refusal
+        assert refusal is not None
+        line = Text("REFUSED ", "bold red" if any(pair.counts for pair in findings.pairs) else "bold yellow")
+        line.append(f"by {visible(side.name)}: ")
+        line.append(refusal.kind, "bold")
+        places = (("conversation", refusal.conversation), ("turn", refusal.turn))
+        where = ", ".join(f"{what} {number}" for what, number in places if number is not None)
+        line.append(f"  at {where}" if where else "", "bold")
+        yield line
+        if refusal.message:
+            yield Text(f"        {fit(visible(refusal.message), max(20, 2 * width - 24)).rstrip()}", "dim")
+    for side in findings.built if refused else ():
+        assert side.row.token_mask is not None
+        assert side.row.cu_seqlens is not None
+        trained, segments = int((side.row.token_mask != 0).sum()), side.row.cu_seqlens.numel() - 1
+        line = Text("built", "bold green")
+        line.append(
+            f"   by {visible(side.name)}: {findings.length:,} positions, {segments:,} segments, {trained:,} trained"
+        )
+        yield line
+
+
+def _first(findings: Findings, width: int) -> Iterator[Text]:
+    first = findings.first
+    if first is None:
+        if len(findings.sides) > 1:
+            yield from _equal(findings)
+        elif (
+            flaw := next((f for flaws in findings.flaws.values() for f in flaws if f.position is not None), None)
+        ) is not None:
+            assert flaw.position is not None
+            yield from closeup(findings, flaw.position, width)
+        return
+    if first.tensor == "refusal":
+        return
+    line = Text("DIFFERENT ", "bold red")
+    line.append(first.klass.replace("_", " "), "bold")
+    line.append(f" in {first.tensor}")
+    if first.position is not None:
+        line.append(f" at position {first.position:,}", "bold")
+        line.append(f"  (conversation {findings.map.place(first.position)})" if len(findings.map.turn_at) else "")
+    yield line
+    values = Text("          ")
+    for number, (name, value) in enumerate(((first.left, first.left_value), (first.right, first.right_value))):
+        values.append(" ≠ " if number else "", "bold red")
+        values.append(f"{visible(name)} ")
+        values.append(_value(value), "bold")
+        if first.tensor in ("input_ids", "target_ids") and isinstance(value, int):
+            values.append(f" {findings.texts.text(value)}", "dim")
+    yield values
+    if first.position is not None:
+        yield from closeup(findings, first.position, width)
+
+
+def _equal(findings: Findings) -> Iterator[Text]:
+    names = " = ".join(visible(side.name) for side in findings.sides)
+    line = Text("EQUAL ", "bold green")
+    if not findings.built:
+        yield line.append(f"{names}: all refuse the row alike")
+        return
+    row = findings.built[0].row
+    assert row.cu_seqlens is not None
+    assert row.token_mask is not None
+    trained = int((row.token_mask != 0).sum())
+    yield line.append(f"{names}: every tensor to the bit")
+    counts = f"{findings.length:,} positions, {row.cu_seqlens.numel():,} boundaries, {trained:,} trained tokens"
+    yield Text(f"      {counts}")
+
+
+def flaws(findings: Findings, width: int) -> Iterator[Text]:
+    """What is wrong with a side's row in itself, in words."""
+    for side in findings.sides:
+        found = findings.flaws.get(side.name, ())
+        if side.name == "dump" and all(flaw.note for flaw in found):
+            yield Text("consistent in itself: labels are the next tokens, boundaries restart positions", "green")
+        for flaw in found:
+            line = Text("note  " if flaw.note else "FLAW  ", "dim" if flaw.note else "bold red")
+            where = "" if flaw.position is None else f", first at position {flaw.position:,}"
+            times = "" if flaw.count == 1 and flaw.position is None else f"  {flaw.count:,} times{where}"
+            yield line.append(f"{visible(side.name)}: {flaw.what}{times}", "").append(f"  ({flaw.rule})", "dim")
+    del width
+
+
+def _counts(findings: Findings, width: int) -> Iterator[Text]:
+    if not any(pair.counts for pair in findings.pairs):
+        return
+    lines: list[list[Text] | str] = []
+    for names, counts, fields in _alike(findings):
+        if not counts:
+            lines.append([Text(names), Text("all"), Text("0"), Text("equal", "green")])
+        for number, (tensor, classes) in enumerate(counts.items()):
+            kinds = ", ".join(f"{klass.replace('_', ' ')} {count:,}" for klass, count in classes.items())
+            if tensor in fields:
+                kinds = " ≠ ".join(map(_value, fields[tensor]))
+            total = Text(f"{sum(classes.values()):,}", "bold red")
+            lines.append([Text("" if number else names), Text(tensor), total, Text(kinds)])
+    columns = [Column(title="sides"), Column(title="tensor"), Column(title="differ", right=True), Column(title="class")]
+    yield from draw(columns, lines, width)
+
+
+def _alike(
+    findings: Findings,
+) -> Iterator[tuple[str, dict[str, Mapping[str, int]], Mapping[str, tuple[object, object]]]]:
+    """Pairs with the same counts together, tensors and reports apart: not every side counts what it lost."""
+    found: dict[str, tuple[list[str], dict[str, Mapping[str, int]], Mapping[str, tuple[object, object]]]] = {}
+    for pair in findings.pairs:
+        reports = {tensor: classes for tensor, classes in pair.counts.items() if tensor.startswith("report.")}
+        tensors = {tensor: classes for tensor, classes in pair.counts.items() if tensor not in reports}
+        for counts in (tensors, reports) if reports and tensors else (tensors or reports,):
+            shown = {tensor: pair.fields[tensor] for tensor in counts if tensor in pair.fields}
+            found.setdefault(repr((counts, shown)), ([], counts, shown))[0].append(_names(pair, findings))
+    return ((", ".join(names), counts, fields) for names, counts, fields in found.values())
+
+
+def _names(pair: Pair, findings: Findings) -> str:
+    """Two sides by name; by letter where there are more, or the lines would not fit."""
+    letter = findings.letters
+    left, right = (visible(side) if len(findings.sides) == 2 else letter[side] for side in (pair.left, pair.right))
+    return f"{left} {'≠' if pair.counts else '='} {right}"
+
+
+def _next(findings: Findings, page: str | None) -> Text:
+    line = Text("next  ", "dim")
+    if findings.first is not None:
+        line.append(f"docs/SPEC.md {RULES.get(findings.first.klass, 'sections 4 and 5')}; ")
+    return line.append(f"all tokens: {page}" if page else "all tokens: the same command with --html FILE")
+
+
+def _count(value: int | None) -> str:
+    return "–" if value is None else f"{value:,}"
+
+
+def _value(value: object) -> str:
+    return visible(f"{int(value)}" if isinstance(value, float) and value.is_integer() else str(value))

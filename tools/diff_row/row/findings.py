@@ -1,0 +1,253 @@
+"""What was found about one row: its sides, what differs between which of them, and where to look first.
+
+All three outputs (terminal, JSON, page) show this value and compute nothing of their own.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from equivalence.cases.difference import Difference, compare_rows
+from equivalence.subjects import ROW_TENSORS, Row, RowSettings
+from tools.diff_row.render.tokens import TokenTexts
+from tools.diff_row.row.inspection import Flaw
+from tools.diff_row.row.layout import RowMap
+
+TOKEN_TENSORS = ROW_TENSORS[:4]
+"""The tensors that have one value a position."""
+REACH = 4
+"""Positions shown before and after the first difference."""
+MOST_LISTED = 200
+"""Differences that are listed one by one; all are counted."""
+MOST_LINES = 12
+"""Lines of a bin's conversations that are told."""
+WHOLE = ("max_seqlen", "report", "dtype_or_shape", "refusal")
+"""Classes of what differs as a whole and not at a position."""
+RULES = {
+    "boundary_label": "R-BOUNDARY-1, R-SHIFT-1",
+    "padding": "R-MASK-1, R-PAD-1, R-LAYOUT-2, R-LAYOUT-6",
+    "role_mask": "R-TARGET-1, R-PREFIX-1, R-MASK-1",
+    "mask": "R-MASK-1, R-TARGET-1",
+    "shift": "R-SHIFT-1",
+    "row_end": "R-LAYOUT-3, R-LAYOUT-6, R-SHIFT-1",
+    "label": "R-TARGET-1, R-SHIFT-1",
+    "token": "R-RENDER-1 to R-RENDER-4, R-ENCODE-1",
+    "position": "R-LAYOUT-1, R-LAYOUT-2, R-LAYOUT-6",
+    "boundary": "R-SPLIT-1, R-LAYOUT-2 to R-LAYOUT-6, R-CU-1",
+    "max_seqlen": "R-CU-1",
+    "report": "R-REPORT-1 to R-REPORT-3",
+    "refusal": "section 9, and R-TURN-1 for turns",
+    "dtype_or_shape": "section 1",
+    "other": "sections 4 and 5",
+}
+"""Where SPEC speaks of a class of differences."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """Where the row comes from."""
+
+    file: str | None = None
+    """The packed file or the saved case."""
+    row: int | None = None
+    """Its row in the packed file, from 0."""
+    line: int | None = None
+    """The line on which it stands, from 1."""
+    case: bool = False
+    """Whether `file` is a saved case."""
+    dump: str | None = None
+    """The dumped batch."""
+    dump_row: int | None = None
+    """The row of the batch, from 0."""
+    bin: tuple[tuple[str, int], ...] = ()
+    """File and line (from 1) of each conversation, where the row is a bin of the online path."""
+    settings_from: Mapping[str, str] = field(default_factory=dict)
+    """Where settings come from that nobody gave, by name."""
+
+    @property
+    def place(self) -> str:
+        """The row in its file, in words that cannot be read from the wrong end: rows count from 0, lines from 1. Empty where it has none."""
+        if self.bin:
+            return _bin_in_words(self.bin)
+        if self.row is None:
+            return ""
+        return f"row {self.row}" + ("" if self.line is None else f" (file line {self.line})")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Side:
+    """One side of the comparison and the row that it built."""
+
+    name: str
+    version: str
+    """What was run, empty if it does not say."""
+    row: Row
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pair:
+    """Two sides, and how many differences they have."""
+
+    left: str
+    right: str
+    counts: Mapping[str, Mapping[str, int]]
+    """Tensor to class to count; empty if the two are equal."""
+    fields: Mapping[str, tuple[object, object]]
+    """The two values of each field that differs as a whole: max_seqlen, a count of the report, a shape, a refusal."""
+
+    @property
+    def total(self) -> int:
+        """All differences of the pair."""
+        return sum(count for classes in self.counts.values() for count in classes.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """One difference of two sides, with its place in the row."""
+
+    left: str
+    right: str
+    tensor: str
+    klass: str
+    position: int | None
+    """In the row; of a boundary, the position where only one side has it. None for what has no place."""
+    left_value: object
+    right_value: object
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Findings:
+    """Everything that is shown about a row."""
+
+    source: Source
+    settings: RowSettings | None
+    """None if only a dump is looked at."""
+    tokenizer: str | None
+    """Its name or folder."""
+    texts: TokenTexts
+    sides: tuple[Side, ...]
+    map: RowMap
+    """By the boundaries of the first side that built the row."""
+    pairs: tuple[Pair, ...]
+    listed: tuple[Found, ...]
+    """The first differences over all pairs, by position, at most MOST_LISTED."""
+    differing: Mapping[str, npt.NDArray[np.int64]]
+    """Tensor to the sorted positions at which any two sides differ; boundaries as positions of the row."""
+    flaws: Mapping[str, Sequence[Flaw]]
+    """What is wrong with a dump, or with any row, in itself: by side, only sides that have flaws."""
+
+    @property
+    def first(self) -> Found | None:
+        """The first difference, over all pairs."""
+        return self.listed[0] if self.listed else None
+
+    @property
+    def letters(self) -> Mapping[str, str]:
+        """The letter that stands for each side where there is little room."""
+        return {side.name: chr(ord("a") + number % 26) for number, side in enumerate(self.sides)}
+
+    @property
+    def built(self) -> tuple[Side, ...]:
+        """The sides that built the row."""
+        return tuple(side for side in self.sides if side.row.refusal is None)
+
+    @property
+    def length(self) -> int:
+        """Positions of the longest built row."""
+        return max((side.row.input_ids.numel() for side in self.built if side.row.input_ids is not None), default=0)
+
+    @property
+    def equal(self) -> bool:
+        """Whether all sides agree, and a lone dump agrees with itself."""
+        lone_flaws = len(self.sides) == 1 and any(not f.note for flaws in self.flaws.values() for f in flaws)
+        return not lone_flaws and not any(pair.counts for pair in self.pairs)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Comparison:
+    """What differs between the sides of a row."""
+
+    pairs: tuple[Pair, ...]
+    listed: tuple[Found, ...]
+    differing: Mapping[str, npt.NDArray[np.int64]]
+
+
+def compare(sides: Sequence[Side]) -> Comparison:
+    """Compare each side with each other one, by `equivalence.cases.difference`, which names the classes."""
+    pairs: list[Pair] = []
+    listed: list[Found] = []
+    places: dict[str, set[int]] = {}
+    for left, right in itertools.combinations(sides, 2):
+        found = [_found(difference, left, right) for difference in compare_rows(left.row, right.row)]
+        counts: dict[str, dict[str, int]] = {}
+        for each in found:
+            classes = counts.setdefault(each.tensor, {})
+            classes[each.klass] = classes.get(each.klass, 0) + 1
+            if each.position is not None:
+                places.setdefault(each.tensor, set()).add(each.position)
+        fields = {each.tensor: (each.left_value, each.right_value) for each in found if each.klass in WHOLE}
+        pairs.append(Pair(left=left.name, right=right.name, counts=counts, fields=fields))
+        listed += heapq.nsmallest(MOST_LISTED, found, key=_order)
+    return Comparison(
+        pairs=tuple(pairs),
+        listed=tuple(heapq.nsmallest(MOST_LISTED, listed, key=_order)),
+        differing={tensor: np.array(sorted(found), dtype=np.int64) for tensor, found in sorted(places.items())},
+    )
+
+
+def boundary_set(row: Row) -> set[int]:
+    """The boundaries of a row inside it, without 0 and P."""
+    if row.cu_seqlens is None or row.input_ids is None:
+        return set()
+    return {int(value) for value in row.cu_seqlens.reshape(-1)} - {0, row.input_ids.numel()}
+
+
+def _bin_in_words(members: Sequence[tuple[str, int]]) -> str:
+    """Conversations in the order in which they lie in the bin; a file's name where there are several."""
+    several = len({file for file, _ in members}) > 1
+    lines = [f"{file} {line}" if several else str(line) for file, line in members]
+    told = ", ".join(lines[:MOST_LINES]) + (f" and {len(lines) - MOST_LINES} more" if len(lines) > MOST_LINES else "")
+    return f"bin of {len(members)} (file line{'s' if len(members) > 1 else ''} {told})"
+
+
+def _place(difference: Difference, left: Row, right: Row) -> int | None:
+    """The position in the row of a difference, None if it has none."""
+    if difference.tensor in TOKEN_TENSORS:
+        return difference.position if isinstance(difference.position, int) else None
+    if difference.tensor == "cu_seqlens":
+        # Entries move when one is missing: the first boundary that only one side has is what a person looks for.
+        apart = boundary_set(left) ^ boundary_set(right)
+        values = [value for value in (difference.left, difference.right) if isinstance(value, int)]
+        inside = [value for value in values if value in apart]
+        return min(inside, default=min(apart, default=None) if difference.klass == "dtype_or_shape" else None)
+    return None
+
+
+def _found(difference: Difference, left: Side, right: Side) -> Found:
+    return Found(
+        left=left.name,
+        right=right.name,
+        tensor=difference.tensor,
+        klass=difference.klass,
+        position=_place(difference, left.row, right.row),
+        left_value=difference.left,
+        right_value=difference.right,
+    )
+
+
+CAUSES = ("input_ids", "cu_seqlens", "target_ids", "token_mask", "position_ids")
+"""Tensors in the order in which one explains the next at the same position: another boundary restarts positions."""
+
+
+def _order(found: Found) -> tuple[float, int]:
+    """By position, what has none last; at one position causes before what follows from them. A refusal comes before all."""
+    if found.tensor == "refusal":
+        return (-1, 0)
+    order = CAUSES.index(found.tensor) if found.tensor in CAUSES else len(CAUSES)
+    return (float("inf") if found.position is None else found.position, order)
