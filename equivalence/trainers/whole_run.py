@@ -145,6 +145,8 @@ def logged(case: RunCase, folder: Path) -> list[Record]:
     """The lines of the run's log, of both parts."""
     text = (folder / f"{case.path}-logs" / "metrics.jsonl").read_text(encoding="utf-8")
     lines = [json.loads(line) for line in text.split("\n") if line]
+    for line in lines:
+        del line["time"]  # of the clock, which nothing is compared with
     return [Record(kind=line.pop("kind"), step=line.pop("step"), values=line) for line in lines]
 
 
