@@ -25,8 +25,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from equivalence.cases.difference import Difference
+from equivalence.cases.result import CheckResult, Finding
 from equivalence.cases.step import ModelCase
-from equivalence.checks.result import CheckResult, Finding
 from equivalence.checks.steps.invariance import check_invariance, check_order
 from equivalence.checks.steps.leaks import RUN, Run, check_leaks
 from equivalence.checks.steps.models import check_model, compare_outcomes, shapes_of

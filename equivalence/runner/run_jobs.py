@@ -8,8 +8,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 
+from equivalence.cases.result import CheckResult
 from equivalence.cases.step import ModelCase, ModelShape
-from equivalence.checks.result import CheckResult
 from equivalence.checks.runs.trainer import (
     check_distributed,
     check_trainer,
@@ -20,7 +20,7 @@ from equivalence.checks.runs.trainer import (
 )
 from equivalence.generators.models import Layout, layouts
 from equivalence.runner.counters import Tally, differing
-from equivalence.runner.jobs import Job
+from equivalence.runner.job import Job
 from equivalence.runner.layout_runs import MODULES, failed_case, plain_layout, seats
 from equivalence.subjects.protocol import Subject
 from equivalence.trainers.production_run import TRAIN, TrainingCase, TrainingOutcome

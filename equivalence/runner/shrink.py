@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from equivalence.cases.result import CheckResult
 from equivalence.cases.step import ModelCase
-from equivalence.checks.result import CheckResult
 from equivalence.generators.models import domain_factor
 from production.errors import PackproofError
 from production.parallel.sizes import Sizes

@@ -30,12 +30,12 @@ from production.training.metrics.flops import peak_tflops, work_of
 from production.training.metrics.loggers import Loggers, Record, Value
 from production.training.metrics.progress import RunProgress
 from production.training.metrics.router_losses import router_loss_names
-from production.training.metrics.run_record import open_run_loggers, run_name
 from production.training.metrics.step_metrics import FlopsOf, Group, StepMetrics, Timing
 from production.training.metrics.step_numbers import StepNumbers
 from production.training.metrics.summary import close_run
 from production.training.metrics.timers import Mark
 from production.training.resume import build, check_going_on, check_same, checkpoints_of, found_checkpoint, identity
+from production.training.run_record import open_run_loggers, run_name
 from production.training.shutdown import Ending, Reason, asked_to_end, length_reached, nothing_left, reason_of
 from production.training.verdicts import left_out, not_finite, nothing_trained
 

@@ -17,7 +17,8 @@ from equivalence.generators.choices import RandomChoices
 from equivalence.generators.models import Layout
 from equivalence.runner import layout_jobs
 from equivalence.runner.alone import EQUAL, checked, replayer
-from equivalence.runner.jobs import Job, run
+from equivalence.runner.job import Job
+from equivalence.runner.jobs import run
 from equivalence.runner.plan import LAYOUT_CHECKS, SIZES
 from equivalence.runner.row_cases import entry_of, smallest_case
 from equivalence.runner.run_jobs import case_of

@@ -8,12 +8,12 @@ import torch
 
 from equivalence.cases import step as model_cases
 from equivalence.cases.difference import Difference
+from equivalence.cases.result import CheckResult, Finding
 from equivalence.cases.step import ModelCase, ModelShape
-from equivalence.checks.result import CheckResult, Finding
 from equivalence.generators.models import Layout
 from equivalence.runner import shrink
 from equivalence.runner.counters import Tally
-from equivalence.runner.jobs import Job
+from equivalence.runner.job import Job
 from production.parallel.sizes import Sizes
 
 pytestmark = pytest.mark.xdist_group("gloo")

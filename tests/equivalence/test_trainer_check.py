@@ -8,7 +8,7 @@ import torch
 from equivalence.cases import store
 from equivalence.generators.models import Layout
 from equivalence.runner.counters import Tally
-from equivalence.runner.jobs import Job
+from equivalence.runner.job import Job
 from production.parallel.sizes import Sizes
 
 pytestmark = pytest.mark.xdist_group("gloo")

@@ -26,8 +26,8 @@ from production.training.data.batch_stream import Feed
 from production.training.data.fingerprint import MEND, ResumeRefused, check_resume, option
 from production.training.distributed import heartbeat
 from production.training.export import _settings
-from production.training.metrics.run_record import config_hash, open_run_loggers
 from production.training.resume import check_same, identity
+from production.training.run_record import config_hash, open_run_loggers
 from production.training.shutdown import length_reached, nothing_left
 
 MEGATRON = "policy.megatron_cfg"
@@ -278,7 +278,7 @@ def test_a_metric_of_no_checkpoint_is_told_apart_from_one_of_some(tmp_path):
 def test_wandb_goes_on_with_the_run_whose_checkpoint_a_job_goes_on_from(tmp_path, monkeypatch):
     opened = {}
     monkeypatch.setattr(
-        "production.training.metrics.run_record.open_loggers",
+        "production.training.run_record.open_loggers",
         lambda settings, **more: opened.update(more, settings=settings),
     )
     job = load(jobs.write_job(tmp_path, tmp_path / "none", **{"logger.wandb_enabled": True}))

@@ -28,10 +28,11 @@ from production.rows.builder import RowBuilder, RowSettings
 from production.training.data.dataset import BadRow, ConversationData, PackedData
 from production.training.data.fingerprint import ResumeRefused, check_resume, fingerprint, tokenizer_identity
 from production.training.data.loader import Loader, LoaderSettings
-from production.training.data.order import Order, OrderSettings, ValidationOrder
+from production.training.data.order import Order, ValidationOrder
 from production.training.data.prefetcher import Ahead, Planned
 from production.training.data.worker_process import WorkerDied, WorkerProcess
 from production.training.metrics.token_counts import RowCounts
+from production.training.order_settings import OrderSettings
 
 SETTINGS = RowSettings(pack_length=16, prompt_format="identity")
 GUARDS = BatchSettings(context_parallel_size=1, data_parallel_size=2, global_batch_size=4)
@@ -384,7 +385,8 @@ def test_no_worker_outlives_an_interpreter_that_ends_without_closing():
     source = textwrap.dedent(
         """
         from production.training.data.loader import Loader, LoaderSettings
-        from production.training.data.order import Order, OrderSettings
+        from production.training.data.order import Order
+        from production.training.order_settings import OrderSettings
         class Recipe:
             rows, group = (8,), 1
             def prepare(self, samples): return [sample.row for sample in samples]

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from equivalence.cases.difference import Difference
-from equivalence.checks.result import CheckResult
+from equivalence.cases.result import CheckResult
 from equivalence.checks.steps.models import bits, difference, near, result
 from equivalence.expectations.step import TIE, reference_shape
 from equivalence.trainers.production_run import TrainingCase, TrainingOutcome

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from equivalence.cases.difference import Difference
-from equivalence.checks.result import CheckResult
+from equivalence.cases.result import CheckResult
 from equivalence.checks.runs.trainer import TIES, near_in_norm
 from equivalence.checks.steps.models import ROUTER_TIE, bits, difference, near, result
 from equivalence.expectations.run import Counts, ExpectedRun

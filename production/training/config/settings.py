@@ -13,7 +13,7 @@ from production.semantics import parse
 from production.training.config.megatron_options import converted, dtype
 from production.training.config.schema.data import Dataset
 from production.training.config.schema.job import Job
-from production.training.data.order import OrderSettings
+from production.training.order_settings import OrderSettings
 
 _ACTIVATIONS = {"gelu": torch.nn.functional.gelu, "silu": torch.nn.functional.silu}
 _SHAPE = (

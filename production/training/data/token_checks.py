@@ -12,10 +12,10 @@ from production.files.file_state import is_there
 from production.files.head import cut_end, first_rows
 from production.files.manifest import read_manifest
 from production.rows.builder import RowSettings, find_pad
+from production.rows.token_facts import ControlTokens, Note, removed_switches, template_notes, tokenizer_notes
 from production.tokens.format_fit import MISFIT_MEND, format_misfits, misfit_text
 from production.tokens.message_keys import MessageKeys
 from production.tokens.prompts import FORMATS
-from production.tokens.token_facts import ControlTokens, Note, removed_switches, template_notes, tokenizer_notes
 from production.training.config import Dataset, Job, SetupRefused, row_settings
 from production.training.data.tokenizer import load_tokenizer, unloadable
 
