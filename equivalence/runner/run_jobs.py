@@ -25,7 +25,7 @@ from equivalence.runner.layout_runs import MODULES, failed_case, plain_layout, s
 from equivalence.subjects.protocol import Subject
 from equivalence.trainers.production_run import TRAIN, TrainingCase, TrainingOutcome
 from equivalence.workers import CaseFailed, World, WorldNotOpened, open_world, preload
-from production.parallel.sizes import Sizes
+from production.parallel.sizes import ParallelSizes
 from reference.trainer import Schedule
 from reference.trainer_bounds import Trained
 
@@ -34,9 +34,9 @@ KINDS = ("dense", "experts", "hybrid", "float32")
 RUN_SECONDS = 900.0
 """What a world may take for twenty steps: eight ranks of tp 8 took 341 s beside other work."""
 FEW: dict[str, tuple[Layout, ...]] = {
-    "dense": (Layout(sizes=Sizes(tensor=2), data_size=1), Layout(sizes=Sizes(context=2), data_size=1)),
-    "experts": (Layout(sizes=Sizes(expert=2), data_size=2),),
-    "float32": (Layout(sizes=Sizes(), data_size=2),),
+    "dense": (Layout(sizes=ParallelSizes(tensor=2), data_size=1), Layout(sizes=ParallelSizes(context=2), data_size=1)),
+    "experts": (Layout(sizes=ParallelSizes(expert=2), data_size=2),),
+    "float32": (Layout(sizes=ParallelSizes(), data_size=2),),
 }
 """What the smallest run trains in."""
 

@@ -22,10 +22,10 @@ from equivalence.runner.layout_runs import MODULES, seats
 from equivalence.trainers.whole_run import TRAIN, Record, RunCase, RunOutcome, logged
 from equivalence.workers import CaseFailed, Failure, WorldNotOpened, open_world, preload
 from production.errors import PackproofError
-from production.parallel.sizes import Sizes
+from production.parallel.sizes import ParallelSizes
 
 RUN_SECONDS = 600.0
-DP2 = Layout(sizes=Sizes(), data_size=2)
+DP2 = Layout(sizes=ParallelSizes(), data_size=2)
 ENTER = "equivalence.mutants.layouts:enter_alone"
 
 

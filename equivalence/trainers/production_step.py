@@ -15,10 +15,10 @@ import torch
 from equivalence.cases.step import ModelCase, ModelShape
 from equivalence.workers.worker import Worker
 from production.online.padded_batch import Rectangle
-from production.parallel.sizes import Place, Sizes
+from production.parallel.sizes import ParallelSizes, Place
 from production.rows.batch import Batch
 
-__all__ = ["ModelCase", "ModelShape", "Sizes"]
+__all__ = ["ModelCase", "ModelShape", "ParallelSizes"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -104,7 +104,7 @@ class RankOutcome:
 
 
 @contextlib.contextmanager
-def layout(sizes: Sizes, worker: Worker) -> Iterator[Place]:
+def layout(sizes: ParallelSizes, worker: Worker) -> Iterator[Place]:
     """What a world enters before its first case: the CPU shim, the parallel state, rolls from tables, no compiler.
 
     All that a step on CPU would compile is a function of megatron-core's router that does nothing without an expert bias,

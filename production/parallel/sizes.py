@@ -13,7 +13,7 @@ from production.errors import PackproofError
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sizes:
+class ParallelSizes:
     """Ranks of each dimension; the data-parallel size is what the world leaves."""
 
     tensor: int = 1
@@ -91,12 +91,12 @@ class Place:
 
 
 @contextlib.contextmanager
-def parallel(sizes: Sizes, *, timeout_seconds: float | None = None) -> Iterator[Place]:
+def parallel(sizes: ParallelSizes, *, timeout_seconds: float | None = None) -> Iterator[Place]:
     """megatron-core's parallel state over the default process group, taken down on exit; enter it once in a process.
 
     `timeout_seconds` is that of its groups' collectives; None: megatron-core's 30 minutes. Ranks count tp fastest, then cp, then dp, pp slowest, as megatron-core's own order has it. Taking it down leaks
     groups and threads of megatron-core 0.19.2, so a new layout wants new processes. Raises PackproofError as
-    `Sizes.data`, and where the parallel state is there already.
+    `ParallelSizes.data`, and where the parallel state is there already.
     """
     from megatron.core import parallel_state  # noqa: PLC0415 - heavy, and needed only by those who enter
 

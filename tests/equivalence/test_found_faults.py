@@ -26,7 +26,7 @@ from equivalence.subjects import load
 from equivalence.trainers.whole_run import RunCase
 from production.online import packing
 from production.parallel import context_parallel
-from production.parallel.sizes import Sizes
+from production.parallel.sizes import ParallelSizes
 
 ROWS = ("reference", "production")
 
@@ -143,7 +143,7 @@ def test_a_registered_divergence_that_does_not_hold_saves_its_row(monkeypatch, t
 
 
 def test_a_run_of_twenty_steps_is_a_case_that_survives_its_json(tmp_path):
-    case = case_of("float32", Layout(sizes=Sizes(context=2), data_size=1), ranks=2, seed=5)
+    case = case_of("float32", Layout(sizes=ParallelSizes(context=2), data_size=1), ranks=2, seed=5)
     path = store.save(case, "why", folder=tmp_path)
     assert path.parent.name == "runs"
     again = store.read(path)
@@ -152,7 +152,7 @@ def test_a_run_of_twenty_steps_is_a_case_that_survives_its_json(tmp_path):
 
 
 def test_a_whole_run_is_a_case_that_survives_its_json():
-    case = RunCase(path="direct", sizes=Sizes(context=2), data_size=1, workers=(2, 1))
+    case = RunCase(path="direct", sizes=ParallelSizes(context=2), data_size=1, workers=(2, 1))
     again = store.parse(DataCase(check="whole_run", value=case).to_json())
     assert again.value == case
     assert CHECKS["whole_run"].replay == "equivalence.runner.whole_run_jobs:check_case"

@@ -14,7 +14,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from production.errors import PackproofError
 from production.model.device.layer_specs import hybrid_spec
 from production.model.model import NOT_BUILT, ModelSettings, transformer_config
-from production.parallel.sizes import Sizes
+from production.parallel.sizes import ParallelSizes
 from production.training.config import ddp_options, load, notes, optimizer_options, refusals
 from production.training.config.megatron_options import option_defaults, option_fields
 from production.training.config.unsupported_options import (
@@ -259,7 +259,7 @@ def test_a_model_is_not_made_of_other_modules_than_its_options_ask_for(name):
     value = option_defaults("transformer")[name]
     shape = {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 2}
     accepted = ModelSettings(vocab_size=8, max_sequence_length=8, transformer={**shape, name: value})
-    assert transformer_config(accepted, Sizes()).num_layers == 2
+    assert transformer_config(accepted, ParallelSizes()).num_layers == 2
     asked = True if value is False else "dsa" if name == "experimental_attention_variant" else [1, 1]
     with pytest.raises(PackproofError, match="this model does not have") as caught:
         ModelSettings(vocab_size=8, max_sequence_length=8, transformer={**shape, name: asked})

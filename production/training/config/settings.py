@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from production.online.chat import ChatSettings
-from production.parallel.sizes import Sizes
+from production.parallel.sizes import ParallelSizes
 from production.rows.builder import RowSettings
 from production.semantics import parse
 from production.training.config.megatron_options import converted, dtype
@@ -34,9 +34,9 @@ FROM_LAYOUT = {
 """Fields of TransformerConfig that follow from the layout, to the job's key for them: they never reach `transformer_options`."""
 
 
-def sizes(job: Job) -> Sizes:
+def sizes(job: Job) -> ParallelSizes:
     """The layout."""
-    return Sizes(
+    return ParallelSizes(
         tensor=job.megatron.tensor_model_parallel_size,
         context=job.megatron.context_parallel_size,
         pipeline=job.megatron.pipeline_model_parallel_size,

@@ -14,7 +14,7 @@ from torch._C._distributed_c10d import HashStore
 
 from production.errors import PackproofError
 from production.model.device.shim import cpu_shim
-from production.parallel.sizes import Place, Sizes, parallel
+from production.parallel.sizes import ParallelSizes, Place, parallel
 from production.training.distributed.environment import started_ranks, threads
 from production.training.distributed.heartbeat import naming_the_lost
 from production.training.library_warnings import quiet
@@ -34,7 +34,7 @@ class Launched:
 
 @contextlib.contextmanager
 def launched(
-    sizes: Sizes, *, device: str, timeout_seconds: int, seed: int, deterministic: bool = True
+    sizes: ParallelSizes, *, device: str, timeout_seconds: int, seed: int, deterministic: bool = True
 ) -> Iterator[Launched]:
     """Join the world that torchrun started (be one of one rank without it; stay in the default process group where there is
     one), lay it out, seed it; all undone on exit.
