@@ -57,7 +57,7 @@ class ParallelSizes:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class RankCoordinates:
     """Where this rank stands in each dimension."""
 
     rank: int
@@ -91,7 +91,7 @@ class Place:
 
 
 @contextlib.contextmanager
-def parallel(sizes: ParallelSizes, *, timeout_seconds: float | None = None) -> Iterator[Place]:
+def parallel(sizes: ParallelSizes, *, timeout_seconds: float | None = None) -> Iterator[RankCoordinates]:
     """megatron-core's parallel state over the default process group, taken down on exit; enter it once in a process.
 
     `timeout_seconds` is that of its groups' collectives; None: megatron-core's 30 minutes. Ranks count tp fastest, then cp, then dp, pp slowest, as megatron-core's own order has it. Taking it down leaks
@@ -123,11 +123,11 @@ def parallel(sizes: ParallelSizes, *, timeout_seconds: float | None = None) -> I
         parallel_state.destroy_model_parallel()
 
 
-def place() -> Place:
+def place() -> RankCoordinates:
     """Where this rank stands in megatron-core's parallel state."""
     from megatron.core import parallel_state  # noqa: PLC0415
 
-    return Place(
+    return RankCoordinates(
         rank=distributed.get_rank(),
         world_size=distributed.get_world_size(),
         tensor_rank=parallel_state.get_tensor_model_parallel_rank(),

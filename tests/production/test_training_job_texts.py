@@ -17,7 +17,7 @@ import training_job_worlds as jobs
 from torch._C._distributed_c10d import HashStore
 
 from production.errors import PackproofError
-from production.parallel.sizes import Place
+from production.parallel.sizes import RankCoordinates
 from production.training.checkpoint.manifest import CheckpointRefused
 from production.training.checkpoint.weights import _check_rows
 from production.training.config import load, refusals
@@ -31,7 +31,7 @@ from production.training.run_record import config_hash, open_run_loggers
 from production.training.shutdown import length_reached, nothing_left
 
 MEGATRON = "policy.megatron_cfg"
-PLACE = Place(
+PLACE = RankCoordinates(
     rank=0, world_size=1, tensor_rank=0, context_rank=0, context_size=1, data_rank=0, data_size=1, pipeline_rank=0,
     pipeline_size=1,
 )  # fmt: skip

@@ -7,7 +7,7 @@ import pytest
 from diff_row_fakes import described
 from safetensors.torch import load_file, save_file
 
-from production.parallel.sizes import Place
+from production.parallel.sizes import RankCoordinates
 from production.training.config import load, multi_token_depths
 from production.training.data.batch_dump import dump
 from production.training.data.batch_stream import Feed
@@ -74,7 +74,7 @@ def job_of(folder, data, changes):
 def places(tp=1, cp=1, dp=1, pp=1):
     world = tp * cp * dp * pp
     for rank in range(world):
-        yield Place(
+        yield RankCoordinates(
             rank=rank,
             world_size=world,
             tensor_rank=rank % tp,

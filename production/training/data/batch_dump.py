@@ -18,7 +18,7 @@ from production.online.bins import Padding, squeeze
 from production.online.padded_batch import Rectangle
 from production.parallel.microbatches import Microbatch, MicrobatchSettings, process_microbatch
 from production.parallel.multi_token_feed import MultiTokenParams
-from production.parallel.sizes import Place
+from production.parallel.sizes import RankCoordinates
 from production.rows.batch import Batch
 from production.training.data.batch_stream import Fed
 
@@ -29,7 +29,7 @@ def dump(
     folder: Path,
     fed: Fed,
     *,
-    place: Place,
+    place: RankCoordinates,
     normalization: str,
     depths: int,
     made_with: Mapping[str, Any],

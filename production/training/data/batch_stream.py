@@ -14,7 +14,7 @@ from production.files.source import Location, PackedSource, SkippedRow, open_sou
 from production.online.bins import Padding
 from production.online.chat import ChatTokenizer
 from production.online.padded_batch import Rectangle
-from production.parallel.sizes import Place
+from production.parallel.sizes import RankCoordinates
 from production.rows.batch import Batch
 from production.rows.guards import BatchSettings
 from production.training.config import (
@@ -62,7 +62,7 @@ class Feed:
     Open it before the model is built: workers are forked.
     """
 
-    def __init__(self, job: Job, place: Place, *, consumed_samples: int = 0) -> None:
+    def __init__(self, job: Job, place: RankCoordinates, *, consumed_samples: int = 0) -> None:
         """Open the files, the tokenizer and the loaders. Raises PackproofError for what cannot be fed."""
         self._job, self._place = job, place
         self.skipped_in_validation: list[SkippedRow] = []

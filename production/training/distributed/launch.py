@@ -14,7 +14,7 @@ from torch._C._distributed_c10d import HashStore
 
 from production.errors import PackproofError
 from production.model.device.shim import cpu_shim
-from production.parallel.sizes import ParallelSizes, Place, parallel
+from production.parallel.sizes import ParallelSizes, RankCoordinates, parallel
 from production.training.distributed.environment import started_ranks, threads
 from production.training.distributed.heartbeat import naming_the_lost
 from production.training.library_warnings import quiet
@@ -24,7 +24,7 @@ from production.training.library_warnings import quiet
 class Launched:
     """A rank that may train."""
 
-    place: Place
+    place: RankCoordinates
     """Where it stands in the layout."""
     device: torch.device
     """Where its model lies."""
@@ -102,7 +102,7 @@ def _leave() -> None:
         distributed.destroy_process_group()
 
 
-def _seed(seed: int, place: Place) -> None:
+def _seed(seed: int, place: RankCoordinates) -> None:
     """As Megatron-LM: pipeline stages differ, tensor-parallel ranks in what they share out, replicas not at all."""
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: PLC0415 - heavy
 
