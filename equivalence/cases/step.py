@@ -151,7 +151,7 @@ class ModelCase:
 
     @property
     def layout(self) -> str:
-        """ParallelSizes above 1, in words."""
+        """Sizes above 1, in words."""
         return layout_name(self.sizes, self.data_size)
 
     @property

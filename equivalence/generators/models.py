@@ -23,7 +23,7 @@ MOST_TOKENS = 64
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """ParallelSizes of every dimension."""
+    """Sizes of every dimension."""
 
     sizes: ParallelSizes
     data_size: int
@@ -36,7 +36,7 @@ class Layout:
 
     @property
     def name(self) -> str:
-        """ParallelSizes above 1, in words."""
+        """Sizes above 1, in words."""
         return layout_name(self.sizes, self.data_size)
 
 

@@ -23,7 +23,7 @@ Rank = Annotated[int, Meta(ge=0)]
 
 
 class Place(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a rank stands in its job (`production.parallel.sizes.Place`)."""
+    """Where a rank stands in its job (`production.parallel.sizes.RankCoordinates`)."""
 
     rank: Rank
     world_size: Size

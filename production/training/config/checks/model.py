@@ -21,7 +21,7 @@ _OF_TORCH = ("adam", "sgd")
 
 
 def check_model(setup: Setup) -> Iterator[SetupRefused]:
-    """ParallelSizes that fit each other: heads, groups, channels, experts (R-SETUP-18)."""
+    """Sizes that fit each other: heads, groups, channels, experts (R-SETUP-18)."""
     model = setup.job.model
     # 0 layers, width or heads are no shape at all, and refused as such.
     small = [
