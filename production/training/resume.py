@@ -17,7 +17,7 @@ from production.training.checkpoint.manifest import CheckpointRefused, Manifest,
 from production.training.checkpoint.weights import load_weights
 from production.training.config import Job
 from production.training.config.settings import uses_distributed_optimizer
-from production.training.data.batch_stream import Feed
+from production.training.data.batch_stream import BatchStream
 from production.training.data.fingerprint import BUCKETS, MISSING, check_resume, option
 from production.training.engine import Engine
 
@@ -54,7 +54,9 @@ def found_checkpoint(job: Job, checkpoints: Checkpoints) -> tuple[Path, Manifest
     return path, verify(path)
 
 
-def identity(job: Job, feed: Feed, place: RankCoordinates, *, vocab_size: int, run_steps: int | None) -> dict[str, Any]:
+def identity(
+    job: Job, feed: BatchStream, place: RankCoordinates, *, vocab_size: int, run_steps: int | None
+) -> dict[str, Any]:
     """All that decides a number of the run, flat, by readable names: what a resume is held against.
 
     How long the run is (but where its weight decay grows over it), how often it reports, validates and saves, recomputation

@@ -21,7 +21,7 @@ from production.training.checkpoint.manifest import Manifest
 from production.training.config import Job, multi_token_depths, sizes
 from production.training.config.checks.run import METRICS
 from production.training.data.batch_dump import dump
-from production.training.data.batch_stream import Fed, Feed
+from production.training.data.batch_stream import BatchStream, StepBatch
 from production.training.data.tokenizer import vocabulary_size
 from production.training.distributed.launch import Launched, launched, world_size
 from production.training.distributed.orphan import LAUNCHER_GONE, outliving_no_launcher
@@ -104,7 +104,7 @@ class _Run:
             self._trained_tokens = 1 if found[1].trained_tokens is None else found[1].trained_tokens
         self._name = run_name(None if found is None else found[1])
         self._held.name_run(self._name)
-        with Feed(job, self._place, consumed_samples=self._consumed) as feed:
+        with BatchStream(job, self._place, consumed_samples=self._consumed) as feed:
             self._feed = feed
             vocabulary = vocabulary_size(job, feed.tokenizer)
             self._identity = identity(job, feed, self._place, vocab_size=vocabulary, run_steps=self._total_steps())
@@ -217,7 +217,7 @@ class _Run:
         values: dict[str, Value] = {"reason": reason, "why": why, "consumed_samples": self._consumed}
         self._log.log(Record(kind="end", step=self._step, values=values))
 
-    def _take(self, fed: Fed, began: Mark) -> None:
+    def _take(self, fed: StepBatch, began: Mark) -> None:
         step = self._step + 1
         if step in self._job.logger.dump_batch_steps:
             folder = self._dump(step, fed)
@@ -236,7 +236,7 @@ class _Run:
         )
         self._add(stepped, fed, timing)
 
-    def _add(self, stepped: Stepped, fed: Fed, timing: Timing) -> None:
+    def _add(self, stepped: Stepped, fed: StepBatch, timing: Timing) -> None:
         for pair in stepped.report.losses:
             self._metrics.add_loss(pair[0], pair[1])
         if stepped.mtp_loss_sums is not None:
@@ -329,7 +329,7 @@ class _Run:
         self._progress.say(f"saved {path} ({time.perf_counter() - began:.1f} s)")
         self._ended = self._engine.clock.mark()
 
-    def _dump(self, step: int, fed: Fed) -> Path:
+    def _dump(self, step: int, fed: StepBatch) -> Path:
         return dump(
             Path(self._job.logger.log_dir) / "dumps" / f"step_{step:08d}",
             fed,

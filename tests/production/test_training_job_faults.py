@@ -12,7 +12,7 @@ from equivalence.workers import CaseFailed
 from production.files.source import open_source
 from production.parallel.sizes import RankCoordinates
 from production.training.config import load
-from production.training.data.batch_stream import Feed
+from production.training.data.batch_stream import BatchStream
 from production.training.data.order import Order
 from production.training.metrics.loggers import read_records
 from production.training.metrics.summary import summarize
@@ -101,7 +101,7 @@ def test_what_is_made_again_is_what_was_fed_while_other_steps_are_planned_ahead(
         return asked(order, consumed_samples)
 
     monkeypatch.setattr(Order, "batch_at", batch_at)
-    with Feed(load(str(config)), place) as feed:
+    with BatchStream(load(str(config)), place) as feed:
         steps, fed = feed.steps(), []
         for _ in range(30):
             fed.append(next(steps))

@@ -22,7 +22,7 @@ from production.training.checkpoint.manifest import CheckpointRefused
 from production.training.checkpoint.weights import _check_rows
 from production.training.config import load, refusals
 from production.training.config.schema.sections import Sft
-from production.training.data.batch_stream import Feed
+from production.training.data.batch_stream import BatchStream
 from production.training.data.fingerprint import MEND, ResumeRefused, check_resume, option
 from production.training.distributed import heartbeat
 from production.training.export import _settings
@@ -52,7 +52,7 @@ ONLINE = {
 def identity_of(folder, data, changes):
     config = jobs.write_job(folder, data, **changes, **{"data.num_workers": 0})
     job = load(config)
-    with Feed(job, PLACE) as feed:
+    with BatchStream(job, PLACE) as feed:
         return config, identity(job, feed, PLACE, vocab_size=4096, run_steps=4)
 
 
@@ -197,7 +197,7 @@ def test_a_file_of_fewer_rows_than_a_global_batch_is_refused_by_its_keys(tmp_pat
     rows = jobs.write_rows(tmp_path / "rows.jsonl", rows=3)
     job = load(jobs.write_job(tmp_path, rows))
     with pytest.raises(PackproofError, match="3 rows are no global batch of 4") as caught:
-        Feed(job, PLACE)
+        BatchStream(job, PLACE)
     assert str(rows) in caught.value.where
     for key in ("policy.train_global_batch_size", "data.last_batch"):
         assert key in caught.value.what

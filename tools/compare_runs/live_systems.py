@@ -30,7 +30,7 @@ from production.model.model import build_model
 from production.parallel.multi_token_feed import rolls_from_tables
 from production.parallel.sizes import RankCoordinates
 from production.training.config import Job, ddp_options, multi_token_depths, optimizer_options, sizes
-from production.training.data.batch_stream import Fed, Feed
+from production.training.data.batch_stream import BatchStream, StepBatch
 from production.training.data.tokenizer import vocabulary_size
 from production.training.engine import Engine, Stepped
 from production.training.metrics.router_losses import router_loss_names
@@ -65,7 +65,7 @@ class Ours:
 
     def __init__(self, job: Job, place: RankCoordinates, *, device: torch.device) -> None:
         """Build it; the model keeps the weights that the job starts from."""
-        self.feed = Feed(job, place)
+        self.feed = BatchStream(job, place)
         vocabulary = vocabulary_size(job, self.feed.tokenizer)
         self.engine = build(job, place, vocab_size=vocabulary, found=None)
         self.model: Any = self.engine.model
@@ -76,7 +76,7 @@ class Ours:
             device=device,
         )
         self._steps = self.feed.steps()
-        self._fed: Fed
+        self._fed: StepBatch
         self._stepped: Stepped
 
     def fetch(self) -> None:

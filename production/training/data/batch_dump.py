@@ -20,14 +20,14 @@ from production.parallel.microbatches import Microbatch, MicrobatchSettings, pro
 from production.parallel.multi_token_feed import MultiTokenParams
 from production.parallel.sizes import RankCoordinates
 from production.rows.batch import Batch
-from production.training.data.batch_stream import Fed
+from production.training.data.batch_stream import StepBatch
 
 _DEPTH = ("input_ids", "target_ids", "token_mask", "position_ids")
 
 
 def dump(
     folder: Path,
-    fed: Fed,
+    fed: StepBatch,
     *,
     place: RankCoordinates,
     normalization: str,
@@ -39,7 +39,7 @@ def dump(
 
     Tensors are called `microbatch_N.WHAT.NAME`. WHAT is `row` (whole rows; online the bin's rectangle), `squeezed` (online only: that
     bin as one row), `share` (what this rank's model is given) and `depth_K` (its share at depths 1 to `depths`). `made_with` is
-    `Feed.made_with`'s. Raises PackproofError where they cannot be written.
+    `BatchStream.made_with`'s. Raises PackproofError where they cannot be written.
     """
     padding = fed.padding or Padding()
     settings = MicrobatchSettings(

@@ -39,7 +39,7 @@ from production.training.step import split_rows
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Fed:
+class StepBatch:
     """One step of one data-parallel rank, on the host."""
 
     microbatches: list[Batch | Rectangle]
@@ -56,7 +56,7 @@ class Fed:
     """For the loader."""
 
 
-class Feed:
+class BatchStream:
     """Training steps and validations of a job on one rank. A context: loader workers end with it.
 
     Open it before the model is built: workers are forked.
@@ -139,12 +139,12 @@ class Feed:
         """Where a sample's row stands."""
         return self.sources[sample.source].locate(sample.row)
 
-    def steps(self) -> Iterator[Fed]:
+    def steps(self) -> Iterator[StepBatch]:
         """One after the other, from where the job is, to the end of its epochs."""
         for prepared in self._loader:
             yield self._fed(prepared)
 
-    def again(self, consumed_samples: int) -> Fed:
+    def again(self, consumed_samples: int) -> StepBatch:
         """The step after so many samples once more, made here and now: what a step was fed is not kept."""
         dataset = self._job.data.train[0]
         settings = dataclasses.replace(self._loader_settings(self._job.policy.train_global_batch_size), workers=0)
@@ -155,7 +155,7 @@ class Feed:
         with Loader(recipe, order, share=share, settings=settings, consumed_samples=consumed_samples) as loader:
             return self._fed(next(loader))
 
-    def validation(self) -> Iterator[Fed]:
+    def validation(self) -> Iterator[StepBatch]:
         """The global batches of one validation, the same each time."""
         job = self._job
         self.skipped_in_validation = []
@@ -215,7 +215,7 @@ class Feed:
             pin_memory=torch.cuda.is_available() and self._job.cluster.device != "cpu",
         )
 
-    def _fed(self, prepared: Prepared[Batch | ConversationBatch]) -> Fed:
+    def _fed(self, prepared: Prepared[Batch | ConversationBatch]) -> StepBatch:
         batch, counts, padding = prepared.batch, prepared.counts, None
         microbatches: list[Batch | Rectangle]
         if isinstance(batch, Batch):
@@ -223,7 +223,7 @@ class Feed:
         else:
             own = pack_bins(batch, self._bins, data_rank=self._place.data_rank)
             microbatches, padding, counts = [*own.rectangles], own.padding, own.counts
-        return Fed(
+        return StepBatch(
             microbatches=microbatches,
             padding=padding,
             counts=counts,
