@@ -274,7 +274,7 @@ class _Run:
 
     def _stop_not_finite(self, numbers: StepNumbers) -> None:
         try:
-            folder = self._dump(numbers.step, self._feed.again(self._pending[numbers.step]))
+            folder = self._dump(numbers.step, self._feed.rebuild_step(self._pending[numbers.step]))
             fed = f"of which what each rank fed lies in {folder}"
         except PackproofError as error:
             fed = f"of which nothing could be dumped: {error.where}: {error.what}"
@@ -336,7 +336,7 @@ class _Run:
             place=self._place,
             normalization=self._engine.settings.normalization,
             depths=multi_token_depths(self._job),
-            made_with=self._feed.made_with(),
+            provenance=self._feed.provenance(),
             locations=[self._feed.locate(sample) for sample in fed.samples],
         )
 

@@ -106,7 +106,7 @@ def test_what_is_made_again_is_what_was_fed_while_other_steps_are_planned_ahead(
         for _ in range(30):
             fed.append(next(steps))
             for one in fed[-1::-7]:
-                again = feed.again(one.consumed_samples - 4)
+                again = feed.rebuild_step(one.consumed_samples - 4)
                 assert again.samples == one.samples
                 assert tokens(again) == tokens(one)
                 compared += 1

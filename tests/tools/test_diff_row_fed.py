@@ -103,7 +103,7 @@ def write(tmp_path, data, changes, **sizes):
                 place=place,
                 normalization=job.loss.normalization,
                 depths=multi_token_depths(job),
-                made_with=feed.made_with(),
+                provenance=feed.provenance(),
                 locations=[feed.locate(sample) for sample in fed.samples],
             )
     return folder

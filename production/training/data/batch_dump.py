@@ -32,14 +32,14 @@ def dump(
     place: RankCoordinates,
     normalization: str,
     depths: int,
-    made_with: Mapping[str, Any],
+    provenance: Mapping[str, Any],
     locations: Sequence[Location],
 ) -> Path:
     """Write `rank_R.safetensors` and `rank_R.rows.json`, where its rows stand and what they were made with; gives the folder.
 
     Tensors are called `microbatch_N.WHAT.NAME`. WHAT is `row` (whole rows; online the bin's rectangle), `squeezed` (online only: that
-    bin as one row), `share` (what this rank's model is given) and `depth_K` (its share at depths 1 to `depths`). `made_with` is
-    `BatchStream.made_with`'s. Raises PackproofError where they cannot be written.
+    bin as one row), `share` (what this rank's model is given) and `depth_K` (its share at depths 1 to `depths`). `provenance` is
+    `BatchStream.provenance`'s. Raises PackproofError where they cannot be written.
     """
     padding = fed.padding or Padding()
     settings = MicrobatchSettings(
@@ -57,7 +57,7 @@ def dump(
         "normalization": normalization,
         "depths": depths,
         "padding": None if fed.padding is None else dataclasses.asdict(fed.padding),
-        "made_with": made_with,
+        "made_with": provenance,
         "rows": [
             {"file": str(where.file), "line": where.line, "row": sample.row}
             for where, sample in zip(locations, fed.samples, strict=True)

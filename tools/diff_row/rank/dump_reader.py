@@ -86,7 +86,7 @@ class ChatMadeWith(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MadeWith(msgspec.Struct, frozen=True, kw_only=True):
-    """What it takes to make the rows again (`BatchStream.made_with`)."""
+    """What it takes to make the rows again (`BatchStream.provenance`)."""
 
     tokenizer: str
     chat_template: str | None
