@@ -74,7 +74,7 @@ def _restored_late(sound: Any) -> Any:
     """What was read ahead is handed out first."""
 
     def restore(loader: Any, consumed_samples: int) -> None:
-        if loader._ahead is None:  # noqa: SLF001 - the fault
+        if loader._prefetcher is None:  # noqa: SLF001 - the fault
             sound(loader, consumed_samples)
 
     return restore
