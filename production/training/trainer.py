@@ -36,7 +36,7 @@ from production.training.metrics.summary import close_run
 from production.training.metrics.timers import Mark
 from production.training.resume import build, check_going_on, check_same, checkpoints_of, found_checkpoint, identity
 from production.training.run_record import open_run_loggers, run_name
-from production.training.shutdown import Ending, Reason, asked_to_end, length_reached, nothing_left, reason_of
+from production.training.shutdown import Reason, Shutdown, graceful_shutdown, length_reached, nothing_left, stop_reason
 from production.training.verdicts import left_out, not_finite, nothing_trained
 
 TRAINING, VALIDATION = METRICS
@@ -65,7 +65,7 @@ def run(job: Job) -> Outcome:
     layout = sizes(job)
     with (
         # Outermost: torchrun sends SIGTERM to the ranks that are left while they find out which one is gone.
-        asked_to_end() as asked,
+        graceful_shutdown() as asked,
         outliving_no_launcher(asked, timeout_seconds=job.cluster.timeout_seconds),
         launched(
             layout,
@@ -110,7 +110,7 @@ class _Run:
             self._identity = identity(job, feed, self._place, vocab_size=vocabulary, run_steps=self._total_steps())
             check_same(self._identity, self._place)
             is_resharded = found is not None and check_going_on(job, found[1].fingerprint, self._identity)
-            self._ending = Ending(
+            self._shutdown = Shutdown(
                 asked=self._asked,
                 must_save_by=job.checkpointing.checkpoint_must_save_by,
                 started=self._started,
@@ -260,7 +260,7 @@ class _Run:
     def _report(self) -> Reason | None:
         """Tell the steps since the last one; gives why the run ends now, if it does. Collective over the world."""
         peak = self._job.logger.peak_teraflops or peak_tflops(self._rank.device)
-        reported = self._metrics.report(flops_of=self._flops(), peak_tflops=peak, wish=self._ending.wish())
+        reported = self._metrics.report(flops_of=self._flops(), peak_tflops=peak, stop_vote=self._shutdown.stop_vote())
         for numbers in reported:
             self._measure(TRAINING, numbers.loss)
             self._trained_tokens += numbers.trained_tokens
@@ -270,7 +270,7 @@ class _Run:
             if not numbers.finite:
                 self._stop_not_finite(numbers)
         self._pending.clear()
-        return reason_of(self._metrics.wish)
+        return stop_reason(self._metrics.stop_vote)
 
     def _stop_not_finite(self, numbers: StepNumbers) -> None:
         try:
