@@ -32,7 +32,7 @@ from production.training.data.first_lines import FirstLines, look
 from production.training.data.token_checks import dry_run_tokens
 from production.training.data.tokenizer import load_tokenizer, unloadable
 from production.training.distributed.environment import started_ranks
-from production.training.distributed.heartbeat import TOLD
+from production.training.distributed.heartbeat import REPORTED_ELSEWHERE
 from production.training.library_warnings import quiet
 
 
@@ -128,7 +128,7 @@ def _run(job: Job) -> int:
 def _fail(error: PackproofError) -> int:
     """What a user can mend needs no traceback."""
     _tell_torchrun(f"failed: {error}")
-    if TOLD not in getattr(error, "__notes__", ()):
+    if REPORTED_ELSEWHERE not in getattr(error, "__notes__", ()):
         print(f"failed: {error}", file=sys.stderr)
     return 1
 

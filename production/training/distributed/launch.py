@@ -16,7 +16,7 @@ from production.errors import PackproofError
 from production.model.device.shim import cpu_shim
 from production.parallel.sizes import ParallelSizes, RankCoordinates, parallel
 from production.training.distributed.environment import started_ranks, threads
-from production.training.distributed.heartbeat import naming_the_lost
+from production.training.distributed.heartbeat import report_lost_ranks
 from production.training.library_warnings import quiet
 
 
@@ -59,7 +59,7 @@ def launched(
         if not distributed.is_initialized():
             _join(backend, timeout_seconds)
             undo.callback(_leave)
-        undo.enter_context(naming_the_lost())
+        undo.enter_context(report_lost_ranks())
         place = undo.enter_context(parallel(sizes, timeout_seconds=timeout_seconds))
         _seed(seed, place)
         yield Launched(
