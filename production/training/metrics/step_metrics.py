@@ -35,7 +35,7 @@ class StepMetrics:
     """
 
     stop_vote: int = 0
-    """The largest that any rank gave the last report (`ending`)."""
+    """The largest that any rank gave the last report (`shutdown`)."""
 
     def __init__(
         self,

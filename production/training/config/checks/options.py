@@ -25,7 +25,7 @@ _TRANSFORMER = f"{_MEGATRON}.transformer"
 _TRANSFORMER_ENGINE = ("transformer_engine", "Transformer Engine (the extra `te`)")
 
 
-def check_not_here(setup: Setup) -> Iterator[SetupRefused]:
+def check_unsupported(setup: Setup) -> Iterator[SetupRefused]:
     """Options that turn on a part which this job does not have (R-SETUP-7)."""
     with quiet():
         from production.model.model import NOT_BUILT  # noqa: PLC0415 - imports megatron-core's models
