@@ -302,14 +302,14 @@ def gradient_norm(model: torch.nn.Module) -> float:
 
 def gradients(outcomes: Sequence[RankOutcome]) -> dict[str, torch.Tensor]:
     """The whole model's gradients by name, from the parts of all ranks."""
-    from production.model.weights import put_together  # noqa: PLC0415 - megatron-core
+    from production.model.weights import assemble  # noqa: PLC0415 - megatron-core
 
     parts: dict[str, list[Any]] = {}
     for each in outcomes:
         for part in each.gradients:
             place = tuple(slice(*bounds) for bounds in part.part)
             parts.setdefault(part.name, []).append((part.shape, place, part.values))
-    return put_together(parts)
+    return assemble(parts)
 
 
 def _step_settings(case: ModelCase) -> Any:

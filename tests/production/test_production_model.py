@@ -102,7 +102,7 @@ def weights_of(case, worker):
 def test_every_layout_holds_the_same_weights_each_value_once(sizes):
     from equivalence.trainers.production_step import ModelCase, ModelShape
     from equivalence.workers import open_world, preload
-    from production.model.weights import drawn, put_together
+    from production.model.weights import assemble, drawn
 
     preload("equivalence.trainers.production_step", "production.training.step")
     shape = ModelShape(layers=2, experts=4, dense_layers=1, depths=1)
@@ -116,7 +116,7 @@ def test_every_layout_holds_the_same_weights_each_value_once(sizes):
         for each in rank:
             place = tuple(slice(*bounds) for bounds in each.part)
             parts.setdefault(each.name, []).append((each.shape, place, each.values))
-    whole = put_together(parts)
+    whole = assemble(parts)
     draw = drawn(3)
     assert all(torch.equal(tensor, draw(name, tuple(tensor.shape))) for name, tensor in whole.items())
     assert {name for name in whole if "local_experts" in name} == {
@@ -128,10 +128,10 @@ def test_every_layout_holds_the_same_weights_each_value_once(sizes):
 
 
 def test_parts_that_leave_a_hole_or_overlap_are_refused():
-    from production.model.weights import put_together
+    from production.model.weights import assemble
 
     piece = ((4,), (slice(0, 2),), torch.zeros(2))
     with pytest.raises(PackproofError, match="2 values from no rank, 0 from several"):
-        put_together({"w": [piece]})
+        assemble({"w": [piece]})
     with pytest.raises(PackproofError, match="2 values from no rank, 2 from several"):
-        put_together({"w": [piece, piece]})
+        assemble({"w": [piece, piece]})
