@@ -5,7 +5,10 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-RULES = re.findall(r"^- \*\*(R-[A-Z]+-\d+)\*\*", (ROOT / "docs" / "SPEC.md").read_text(encoding="utf-8"), re.MULTILINE)
+SPEC = (ROOT / "docs" / "SPEC.md").read_text(encoding="utf-8")
+EVIDENCE = (ROOT / "docs" / "evidence.md").read_text(encoding="utf-8")
+RULES = re.findall(r"^- \*\*(R-[A-Z]+-\d+)\*\*", SPEC, re.MULTILINE)
+THIRD_SIDES = ("installed", "recorded", "published", "tried", "none")
 # A test's name carries `r_cp_1`, `r_cp_3_and_4`, `r_train_1_to_3`; its docstring `R-CP-1`, `R-CP-3 and 4`, `R-TRAIN-1 to 3`.
 RULE = re.compile(r"\br[-_]([a-z]+)[-_](\d+)((?:[-_ ,](?:and[-_ ]|to[-_ ])?\d+\b)*)", re.IGNORECASE)
 MORE = re.compile(r"(to[-_ ])?(\d+)", re.IGNORECASE)
@@ -50,3 +53,16 @@ def test_every_rule_of_spec_is_named_by_a_test():
 def test_no_test_names_a_rule_that_spec_does_not_have():
     wrong = {test: sorted(named - set(RULES)) for test, named in rules_by_test().items()}
     assert {test: rules for test, rules in wrong.items() if rules} == {}
+
+
+def test_every_rule_says_its_third_side_alike_in_spec_and_in_the_table_of_evidence():
+    marked = dict(re.findall(r"^- \*\*(R-[A-Z]+-\d+)\*\* \*\(([a-z, ]+)\)\*", SPEC, re.MULTILINE))
+    listed = re.findall(r"^\| (R-[A-Z]+-\d+) \| ([a-z, ]+) \| (.+) \|$", EVIDENCE, re.MULTILINE)
+    assert [rule for rule, _, _ in listed] == RULES == list(marked)
+    assert {rule: kinds for rule, kinds, _ in listed} == marked
+    kinds = [kind for kinds in marked.values() for kind in kinds.split(", ")]
+    assert set(kinds) <= set(THIRD_SIDES)
+    counted = re.search(r"Of (\d+) rules, (.+) \(a rule can have several\), and (\d+) have none", EVIDENCE)
+    told = {kind: int(number) for number, kind in re.findall(r"(\d+) have one that is (\w+)", counted[2])}
+    assert (int(counted[1]), int(counted[3])) == (len(RULES), kinds.count("none"))
+    assert told == {kind: kinds.count(kind) for kind in THIRD_SIDES[:-1]}
