@@ -80,3 +80,14 @@ def test_a_path_or_a_name_that_is_not_there_is_found():
     assert is_there("production.rows")
     assert not is_there("production.rows.builder.NoSuchName")
     assert not is_there("production.no_such_module")
+
+
+def test_a_bare_file_name_in_how_it_works_stands_in_the_folder_named_before_it():
+    folder, count = None, 0
+    for token in re.findall(r"[\w/]+\.py", (ROOT / "docs" / "how-it-works.md").read_text(encoding="utf-8")):
+        if "/" in token:
+            folder = (ROOT / token).parent
+        else:
+            count += 1
+            assert (folder / token).exists(), f"{folder}/{token}"
+    assert count > 10
