@@ -91,3 +91,12 @@ def test_a_bare_file_name_in_how_it_works_stands_in_the_folder_named_before_it()
             count += 1
             assert (folder / token).exists(), f"{folder}/{token}"
     assert count > 10
+
+
+def test_the_pages_of_the_house_name_only_what_stands_in_the_code():
+    files = [path for each in (*PACKAGES, "tests") for path in (ROOT / each).rglob("*.py")]
+    known = set(re.findall(r"\w+", " ".join(path.read_text(encoding="utf-8") for path in files)))
+    for page in ("CONTRIBUTING.md", "docs/architecture.md", "docs/how-it-works.md", "docs/glossary.md"):
+        spans = re.findall(r"`([A-Za-z_][\w.]*)(?:\(\))?`", (ROOT / page).read_text(encoding="utf-8"))
+        names = {part for span in spans if "_" in span for part in span.split(".")}
+        assert sorted(names - known) == [], page
