@@ -100,3 +100,13 @@ def test_the_pages_of_the_house_name_only_what_stands_in_the_code():
         spans = re.findall(r"`([A-Za-z_][\w.]*)(?:\(\))?`", (ROOT / page).read_text(encoding="utf-8"))
         names = {part for span in spans if "_" in span for part in span.split(".")}
         assert sorted(names - known) == [], page
+
+
+def test_evidence_names_functions_that_production_has():
+    """The names of "What each check drives" begin below `production`."""
+    text = (ROOT / "docs" / "evidence.md").read_text(encoding="utf-8")
+    driven = text.split("## What each check drives")[1].split("\n## ")[0]
+    rooms = {path.stem for path in (ROOT / "production").iterdir()}
+    names = [name for name in re.findall(r"`(\w+\.[\w.]+)`", driven) if name.split(".")[0] in rooms]
+    assert len(names) > 30
+    assert [name for name in names if not is_there(f"production.{name}")] == []
