@@ -1,0 +1,1 @@
+"""Generate cases and hold reference, production and the installed Megatron-LM to each other."""

@@ -1,0 +1,1 @@
+"""Build packed rows at speed and train on them with megatron-core."""

@@ -1,1 +1,1 @@
-"""What is true of a packed SFT row, in plain PyTorch: slow, and written to be read beside docs/SPEC.md."""
+"""Say what is true of a packed SFT row in plain PyTorch, slowly, to be read beside docs/SPEC.md."""

@@ -1,0 +1,1 @@
+"""Provide the command lines that a person runs."""

@@ -1,0 +1,1 @@
+"""Compare the sides on one case: rows, input, cuts, training steps and runs."""

@@ -1,0 +1,1 @@
+"""Predict how two values of one field of Semantics differ on a row."""

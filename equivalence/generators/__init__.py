@@ -1,0 +1,1 @@
+"""Draw rows, layouts, files, models and steps, aimed at the faults that have happened."""

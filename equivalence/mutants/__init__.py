@@ -1,1 +1,1 @@
-"""Faults put into production on purpose, each one that has really happened; every one must be found."""
+"""Put known faults into production on purpose; a check must find each of them."""

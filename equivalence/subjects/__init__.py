@@ -1,4 +1,4 @@
-"""The sides of a comparison behind one protocol: reference, production, megatron_lm, or your own `module:object`."""
+"""Offer every side behind one protocol: reference, production, megatron_lm, or your own `module:object`."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The direct path in other people's trainers: what `docs/guides/own-trainer.md` imports, installed with the package."""
+"""Feed other people's trainers by the direct path; `docs/guides/own-trainer.md` shows how."""

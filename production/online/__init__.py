@@ -1,0 +1,1 @@
+"""Tokenize ordinary chat conversations and pack them into bins during training."""

@@ -1,0 +1,1 @@
+"""Build one packed row from its conversations, and collate rows into guarded batches."""

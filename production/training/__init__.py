@@ -1,1 +1,1 @@
-"""The training job: SFT on packed rows with megatron-core, from one CPU to many nodes; Megatron-Core does the distributed work."""
+"""Run the training job: SFT on packed rows, from one CPU to many nodes. megatron-core does the distributed work."""

@@ -142,6 +142,9 @@ OF_THE_REST = {
     "sequence_packing.algorithm": {"policy.sequence_packing.algorithm": "concatenative"},
     "sequence_packing.make_sequence_length_divisible_by": {"policy.make_sequence_length_divisible_by": 4},
     "sequence_packing.max_input_seq_length": {"data.max_input_seq_length": 32},
+    "chat.add_bos": {"data.add_bos": False},
+    "chat.add_eos": {"data.add_eos": False},
+    "chat.tool_key": {"data.train[0].tool_key": "functions"},
     "loss.name": {"loss.name": None},
     "loss.normalization": {"loss.normalization": "mean_of_means"},
     "loss.mtp_weights": {"loss.mtp_weights": "rows"},
@@ -227,7 +230,7 @@ def test_a_resume_with_another_model_optimizer_schedule_or_loss_is_refused_by_it
     feeds = {online: BatchStream(job, RankCoordinates(**PLACE)) for online, job in jobs_of.items()}
     try:
         for key, changes in OF_THE_REST.items():
-            online = key.startswith("sequence_packing.")
+            online = key.startswith(("sequence_packing.", "chat."))
             if key in ONE_WORD:
                 other = begun[online] | {key: "another"}
             else:

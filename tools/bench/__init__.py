@@ -1,0 +1,1 @@
+"""Measure each part beside the part that it replaces, both in one run."""

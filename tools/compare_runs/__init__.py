@@ -1,0 +1,1 @@
+"""Compare two training runs step by step."""

@@ -1,4 +1,4 @@
-"""Shows one packed row as two or more sides build it, and the first place where they differ, on one screen or page."""
+"""Show one packed row as two or more sides build it, and the first place where they differ, on one screen or page."""
 
 from __future__ import annotations
 

@@ -1,0 +1,1 @@
+"""Walk the indices of all ranks of a job in one process."""

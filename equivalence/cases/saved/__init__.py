@@ -1,0 +1,1 @@
+"""Keep the promoted cases that every run replays."""

@@ -1,0 +1,1 @@
+"""Compare file reading, data order and the loader's batches with the reference."""

@@ -1,0 +1,1 @@
+"""Compare training steps on a real model with the reference and with Megatron-LM."""

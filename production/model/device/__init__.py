@@ -1,1 +1,1 @@
-"""The one place that knows about CPU and CUDA: the shim that lets megatron-core run on CPU ranks, thd attention, norms, layer specs."""
+"""Choose modules and kernels for the device, CPU or CUDA, and let megatron-core run on CPU ranks."""

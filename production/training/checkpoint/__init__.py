@@ -1,0 +1,1 @@
+"""Write, verify and load checkpoints, and hold the folders that a run writes to."""

@@ -1,4 +1,4 @@
-"""The configuration of a training job: YAML into strict frozen dataclasses, and every set-up refusal (SPEC section 18)."""
+"""Load a job's YAML into strict frozen dataclasses, and refuse what must not run (SPEC section 18)."""
 
 from production.training.config.checks.machine import check_machine, check_writable, held_checkpoints, missing_packages
 from production.training.config.load_job import load

@@ -1,0 +1,1 @@
+"""Decide which row comes when, prepare batches in worker processes, and hand each step its microbatches."""

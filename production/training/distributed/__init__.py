@@ -1,0 +1,1 @@
+"""Start a rank's process, and notice when another rank or the launcher is lost."""

@@ -1,0 +1,1 @@
+"""Measure steps without waiting for the device, and report and log the numbers."""

@@ -1,4 +1,4 @@
-"""Recorded runs: packproof's JSON lines, TensorBoard event files, exports of W&B, logs of Megatron-LM."""
+"""Read recorded runs: packproof's JSON lines, TensorBoard event files, exports of W&B, logs of Megatron-LM."""
 
 from __future__ import annotations
 

@@ -1,0 +1,1 @@
+"""Write a dumped batch, read one of any trainer, and find its row in a packed file."""

@@ -1,1 +1,1 @@
-"""The way of a row to one rank, step by step, with both sides of each: what `--tp --cp --dp --pp --depth --rank` show."""
+"""Follow a row to one rank, step by step on every side (`--tp --cp --dp --pp --depth --rank`, and `--fed`)."""

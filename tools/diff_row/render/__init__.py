@@ -1,0 +1,1 @@
+"""Draw findings on the terminal, as JSON and as an HTML page."""

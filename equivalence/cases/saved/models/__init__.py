@@ -1,0 +1,1 @@
+"""Keep the promoted training steps that every run replays."""

@@ -1,0 +1,1 @@
+"""Refuse configurations that must not run, with the key, the line and the fix."""

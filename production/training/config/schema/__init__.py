@@ -1,0 +1,1 @@
+"""Declare the sections and keys of a job's configuration."""

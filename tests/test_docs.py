@@ -1,0 +1,112 @@
+"""The pages of docs: the map names every module, and no page names a module, a file or a name that is not there."""
+
+import ast
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = ("production", "reference", "equivalence", "tools")
+MAP = ROOT / "docs" / "architecture.md"
+PAGES = sorted(
+    [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")]
+)
+# `production/rows/builder.py`, `equivalence/recorded/`, as the target of a link or in text.
+PATH = re.compile(rf"(?<![\w./-])(?:\.\./)*((?:{'|'.join(PACKAGES)}|tests|examples|docs)/[\w./-]*)")
+DOTTED = re.compile(rf"(?<![\w./:-])((?:{'|'.join(PACKAGES)})(?:\.\w+)+)")
+
+
+def modules():
+    """The path of each module of the four packages, without those that only make a folder a package."""
+    found = [path.relative_to(ROOT).as_posix() for each in PACKAGES for path in (ROOT / each).rglob("*.py")]
+    return {path for path in found if not path.endswith("__init__.py")}
+
+
+@cache
+def defined_in(module):
+    """The public names of a module or package, read and not imported; None where there is no such module."""
+    path = ROOT.joinpath(*module.split("."))
+    file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    if not file.exists():
+        return None
+    names = set()
+    for node in ast.parse(file.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.ImportFrom | ast.Import):
+            names |= {alias.asname or alias.name for alias in node.names}
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names |= {ast.unparse(target) for target in targets}
+    return names
+
+
+def is_there(dotted):
+    """Whether a dotted name is a module, or a name in one; what follows a class's name is not looked at."""
+    parts = dotted.split(".")
+    for length in range(len(parts), 0, -1):
+        names = defined_in(".".join(parts[:length]))
+        if names is not None:
+            return length == len(parts) or parts[length] in names
+    return False
+
+
+def missing_paths(text):
+    """Each path of this repository in a text that leads nowhere."""
+    named = {match.rstrip(".") for match in PATH.findall(text)}
+    return sorted(path for path in named if not (ROOT / path).exists())
+
+
+def test_the_map_names_every_module():
+    named = set(re.findall(r"`([\w/]+\.py)`", MAP.read_text(encoding="utf-8")))
+    assert len(modules()) > 250
+    assert sorted(modules() - named) == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_a_page_names_only_paths_and_names_that_are_there(page):
+    text = page.read_text(encoding="utf-8")
+    assert missing_paths(text) == []
+    assert [name for name in sorted(set(DOTTED.findall(text))) if not is_there(name)] == []
+
+
+def test_a_path_or_a_name_that_is_not_there_is_found():
+    assert missing_paths("see `production/rows/builder.py`, [it](../equivalence/no_such.py).") == [
+        "equivalence/no_such.py"
+    ]
+    assert is_there("production.rows.builder.RowBuilder.build")
+    assert is_there("production.rows")
+    assert not is_there("production.rows.builder.NoSuchName")
+    assert not is_there("production.no_such_module")
+
+
+def test_a_bare_file_name_in_how_it_works_stands_in_the_folder_named_before_it():
+    folder, count = None, 0
+    for token in re.findall(r"[\w/]+\.py", (ROOT / "docs" / "how-it-works.md").read_text(encoding="utf-8")):
+        if "/" in token:
+            folder = (ROOT / token).parent
+        else:
+            count += 1
+            assert (folder / token).exists(), f"{folder}/{token}"
+    assert count > 10
+
+
+def test_the_pages_of_the_house_name_only_what_stands_in_the_code():
+    files = [path for each in (*PACKAGES, "tests") for path in (ROOT / each).rglob("*.py")]
+    known = set(re.findall(r"\w+", " ".join(path.read_text(encoding="utf-8") for path in files)))
+    for page in ("CONTRIBUTING.md", "docs/architecture.md", "docs/how-it-works.md", "docs/glossary.md"):
+        spans = re.findall(r"`([A-Za-z_][\w.]*)(?:\(\))?`", (ROOT / page).read_text(encoding="utf-8"))
+        names = {part for span in spans if "_" in span for part in span.split(".")}
+        assert sorted(names - known) == [], page
+
+
+def test_evidence_names_functions_that_production_has():
+    """The names of "What each check drives" begin below `production`."""
+    text = (ROOT / "docs" / "evidence.md").read_text(encoding="utf-8")
+    driven = text.split("## What each check drives")[1].split("\n## ")[0]
+    rooms = {path.stem for path in (ROOT / "production").iterdir()}
+    names = [name for name in re.findall(r"`(\w+\.[\w.]+)`", driven) if name.split(".")[0] in rooms]
+    assert len(names) > 30
+    assert [name for name in names if not is_there(f"production.{name}")] == []
