@@ -67,7 +67,7 @@ def _compared(check: str, sides: dict[str, Side]) -> CheckResult:
     if any(isinstance(side, str) for side in sides.values()) or left == right:
         return found
     missing = Difference(
-        tensor="names", position=None, left=sorted(left - right), right=sorted(right - left), klass="other"
+        tensor="names", position=None, left=sorted(left - right), right=sorted(right - left), kind="other"
     )
     found.findings.append(Finding(left="reference", right="production", differences=[missing]))
     return found

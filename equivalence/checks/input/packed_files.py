@@ -356,7 +356,7 @@ def _changed(files: _Files, *, anywhere: bool = False) -> tuple[int, bytes]:
 def _compared(name: str, theirs: Seen, ours: Seen) -> list[Finding]:
     """One finding for each answer that differs, with the first place of it."""
     found = [
-        Difference(tensor=f"{name}: {key}", position=None, left=_short(left), right=_short(right), klass="other")
+        Difference(tensor=f"{name}: {key}", position=None, left=_short(left), right=_short(right), kind="other")
         for key in dict.fromkeys((*theirs, *ours))
         for left, right in [_apart(theirs.get(key), ours.get(key))]
         if left != right
