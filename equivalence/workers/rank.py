@@ -41,7 +41,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class RankSetup:
     """What a child must know to join."""
 
     rank: int
@@ -87,7 +87,7 @@ class StateLeftBehindError(RuntimeError):
     """A case that changed the process for the cases after it."""
 
 
-def serve(place: Place, connection: Connection, foreign: list[Connection]) -> NoReturn:
+def serve(place: RankSetup, connection: Connection, foreign: list[Connection]) -> NoReturn:
     """Be a rank. `foreign` are the parent's ends of this and other worlds' pipes, inherited and to be closed."""
     status = 1
     try:
@@ -105,7 +105,7 @@ def serve(place: Place, connection: Connection, foreign: list[Connection]) -> No
         os._exit(status)
 
 
-def _answer(place: Place, connection: Connection) -> None:
+def _answer(place: RankSetup, connection: Connection) -> None:
     with ExitStack() as stack:
         worker = Worker(rank=place.rank, size=place.size)
 
@@ -175,7 +175,7 @@ def _outcome(call: Any, *, skipped: int) -> bytes:
             stream.flush()
 
 
-def _join(place: Place) -> None:
+def _join(place: RankSetup) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
     for name, value in (("RANK", place.rank), ("WORLD_SIZE", place.size)):
         os.environ[name] = os.environ[f"LOCAL_{name}"] = str(value)
@@ -183,7 +183,7 @@ def _join(place: Place) -> None:
     torch.distributed.init_process_group("gloo", store=store, rank=place.rank, world_size=place.size, timeout=_LONG)
 
 
-def _cut_loose(place: Place) -> None:
+def _cut_loose(place: RankSetup) -> None:
     """Undo what a fork inherits: signals, streams, tracing, warning filters, log handlers, threads."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM, DUMP_SIGNAL):
         signal.signal(number, signal.SIG_DFL)

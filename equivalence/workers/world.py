@@ -23,7 +23,7 @@ from equivalence.errors import SuiteError
 from equivalence.workers import rank as child_side
 from equivalence.workers import values
 from equivalence.workers.failures import CaseFailed, Failure, RankReport, WorldNotOpened, in_order
-from equivalence.workers.rank import FINISHED, RAISED, Place, Raised
+from equivalence.workers.rank import FINISHED, RAISED, Raised, RankSetup
 from equivalence.workers.seats import seats
 from equivalence.workers.waiting import Child, Deadlines, await_answers, dump_stacks, printed, report
 from equivalence.workers.worker import check_name
@@ -114,7 +114,7 @@ class World:
     def _fork(self, rank: int, enter: str | None, entry: bytes) -> None:
         global _is_rank  # noqa: PLW0603 - a fact of the process
         group = self._children[0].pid if self._children else 0
-        place = Place(
+        place = RankSetup(
             rank=rank,
             size=self.size,
             folder=self._folder,

@@ -14,7 +14,7 @@ import pytest
 from production.errors import PackproofError
 from tools.pack_rows import PackSettings, lengths, main, pack_files
 from tools.pack_rows.bins import first_fit_decreasing, sequential
-from tools.pack_rows.conversations import Conversation, Place
+from tools.pack_rows.conversations import Conversation, SourceLocation
 from tools.pack_rows.lengths import LengthMeter, Measured
 from tools.pack_rows.output import describe_tokenizer, manifest, manifest_path
 from tools.pack_rows.packing import row_line
@@ -379,7 +379,7 @@ def test_messages_keep_unknown_keys_and_raw_separators(tmp_path):
 def measure(meter, conversations):
     return meter.measure(
         [
-            Conversation(place=Place(input=0, line=number), messages=tuple(messages))
+            Conversation(place=SourceLocation(input=0, line=number), messages=tuple(messages))
             for number, messages in enumerate(conversations, 1)
         ]
     )

@@ -72,7 +72,7 @@ Whole = Annotated[
 """A whole number, or nothing where the option is not given."""
 Text = Annotated[str | None, Quiet, tyro.conf.arg(metavar="TEXT")]
 """A word, or nothing where the option is not given."""
-Place = Annotated[Path | None, Quiet, tyro.conf.arg(metavar="PATH")]
+OptionalPath = Annotated[Path | None, Quiet, tyro.conf.arg(metavar="PATH")]
 """A path, or nothing where the option is not given."""
 PIPED_WIDTH = 100
 """Columns where there is no terminal to ask."""
@@ -82,11 +82,11 @@ PIPED_WIDTH = 100
 class RowOptions:
     """Which row is looked at, and what it is built for."""
 
-    file: Annotated[Place, tyro.conf.Positional] = None
+    file: Annotated[OptionalPath, tyro.conf.Positional] = None
     """A packed file: .jsonl, .jsonl.packed, .jsonl.gz or .jsonl.zst."""
     row: Whole = None
     """The row of the file, from 0: line N is row N - 1. Beside --dump it is found by the dump's ids where it is not given."""
-    case: Place = None
+    case: OptionalPath = None
     """A saved case instead of a file; it brings its tokenizer and settings, which the options below override."""
     tokenizer: Text = None
     """Folder of a Hugging Face tokenizer, or the name of one that packproof's cases use."""
@@ -115,7 +115,7 @@ class RowOptions:
 class DumpOptions:
     """What a trainer fed: a batch that it dumped, beside the sides or alone."""
 
-    dump: Place = None
+    dump: OptionalPath = None
     """A dumped batch (safetensors): a side of its own. The names of packproof and of Megatron-LM are known."""
     dump_row: int = 0
     """The row of the dumped batch, from 0."""
@@ -156,7 +156,7 @@ class RankOptions:
     """Whether tp ranks each hold a slice of the share after embedding."""
     global_batch_size: Whole = None
     """Rows of the global batch, in sequential order, for --stop-at weights; dp if not given."""
-    fed: Place = None
+    fed: OptionalPath = None
     """A job's dump of a step (a folder): what its ranks fed, against what the reference makes of the same rows."""
     microbatch: Whole = None
     """Only this microbatch of the dump."""
@@ -168,9 +168,9 @@ class OutputOptions:
 
     json: bool = False
     """Print everything for machines instead of the screen."""
-    html: Place = None
+    html: OptionalPath = None
     """Also write one self-contained page with every token of the row."""
-    write_dump: Place = None
+    write_dump: OptionalPath = None
     """Also write the first built side's row as a dump; with a rank, every tensor of every step of all sides."""
     dump_names: str = "packproof"
     """The names in a written dump: packproof or megatron_lm."""

@@ -22,7 +22,7 @@ MiddleSystem = Literal["refuse", "split"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class SourceLocation:
     """Where a conversation stands in the input."""
 
     input: int
@@ -37,7 +37,7 @@ class Place:
 class Conversation:
     """One conversation as it will stand in a row; the first message is a system message, and no other one is."""
 
-    place: Place
+    place: SourceLocation
     """Where it was read."""
     messages: tuple[Message, ...]
     """Its messages with every key they came with."""
@@ -49,7 +49,7 @@ class Conversation:
 class Refusal:
     """One conversation that is in no row, and why."""
 
-    place: Place
+    place: SourceLocation
     """Where it was read."""
     kind: str
     """The name under which it is counted."""
@@ -103,10 +103,10 @@ def read_conversations(
             messages = _parse(line, file, chat_key, keys)
             pieces = _at_systems(messages, file, missing_system, middle_system)
         except ConversationError as error:
-            yield Refusal(place=Place(input=index, line=number), kind=error.kind, detail=str(error))
+            yield Refusal(place=SourceLocation(input=index, line=number), kind=error.kind, detail=str(error))
             continue
         for piece, (part, inserted) in enumerate(pieces):
-            place = Place(input=index, line=number, piece=piece)
+            place = SourceLocation(input=index, line=number, piece=piece)
             yield Conversation(place=place, messages=tuple(part), system_inserted=inserted)
     with file.path.open("rb") as raw:
         file.sha256 = hashlib.file_digest(raw, "sha256").hexdigest()

@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from tools.pack_rows.conversations import Place
+from tools.pack_rows.conversations import SourceLocation
 from tools.pack_rows.packing import Packing, row_line
 
 MANIFEST_FORMAT = "packproof-packed-rows/1"
@@ -62,7 +62,7 @@ def describe_output(name: str, lines: bytes) -> dict[str, Any]:
 def manifest(packing: Packing) -> dict[str, Any]:
     """Return what the rows were made of. Names of files only, no folders and no time: equal inputs give equal bytes."""
     settings = asdict(packing.settings)
-    refused: list[dict[str, list[Place]]] = [{} for _ in packing.inputs]
+    refused: list[dict[str, list[SourceLocation]]] = [{} for _ in packing.inputs]
     for refusal in packing.refused:
         refused[refusal.place.input].setdefault(refusal.kind, []).append(refusal.place)
     return {
@@ -125,9 +125,9 @@ def write_atomically(path: Path, content: bytes) -> None:
         raise
 
 
-def _line_ranges(places: Iterable[Place]) -> str:
+def _line_ranges(places: Iterable[SourceLocation]) -> str:
     """Return lines as text, `3, 7-12`, with the piece after a stroke where a conversation was split: `9/1`."""
-    runs: list[list[Place]] = []
+    runs: list[list[SourceLocation]] = []
     for place in places:
         if runs and place.piece == runs[-1][-1].piece == 0 and place.line == runs[-1][-1].line + 1:
             runs[-1].append(place)

@@ -19,8 +19,8 @@ from tools.pack_rows.conversations import (
     InputFile,
     MiddleSystem,
     MissingSystem,
-    Place,
     Refusal,
+    SourceLocation,
     read_conversations,
 )
 from tools.pack_rows.lengths import LengthMeter, Measured, PromptFormat
@@ -97,7 +97,7 @@ class PackSettings:
 class PackedConversation:
     """A conversation in a row; its text is kept as JSON, which is a fraction of the objects' size."""
 
-    place: Place
+    place: SourceLocation
     """Where it was read."""
     json: str
     """Its messages as they will be written, without the brackets around them."""

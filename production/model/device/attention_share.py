@@ -31,7 +31,7 @@ class Run:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class OwnedChunk:
     """Where one owned chunk of each segment of a run lies, and which keys it sees."""
 
     run: Run
@@ -79,14 +79,14 @@ class Share:
     size: int
     """How many share it."""
 
-    def places(self) -> Iterator[Place]:
+    def places(self) -> Iterator[OwnedChunk]:
         """Each run's owned chunks, in the order in which the rank holds them."""
         zigzag = LAYOUTS["zigzag"]
         pieces, owned = (1, (0,)) if self.size == 1 else (zigzag.pieces(self.size), zigzag.owned(self.rank, self.size))
         for run in self.runs:
             chunk = run.length // pieces
             for order, piece in enumerate(owned):
-                yield Place(
+                yield OwnedChunk(
                     run=run,
                     owned=(len(owned), order),
                     chunk=chunk,
@@ -164,7 +164,7 @@ class _Attend(torch.autograd.Function):
 
 
 def _forward(
-    kernel: Kernel, place: Place, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float
+    kernel: Kernel, place: OwnedChunk, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output and log-sum-exp of one chunk: its own block of scores, which is causal, and that of the keys before it."""
     own = place.local(query)

@@ -22,7 +22,7 @@ Size = Annotated[int, Meta(ge=1)]
 Rank = Annotated[int, Meta(ge=0)]
 
 
-class Place(msgspec.Struct, frozen=True, kw_only=True):
+class DumpedCoordinates(msgspec.Struct, frozen=True, kw_only=True):
     """Where a rank stands in its job (`production.parallel.sizes.RankCoordinates`)."""
 
     rank: Rank
@@ -102,7 +102,7 @@ class MadeWith(msgspec.Struct, frozen=True, kw_only=True):
 class Said(msgspec.Struct, frozen=True, kw_only=True):
     """`rank_R.rows.json`."""
 
-    place: Place
+    place: DumpedCoordinates
     normalization: str
     depths: Rank
     """Of multi-token prediction, whose shares are dumped too."""
@@ -215,7 +215,7 @@ def read_rank(folder: Path, rank: int, *, sequence_parallel: bool) -> Dumped:
     return dumped
 
 
-def _place(said: Place, *, sequence_parallel: bool) -> RankPlace:
+def _place(said: DumpedCoordinates, *, sequence_parallel: bool) -> RankPlace:
     cp, dp, pp = said.context_size, said.data_size, said.pipeline_size
     tp, rest = divmod(said.world_size, cp * dp * pp)
     if rest or not tp or said.rank >= said.world_size:

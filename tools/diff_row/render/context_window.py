@@ -11,7 +11,7 @@ from tools.diff_row.row.findings import REACH, TOKEN_TENSORS, Findings, boundary
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class ContextPosition:
     """One position."""
 
     position: int
@@ -27,7 +27,7 @@ class Place:
     """The tensors in which sides differ here."""
 
 
-def neighbourhood(findings: Findings, position: int, reach: int = REACH) -> list[Place]:
+def neighbourhood(findings: Findings, position: int, reach: int = REACH) -> list[ContextPosition]:
     """The positions from `reach` before to `reach` after one, cut at the ends of the row."""
     ends = {side.name: boundary_set(side.row) for side in findings.built}
     places = []
@@ -38,7 +38,7 @@ def neighbourhood(findings: Findings, position: int, reach: int = REACH) -> list
         }
         tokens = {name: findings.texts.text(int(i)) if i is not None else "" for name, i in values["input_ids"].items()}
         places.append(
-            Place(
+            ContextPosition(
                 position=at,
                 tokens=tokens,
                 where=findings.map.place(at),
@@ -52,7 +52,7 @@ def neighbourhood(findings: Findings, position: int, reach: int = REACH) -> list
     return places
 
 
-def groups(places: list[Place], tensor: str) -> list[tuple[str, ...]]:
+def groups(places: list[ContextPosition], tensor: str) -> list[tuple[str, ...]]:
     """The sides, those together that have the same values of a tensor all through these places."""
     found: dict[tuple[str, ...], list[str]] = {}
     for side in places[0].values[tensor] if places else ():

@@ -8,7 +8,7 @@ from rich.cells import cell_len
 from rich.text import Text
 
 from tools.diff_row.render.columns import GAP, Column, draw
-from tools.diff_row.render.context_window import Place, groups, neighbourhood
+from tools.diff_row.render.context_window import ContextPosition, groups, neighbourhood
 from tools.diff_row.row.findings import TOKEN_TENSORS, Findings
 from tools.diff_row.tokens import fit, visible
 
@@ -68,7 +68,7 @@ def closeup(findings: Findings, position: int, width: int, *, origin: Sequence[i
     yield from draw(columns, lines, width)
 
 
-def _line(place: Place, position: int, values: Sequence[tuple[str, str]]) -> list[Text]:
+def _line(place: ContextPosition, position: int, values: Sequence[tuple[str, str]]) -> list[Text]:
     here = place.position == position
     token = " ≠ ".join(dict.fromkeys(place.tokens.values()))
     cells = [
