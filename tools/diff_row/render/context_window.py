@@ -27,7 +27,7 @@ class ContextPosition:
     """The tensors in which sides differ here."""
 
 
-def neighbourhood(findings: Findings, position: int, reach: int = REACH) -> list[ContextPosition]:
+def context_window(findings: Findings, position: int, reach: int = REACH) -> list[ContextPosition]:
     """The positions from `reach` before to `reach` after one, cut at the ends of the row."""
     ends = {side.name: boundary_set(side.row) for side in findings.built}
     places = []

@@ -8,7 +8,7 @@ from rich.cells import cell_len
 from rich.text import Text
 
 from tools.diff_row.render.columns import GAP, Column, draw
-from tools.diff_row.render.context_window import ContextPosition, groups, neighbourhood
+from tools.diff_row.render.context_window import ContextPosition, context_window, groups
 from tools.diff_row.row.findings import TOKEN_TENSORS, Findings
 from tools.diff_row.tokens import fit, visible
 
@@ -22,7 +22,7 @@ def closeup(findings: Findings, position: int, width: int, *, origin: Sequence[i
 
     With `origin` positions are places in a part of the row, and `origin[place]` is where each stands in the row.
     """
-    places = neighbourhood(findings, position)
+    places = context_window(findings, position)
     if not places:
         return
     letter = findings.letters

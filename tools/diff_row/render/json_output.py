@@ -24,7 +24,7 @@ import json
 import math
 from typing import Any
 
-from tools.diff_row.render.context_window import neighbourhood
+from tools.diff_row.render.context_window import context_window
 from tools.diff_row.row.findings import MOST_LISTED, RULES, Findings, Side
 
 SCHEMA = "packproof.diff_row/1"
@@ -109,7 +109,7 @@ def _first(findings: Findings) -> dict[str, Any] | None:
                 "values": {tensor: dict(values) for tensor, values in near.values.items()},
                 "differs": sorted(near.differs),
             }
-            for near in neighbourhood(findings, first.position)
+            for near in context_window(findings, first.position)
         ],
     }
 
