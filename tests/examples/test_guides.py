@@ -320,7 +320,8 @@ def readme_commands():
                     yield words
 
 
-def test_the_readmes_commands_are_current(checkout):
+@pytest.mark.usefixtures("checkout")
+def test_the_readmes_commands_are_current():
     """Make targets exist, jobs pass a dry run, comparisons are parsed, and the sample's faulty side is found."""
     done = Counter()
     targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)

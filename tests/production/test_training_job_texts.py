@@ -230,7 +230,7 @@ def test_a_rank_whose_torchrun_was_killed_saves_and_ends_by_itself(tmp_path):
     """It is asked for an end at once, and ended where it does not come to one in the time that a collective has."""
     rank = (
         "import sys, time, pathlib\n"
-        "from production.training import orphan\n"
+        "from production.training.distributed import orphan\n"
         "orphan.POLL_SECONDS = 0.05\n"
         "asked, folder = [], pathlib.Path(sys.argv[1])\n"
         "with orphan.outliving_no_launcher(asked, timeout_seconds=0.5):\n"
