@@ -26,7 +26,11 @@ equivalence: $(STAMP) ## the main job: three witnesses, the packed sample and ge
 	$(BIN)/python -m equivalence run --size $(SIZE) $(ARGS)
 
 .PHONY: test
-test: $(STAMP) ## the tests, with coverage
+test: $(STAMP) ## the tests
+	$(BIN)/python -m pytest -n auto --dist loadgroup --durations=10 $(ARGS)
+
+.PHONY: coverage
+coverage: $(STAMP) ## the tests with coverage, which costs a third more time
 	$(BIN)/python -m pytest -n auto --dist loadgroup --cov --cov-report=term:skip-covered $(ARGS)
 
 .PHONY: train

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from equivalence.errors import CaseError
-from production.parallel.sizes import Sizes
+from production.parallel.sizes import ParallelSizes
 from production.rows.batch import Batch
 from reference.context_parallel import owned_positions
 
@@ -66,7 +66,7 @@ class ModelShape:
         stages = ["".join(some) for some in itertools.batched(self.pattern, per_stage)]
         return "/".join(["|".join(stages), *[self.pattern[:2]] * self.depths])
 
-    def settings(self, sizes: Sizes, pack_length: int) -> Any:
+    def settings(self, sizes: ParallelSizes, pack_length: int) -> Any:
         """Settings of production: `ModelSettings`, in float64."""
         from production.model.model import ModelSettings  # noqa: PLC0415 - megatron-core
 
@@ -112,7 +112,7 @@ class ModelCase:
     """One global batch of one model in one layout."""
 
     shape: ModelShape = field(default_factory=ModelShape)
-    sizes: Sizes = field(default_factory=Sizes)
+    sizes: ParallelSizes = field(default_factory=ParallelSizes)
     data_size: int = 1
     """dp."""
     rows: tuple[tuple[int, ...], ...]
@@ -161,7 +161,7 @@ class ModelCase:
 
     def on_one_rank(self) -> ModelCase:
         """The same global batch and model on a world of one."""
-        return dataclasses.replace(self, sizes=Sizes(), data_size=1)
+        return dataclasses.replace(self, sizes=ParallelSizes(), data_size=1)
 
     def weights(self) -> Callable[[str, tuple[int, ...]], torch.Tensor]:
         """The whole model's weights by name and shape, drawn from the seed."""
@@ -233,7 +233,7 @@ class ModelCase:
             if "shape" in read:
                 read["shape"] = ModelShape(**read["shape"])
             if "sizes" in read:
-                read["sizes"] = Sizes(**read["sizes"])
+                read["sizes"] = ParallelSizes(**read["sizes"])
             for name in ("rows", "lengths"):
                 if name in read:
                     read[name] = tuple(map(tuple, read[name]))
@@ -248,7 +248,7 @@ class ModelCase:
         return case
 
 
-def layout_name(sizes: Sizes, data_size: int) -> str:
+def layout_name(sizes: ParallelSizes, data_size: int) -> str:
     """Such as `tp2 cp2 dp2`, or `one rank`."""
     named = {
         "tp": sizes.tensor,

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, Self, cast
 
-from equivalence.checks.result import CheckResult
+from equivalence.cases.result import CheckResult
 from equivalence.errors import CaseError
 from equivalence.subjects.protocol import Subject
 

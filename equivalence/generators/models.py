@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from equivalence.cases.step import ModelCase, ModelShape, layout_name
 from equivalence.generators.draws import each_drawn
-from production.parallel.sizes import Sizes
+from production.parallel.sizes import ParallelSizes
 
 NORMALIZATIONS = ("per_token", "mean_of_means", "global_valid_tokens")
 MOST_TOKENS = 64
@@ -25,7 +25,7 @@ MOST_TOKENS = 64
 class Layout:
     """Sizes of every dimension."""
 
-    sizes: Sizes
+    sizes: ParallelSizes
     data_size: int
     """dp."""
 
@@ -47,7 +47,7 @@ def layouts(world_size: int) -> list[Layout]:
         if tensor * context * pipeline * data == world_size:
             for expert in (1, 2, 4, 8):
                 if expert * pipeline <= world_size:
-                    sizes = Sizes(tensor=tensor, context=context, pipeline=pipeline, expert=expert)
+                    sizes = ParallelSizes(tensor=tensor, context=context, pipeline=pipeline, expert=expert)
                     found.append(Layout(sizes=sizes, data_size=data))
     return found
 
@@ -115,7 +115,7 @@ def _pattern(pipeline: int, layers: int, *, is_moe: bool) -> str:
     return stage * pipeline if layers <= pipeline else (stage + "*-") * pipeline
 
 
-def domain_factor(sizes: Sizes) -> int:
+def domain_factor(sizes: ParallelSizes) -> int:
     """What a row must be a multiple of: 2·cp where cp > 1, times tp, whose ranks share the sequence."""
     return (2 * sizes.context if sizes.context > 1 else 1) * sizes.tensor
 

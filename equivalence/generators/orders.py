@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 
-from equivalence.checks.cuts.dp_sharding import SharesCase
-from equivalence.checks.input.order import OrderCase
+from equivalence.cases.dp_sharding import SharesCase
+from equivalence.cases.order import OrderCase
 from equivalence.generators.choices import Choices
 
 _KINDS = ("sequential", "shuffle", "megatron-cyclic", "megatron-cyclic-sharded")

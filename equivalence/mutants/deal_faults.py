@@ -9,9 +9,9 @@ import torch
 
 from equivalence.generators.models import Layout
 from equivalence.mutants.layout_mutant import LayoutMutant
-from production.parallel.sizes import Sizes
+from production.parallel.sizes import ParallelSizes
 
-DP2 = Layout(sizes=Sizes(), data_size=2)
+DP2 = Layout(sizes=ParallelSizes(), data_size=2)
 
 
 def _block_of_rows(sound: Any) -> Any:

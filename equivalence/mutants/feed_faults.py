@@ -74,23 +74,23 @@ def _restored_late(sound: Any) -> Any:
     """What was read ahead is handed out first."""
 
     def restore(loader: Any, consumed_samples: int) -> None:
-        if loader._ahead is None:  # noqa: SLF001 - the fault
+        if loader._prefetcher is None:  # noqa: SLF001 - the fault
             sound(loader, consumed_samples)
 
     return restore
 
 
 def _mutant(name: str, story: str, target: str, wrong: Callable[[Any], Any], first: str) -> LayoutMutant:
-    return LayoutMutant(name=name, story=story, target=f"production.{target}", wrong=wrong, first=first)
+    return LayoutMutant(name=name, story=story, target=target, wrong=wrong, first=first)
 
 
 FEED_MUTANTS = (
-    _mutant("guard_of_all_but_the_last", "the last row of a batch is not guarded", "guards:_check_boundaries", _all_but_the_last, "guards"),
-    _mutant("guard_of_whole_rows", "cp is asked of the row's length, not of its segments", "guards:_check_context_parallel", _whole_rows_only, "guards"),
-    _mutant("guard_of_trained_targets", "a target that should train and does not passes", "guards:_check_target_mask", _trained_targets_only, "guards"),
-    _mutant("ids_of_16_bits", "ids are sent from workers in 16 bits", "training.datasets:PackedData.to_wire", _ids_of_16_bits, "loader"),
-    _mutant("two_limbs", "counts beyond 2**24 lose their upper bits on their way between ranks", "training.counts:RowCounts.of_limbs", _two_limbs, "loader"),
-    _mutant("restored_late", "a loader that goes back hands out what it has read ahead", "training.loader:Loader.restore", _restored_late, "loader"),
-    _mutant("divisor_in_float32", "trained targets are counted in float32", "batches:count_trained", _float32_sum, "shares"),
+    _mutant("guard_of_all_but_the_last", "the last row of a batch is not guarded", "production.rows.guards:_check_boundaries", _all_but_the_last, "guards"),
+    _mutant("guard_of_whole_rows", "cp is asked of the row's length, not of its segments", "production.rows.guards:_check_context_parallel", _whole_rows_only, "guards"),
+    _mutant("guard_of_trained_targets", "a target that should train and does not passes", "production.rows.guards:_check_target_mask", _trained_targets_only, "guards"),
+    _mutant("ids_of_16_bits", "ids are sent from workers in 16 bits", "production.training.data.dataset:PackedData.to_wire", _ids_of_16_bits, "loader"),
+    _mutant("two_limbs", "counts beyond 2**24 lose their upper bits on their way between ranks", "production.training.metrics.token_counts:RowCounts.of_limbs", _two_limbs, "loader"),
+    _mutant("restored_late", "a loader that goes back hands out what it has read ahead", "production.training.data.loader:Loader.restore", _restored_late, "loader"),
+    _mutant("divisor_in_float32", "trained targets are counted in float32", "production.rows.batch:count_trained", _float32_sum, "shares"),
 )  # fmt: skip
 """Each shows on data alone."""

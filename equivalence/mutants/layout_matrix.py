@@ -13,14 +13,14 @@ from contextlib import closing
 from multiprocessing import get_context
 from typing import Any
 
-from equivalence.checks.result import CheckResult
+from equivalence.cases.result import CheckResult
+from equivalence.checks.blame import RAISED
 from equivalence.errors import SuiteError
 from equivalence.mutants import layouts as faults
 from equivalence.mutants.layout_mutant import LayoutMutant
 from equivalence.mutants.layouts import LAYOUT_MUTANTS
 from equivalence.mutants.matrix import Kills
 from equivalence.mutants.run_faults import WHOLE_RUN
-from equivalence.runner.blame import RAISED
 from equivalence.runner.counters import MODEL_CHECKS
 from equivalence.runner.plan import LAYOUT_CHECKS, SIZES, layout_jobs
 from equivalence.runner.search import CouldNotRun

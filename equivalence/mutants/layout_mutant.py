@@ -9,10 +9,10 @@ from typing import Any
 
 from equivalence.generators.models import Layout
 from equivalence.mutants.patches import replaced
-from production.parallel.sizes import Sizes
+from production.parallel.sizes import ParallelSizes
 
-CP2 = Layout(sizes=Sizes(context=2), data_size=1)
-CP4 = Layout(sizes=Sizes(context=4), data_size=1)
+CP2 = Layout(sizes=ParallelSizes(context=2), data_size=1)
+CP4 = Layout(sizes=ParallelSizes(context=4), data_size=1)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ from equivalence.mutants.layout_mutant import LayoutMutant
 from equivalence.mutants.loss_faults import LOSS_MUTANTS
 from equivalence.mutants.rank_faults import RANK_MUTANTS
 from equivalence.mutants.run_faults import RUN_MUTANTS
-from production.parallel.sizes import Sizes
+from production.parallel.sizes import ParallelSizes
 
 LAYOUT_MUTANTS: tuple[LayoutMutant, ...] = (
     *CUT_MUTANTS,
@@ -36,7 +36,7 @@ def find(name: str) -> LayoutMutant:
     raise ValueError(f"no fault is called {name!r}; choose one of {', '.join(each.name for each in LAYOUT_MUTANTS)}")
 
 
-def entered(name: str) -> Callable[[Sizes], tuple[str, Any]]:
+def entered(name: str) -> Callable[[ParallelSizes], tuple[str, Any]]:
     """What `layout_runs.run_layout` takes as `entered`, for worlds whose ranks all have the fault."""
     return lambda sizes: ("equivalence.mutants.layouts:enter", (name, sizes))
 
@@ -50,7 +50,7 @@ def enter_alone(name: str, worker: Any) -> Iterator[None]:
 
 
 @contextmanager
-def enter(entry: tuple[str, Sizes], worker: Any) -> Iterator[Any]:
+def enter(entry: tuple[str, ParallelSizes], worker: Any) -> Iterator[Any]:
     """What each rank enters: the fault, then `equivalence.trainers.production_step.layout`."""
     from equivalence.trainers.production_step import layout  # noqa: PLC0415 - the ranks' part
 

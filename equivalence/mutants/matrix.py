@@ -12,12 +12,12 @@ from multiprocessing import get_context
 from pathlib import Path
 
 from equivalence.cases import store
+from equivalence.checks.blame import RAISED
 from equivalence.generators import tokenizers
 from equivalence.generators.faults.registry import classes
 from equivalence.mutants.rows import ROW_MUTANTS, Mutant
 from equivalence.runner import jobs
-from equivalence.runner.blame import RAISED
-from equivalence.runner.jobs import Job
+from equivalence.runner.job import Job
 from equivalence.runner.own_settings import own_settings
 from equivalence.runner.plan import SIZES, corpus_jobs, generated_jobs, own_jobs, sample_jobs
 from equivalence.runner.restriction import EVERYTHING

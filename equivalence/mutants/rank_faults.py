@@ -11,11 +11,11 @@ import torch
 from equivalence.generators.models import Layout
 from equivalence.mutants.deal_faults import DP2
 from equivalence.mutants.layout_mutant import CP2, LayoutMutant
-from production.parallel.sizes import Sizes
+from production.parallel.sizes import ParallelSizes
 
-ONE = Layout(sizes=Sizes(), data_size=1)
-TP2 = Layout(sizes=Sizes(tensor=2), data_size=1)
-PP4 = Layout(sizes=Sizes(pipeline=4), data_size=1)
+ONE = Layout(sizes=ParallelSizes(), data_size=1)
+TP2 = Layout(sizes=ParallelSizes(tensor=2), data_size=1)
+PP4 = Layout(sizes=ParallelSizes(pipeline=4), data_size=1)
 
 
 def _one_segment(sound: Any) -> Any:

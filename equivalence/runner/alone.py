@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
 
 from equivalence.cases import store
-from equivalence.checks.result import CheckResult
-from equivalence.runner.blame import is_of_production, raised, told
+from equivalence.cases.result import CheckResult
+from equivalence.checks.blame import is_of_production, raised, told
 from equivalence.subjects.protocol import Subject
 
 SECONDS = 60.0

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from equivalence.cases.difference import Difference
+from equivalence.cases.result import CheckResult, Finding
 from equivalence.checks.kinds import named
 from equivalence.checks.registry import names
-from equivalence.checks.result import CheckResult, Finding
 
 MODEL_CHECKS = names("step")
 """Checks of training steps, whose cases are `model_cases.ModelCase`."""

@@ -11,7 +11,7 @@ import itertools
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,71 +19,22 @@ from hypothesis.strategies import SearchStrategy
 
 from equivalence import subjects
 from equivalence.cases import store
+from equivalence.cases.result import CheckResult, Finding
 from equivalence.cases.row import RowCase
 from equivalence.cases.step import ModelCase
 from equivalence.cases.store import Case
-from equivalence.checks.result import CheckResult, Finding
+from equivalence.checks.blame import is_of_production, raised, told
 from equivalence.checks.rows.rows import attempt, build, compare_all, covers
 from equivalence.divergences import registry
 from equivalence.generators import rows as row_strategies
 from equivalence.generators import tokenizers
 from equivalence.generators.faults.registry import classes
-from equivalence.generators.models import Layout
-from equivalence.runner.blame import is_of_production, raised, told
 from equivalence.runner.counters import Tally, differing
-from equivalence.runner.restriction import EVERYTHING, Restriction
+from equivalence.runner.job import Job
 from equivalence.runner.row_cases import PRESET_PAIRS, check_case, check_rows_of_batch, smallest_case, walk
 from equivalence.runner.search import Check, CouldNotRun, Differs, search
 from equivalence.subjects import Row, RowSettings, Subject
 from equivalence.subjects.protocol import row_of
-
-
-@dataclass(frozen=True, kw_only=True)
-class Job:
-    """One piece of a run."""
-
-    kind: str
-    """One of RUNNERS."""
-    subjects: tuple[str, ...]
-    prompt_format: str = ""
-    seed: int = 0
-    examples: int = 0
-    plain: int = 0
-    """Of `layouts`: draws of plain random numbers beside the `examples` of Hypothesis."""
-    aim: str | None = None
-    """The fault class of `rows`, the check of `layouts`, the kind of model of `trainer`, the path of `whole_run`, the outcomes of `recorded`."""
-    paths: tuple[str, ...] = ()
-    """Saved cases of any kind; or the packed file of `sample`, the folder of `files`."""
-    tokenizer: str = ""
-    semantics: str = ""
-    context_parallel_size: int = 1
-    pack_length: int = 0
-    first: int = 0
-    """Of `sample`: the first row, then every `step`th, `examples` in all. Of `recorded`: the first outcome. Of `trainer` and
-    `whole_run`: the number of ranks, 0 for a few layouts."""
-    step: int = 1
-    layout: Layout | None = None
-    """Of `models`."""
-    counts: tuple[int, ...] = ()
-    """Of `models`: cases for each of model_cases.CHECKS; `examples` in all, and `first` says which of AIMS the first one has."""
-    is_own: bool = False
-    """Of `sample`: whether the settings are the file's own, so that its rows count as compared."""
-    restriction: Restriction = EVERYTHING
-    """Of `rows` and `batches`: what drawn cases are moved into. A job of other settings is not planned."""
-    shrink: bool = True
-    """Whether what differs is made small; the kill matrix only asks whether anything does."""
-
-    @property
-    def title(self) -> str:
-        """What a person calls it."""
-        parts = (
-            "own" if self.is_own else self.kind,
-            self.aim or "",
-            self.prompt_format,
-            self.semantics,
-            self.layout.name if self.layout else "",
-        )
-        return " ".join(part for part in parts if part) + (f" seed {self.seed}" if self.seed else "")
 
 
 def run(job: Job) -> Tally:

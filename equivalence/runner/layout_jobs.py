@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from equivalence.cases.data import DataCase
+from equivalence.cases.result import CheckResult
+from equivalence.checks.blame import is_of_production, raised, told
 from equivalence.checks.cuts.context_parallel import check_context_parallel
 from equivalence.checks.cuts.direct_vs_online import check_meeting
 from equivalence.checks.cuts.dp_sharding import check_shares
@@ -20,7 +22,6 @@ from equivalence.checks.input.loader import check_loader
 from equivalence.checks.input.order import check_order
 from equivalence.checks.input.packed_files import check_packed_files
 from equivalence.checks.registry import CHECKS
-from equivalence.checks.result import CheckResult
 from equivalence.checks.rows.guards import check_guards
 from equivalence.errors import CaseError
 from equivalence.generators.choices import Choices, RandomChoices, drawn
@@ -31,7 +32,6 @@ from equivalence.generators.layouts import BinsCase, CutCase, DepthCase, draw_bi
 from equivalence.generators.loader import draw_loader
 from equivalence.generators.online import draw_cross_entropy, draw_direct, draw_loss, draw_meeting, draw_online
 from equivalence.generators.orders import draw_order, draw_shares
-from equivalence.runner.blame import is_of_production, raised, told
 from equivalence.runner.plan import LAYOUT_CHECKS
 from equivalence.runner.search import CouldNotRun
 from equivalence.subjects.protocol import Subject

@@ -25,8 +25,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from equivalence.cases.difference import Difference
+from equivalence.cases.result import CheckResult, Finding
 from equivalence.cases.step import ModelCase
-from equivalence.checks.result import CheckResult, Finding
 from equivalence.checks.steps.invariance import check_invariance, check_order
 from equivalence.checks.steps.leaks import RUN, Run, check_leaks
 from equivalence.checks.steps.models import check_model, compare_outcomes, shapes_of
@@ -45,7 +45,7 @@ from equivalence.workers import (
     reopening_world,
 )
 from production.errors import PackproofError
-from production.parallel.sizes import Sizes
+from production.parallel.sizes import ParallelSizes
 
 MODULES = (
     "equivalence.trainers.production_step",
@@ -61,7 +61,7 @@ CASE_SECONDS = 300.0
 """A hang is found by its idleness long before; a machine that is shared by many only makes a case slow."""
 WITNESS = "third_witness"
 
-Entered = Callable[[Sizes], tuple[str, Any]]
+Entered = Callable[[ParallelSizes], tuple[str, Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +84,7 @@ def preload_models() -> None:
     preload(*MODULES)
 
 
-def plain_layout(sizes: Sizes) -> tuple[str, Any]:
+def plain_layout(sizes: ParallelSizes) -> tuple[str, Any]:
     """Production as it is."""
     return "equivalence.trainers.production_step:layout", sizes
 
@@ -192,7 +192,7 @@ def _on_one_rank(
 ) -> list[tuple[list[RankOutcome] | Failure | None, float]]:
     """What each case of `models` gives on one rank, None where it is not asked; the last one is the first that fails. Seconds of each."""
     found: list[tuple[list[RankOutcome] | Failure | None, float]] = []
-    enter, entry = entered(Sizes())
+    enter, entry = entered(ParallelSizes())
     with reopening_world(1, enter=enter, entry=entry) as world:
         for case in cases:
             started, one_rank = time.perf_counter(), None

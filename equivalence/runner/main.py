@@ -23,7 +23,7 @@ from equivalence.generators.models import FEATURES, VARIES
 from equivalence.runner import jobs
 from equivalence.runner.alone import Replayer, replayer
 from equivalence.runner.counters import Differing, Tally
-from equivalence.runner.jobs import Job
+from equivalence.runner.job import Job
 from equivalence.runner.own_settings import OwnSettings, own_settings
 from equivalence.runner.plan import (
     SIZES,

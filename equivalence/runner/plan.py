@@ -13,7 +13,7 @@ from equivalence.errors import InputError
 from equivalence.generators.drafts import PRESET_NAMES
 from equivalence.generators.faults.registry import classes
 from equivalence.generators.models import AIMS, layouts
-from equivalence.runner.jobs import Job
+from equivalence.runner.job import Job
 from equivalence.runner.own_settings import OwnSettings
 from equivalence.runner.restriction import EVERYTHING, Restriction
 from equivalence.subjects.protocol import MEGATRON_PRESETS, PROMPT_FORMATS, RowSettings

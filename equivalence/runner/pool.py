@@ -16,7 +16,8 @@ from concurrent.futures.process import BrokenProcessPool
 
 from equivalence.errors import WorkerDiedError
 from equivalence.runner.counters import Tally
-from equivalence.runner.jobs import Job, run
+from equivalence.runner.job import Job
+from equivalence.runner.jobs import run
 
 POLL_SECONDS = 0.5
 

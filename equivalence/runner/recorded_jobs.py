@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from equivalence.checks.result import CheckResult
+from equivalence.cases.result import CheckResult
 from equivalence.checks.rows.recorded import (
     CHECK,
     check_recorded_batch,

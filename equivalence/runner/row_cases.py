@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from equivalence.cases.result import CheckResult, Finding
 from equivalence.cases.row import RowCase, differs_from_expected
-from equivalence.checks.result import CheckResult, Finding
 from equivalence.checks.rows.batches import check_batch
 from equivalence.checks.rows.divergences import check_divergences, check_smallest, label
 from equivalence.checks.rows.rows import check_row

@@ -8,8 +8,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 
+from equivalence.cases.result import CheckResult
 from equivalence.cases.step import ModelCase, ModelShape
-from equivalence.checks.result import CheckResult
 from equivalence.checks.runs.trainer import (
     check_distributed,
     check_trainer,
@@ -20,12 +20,12 @@ from equivalence.checks.runs.trainer import (
 )
 from equivalence.generators.models import Layout, layouts
 from equivalence.runner.counters import Tally, differing
-from equivalence.runner.jobs import Job
+from equivalence.runner.job import Job
 from equivalence.runner.layout_runs import MODULES, failed_case, plain_layout, seats
 from equivalence.subjects.protocol import Subject
 from equivalence.trainers.production_run import TRAIN, TrainingCase, TrainingOutcome
 from equivalence.workers import CaseFailed, World, WorldNotOpened, open_world, preload
-from production.parallel.sizes import Sizes
+from production.parallel.sizes import ParallelSizes
 from reference.trainer import Schedule
 from reference.trainer_bounds import Trained
 
@@ -34,9 +34,9 @@ KINDS = ("dense", "experts", "hybrid", "float32")
 RUN_SECONDS = 900.0
 """What a world may take for twenty steps: eight ranks of tp 8 took 341 s beside other work."""
 FEW: dict[str, tuple[Layout, ...]] = {
-    "dense": (Layout(sizes=Sizes(tensor=2), data_size=1), Layout(sizes=Sizes(context=2), data_size=1)),
-    "experts": (Layout(sizes=Sizes(expert=2), data_size=2),),
-    "float32": (Layout(sizes=Sizes(), data_size=2),),
+    "dense": (Layout(sizes=ParallelSizes(tensor=2), data_size=1), Layout(sizes=ParallelSizes(context=2), data_size=1)),
+    "experts": (Layout(sizes=ParallelSizes(expert=2), data_size=2),),
+    "float32": (Layout(sizes=ParallelSizes(), data_size=2),),
 }
 """What the smallest run trains in."""
 

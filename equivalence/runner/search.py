@@ -8,9 +8,9 @@ from typing import Any
 
 from hypothesis.strategies import SearchStrategy
 
-from equivalence.checks.result import CheckResult
+from equivalence.cases.result import CheckResult
+from equivalence.checks.blame import told
 from equivalence.generators.draws import each_drawn
-from equivalence.runner.blame import told
 from equivalence.runner.counters import Tally
 
 SHRINK_SECONDS = 20.0

@@ -12,11 +12,11 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from equivalence.cases.result import CheckResult
 from equivalence.cases.step import ModelCase
-from equivalence.checks.result import CheckResult
 from equivalence.generators.models import domain_factor
 from production.errors import PackproofError
-from production.parallel.sizes import Sizes
+from production.parallel.sizes import ParallelSizes
 
 SHRINK_SECONDS = 45.0
 
@@ -64,7 +64,7 @@ def simpler_cases(case: ModelCase) -> Iterator[ModelCase]:
 
 
 def _layouts(case: ModelCase) -> Iterator[ModelCase]:
-    sizes = {each.name: getattr(case.sizes, each.name) for each in dataclasses.fields(Sizes)}
+    sizes = {each.name: getattr(case.sizes, each.name) for each in dataclasses.fields(ParallelSizes)}
     everything = {**sizes, "data_size": case.data_size}
     ones = dict.fromkeys(everything, 1)
     large = [name for name, size in everything.items() if size > 1]
@@ -77,7 +77,7 @@ def _layouts(case: ModelCase) -> Iterator[ModelCase]:
 
 
 def _with_layout(case: ModelCase, wanted: dict[str, int]) -> ModelCase:
-    sizes = Sizes(**{name: size for name, size in wanted.items() if name != "data_size"})
+    sizes = ParallelSizes(**{name: size for name, size in wanted.items() if name != "data_size"})
     if (sizes, wanted["data_size"]) == (case.sizes, case.data_size):
         return case
     return dataclasses.replace(case, sizes=sizes, data_size=wanted["data_size"])

@@ -10,7 +10,7 @@ from equivalence.cases.step import CHECKS, ModelCase
 from equivalence.generators.models import AIMS, VARIES, Layout, draw_cases, features
 from equivalence.runner import shrink
 from equivalence.runner.counters import Tally, differing
-from equivalence.runner.jobs import Job
+from equivalence.runner.job import Job
 from equivalence.runner.layout_runs import WITNESS, Entered, Ran, check_case, plain_layout, preload_models, run_layout
 from equivalence.runner.plan import SIZES, model_jobs
 from equivalence.trainers import megatron_step

@@ -11,21 +11,21 @@ from typing import Any
 
 from equivalence.cases.data import DataCase
 from equivalence.cases.difference import Difference
-from equivalence.checks.result import CheckResult, Finding
+from equivalence.cases.result import CheckResult, Finding
 from equivalence.checks.runs.whole_run import NAME, check_whole_run, whole
 from equivalence.errors import SuiteError
 from equivalence.expectations.run import ExpectedRun, expect_run
 from equivalence.generators.models import Layout, layouts
 from equivalence.runner.counters import Tally, differing
-from equivalence.runner.jobs import Job
+from equivalence.runner.job import Job
 from equivalence.runner.layout_runs import MODULES, seats
 from equivalence.trainers.whole_run import TRAIN, Record, RunCase, RunOutcome, logged
 from equivalence.workers import CaseFailed, Failure, WorldNotOpened, open_world, preload
 from production.errors import PackproofError
-from production.parallel.sizes import Sizes
+from production.parallel.sizes import ParallelSizes
 
 RUN_SECONDS = 600.0
-DP2 = Layout(sizes=Sizes(), data_size=2)
+DP2 = Layout(sizes=ParallelSizes(), data_size=2)
 ENTER = "equivalence.mutants.layouts:enter_alone"
 
 

@@ -14,7 +14,7 @@ from equivalence.cases.step import ModelCase
 from equivalence.errors import CaseError
 from equivalence.trainers.production_step import Part
 from equivalence.workers.worker import Worker
-from production.parallel.sizes import Place
+from production.parallel.sizes import RankCoordinates
 from production.rows.batch import Batch
 from production.training.metrics.step_numbers import StepNumbers
 from reference.trainer import Schedule, Settings
@@ -123,7 +123,7 @@ class TrainingCase:
 class TrainingOutcome:
     """What one rank ends up with."""
 
-    place: Place
+    place: RankCoordinates
     numbers: list[StepNumbers] = field(default_factory=list)
     """What the training job reports of each step, the same on every rank."""
     weight_decays: list[tuple[float, ...]] = field(default_factory=list)
@@ -140,7 +140,7 @@ def train(case: TrainingCase, worker: Worker) -> TrainingOutcome:
     from production.training.metrics.step_metrics import Group, StepMetrics  # noqa: PLC0415
 
     forget_other_models()
-    place: Place = worker.entered
+    place: RankCoordinates = worker.entered
     weights = case.model.weights()
     engine = Engine(
         case.job(),

@@ -15,10 +15,10 @@ import torch
 from equivalence.cases.step import ModelCase, ModelShape
 from equivalence.workers.worker import Worker
 from production.online.padded_batch import Rectangle
-from production.parallel.sizes import Place, Sizes
+from production.parallel.sizes import ParallelSizes, RankCoordinates
 from production.rows.batch import Batch
 
-__all__ = ["ModelCase", "ModelShape", "Sizes"]
+__all__ = ["ModelCase", "ModelShape", "ParallelSizes"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -87,7 +87,7 @@ class Part:
 class RankOutcome:
     """What one rank ends up with."""
 
-    place: Place
+    place: RankCoordinates
     token_losses: list[list[torch.Tensor]] = field(default_factory=list)
     """For each microbatch its cross entropies [n] at depths 0 to D; empty but on the last stage."""
     reports: list[torch.Tensor] = field(default_factory=list)
@@ -104,7 +104,7 @@ class RankOutcome:
 
 
 @contextlib.contextmanager
-def layout(sizes: Sizes, worker: Worker) -> Iterator[Place]:
+def layout(sizes: ParallelSizes, worker: Worker) -> Iterator[RankCoordinates]:
     """What a world enters before its first case: the CPU shim, the parallel state, rolls from tables, no compiler.
 
     All that a step on CPU would compile is a function of megatron-core's router that does nothing without an expert bias,
@@ -128,7 +128,7 @@ def run(case: ModelCase, worker: Worker) -> RankOutcome:
 
     from production.training.step import count_valid, forward_backward, wrap  # noqa: PLC0415
 
-    place: Place = worker.entered
+    place: RankCoordinates = worker.entered
     settings = _step_settings(case)
     model = wrap(_built(case), settings)
     model.zero_grad_buffer()
@@ -157,7 +157,7 @@ def run_online(case: GivenRectangles, worker: Worker) -> RankOutcome:
     from production.loss import token_log_probabilities  # noqa: PLC0415
     from production.training.step import forward_backward, wrap  # noqa: PLC0415
 
-    place: Place = worker.entered
+    place: RankCoordinates = worker.entered
     settings = dataclasses.replace(_step_settings(case), padding=case.padding)
     model = wrap(_built(case), settings)
     model.zero_grad_buffer()
@@ -190,7 +190,7 @@ def run_baseline(case: ModelCase, worker: Worker) -> RankOutcome:
 
     from equivalence.trainers import megatron_step  # noqa: PLC0415
 
-    place: Place = worker.entered
+    place: RankCoordinates = worker.entered
     built = _built(case)
     get_model_config(built).calculate_per_token_loss = case.normalization == "per_token"
     model = DistributedDataParallel(get_model_config(built), DistributedDataParallelConfig(), built)
@@ -231,7 +231,7 @@ def baseline_rows(case: ModelCase) -> list[dict[str, torch.Tensor]]:
 
 def outcome(
     model: torch.nn.Module,
-    place: Place,
+    place: RankCoordinates,
     *,
     token_losses: Sequence[list[torch.Tensor]],
     reports: Sequence[torch.Tensor],
@@ -302,14 +302,14 @@ def gradient_norm(model: torch.nn.Module) -> float:
 
 def gradients(outcomes: Sequence[RankOutcome]) -> dict[str, torch.Tensor]:
     """The whole model's gradients by name, from the parts of all ranks."""
-    from production.model.weights import put_together  # noqa: PLC0415 - megatron-core
+    from production.model.weights import assemble  # noqa: PLC0415 - megatron-core
 
     parts: dict[str, list[Any]] = {}
     for each in outcomes:
         for part in each.gradients:
             place = tuple(slice(*bounds) for bounds in part.part)
             parts.setdefault(part.name, []).append((part.shape, place, part.values))
-    return put_together(parts)
+    return assemble(parts)
 
 
 def _step_settings(case: ModelCase) -> Any:

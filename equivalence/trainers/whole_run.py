@@ -21,7 +21,7 @@ from equivalence.cases.step import layout_name
 from equivalence.generators import tokenizers
 from equivalence.trainers.production_step import Part
 from equivalence.workers.worker import Worker
-from production.parallel.sizes import Sizes
+from production.parallel.sizes import ParallelSizes
 from reference.trainer import Schedule, Settings
 
 TRAIN = "equivalence.trainers.whole_run:train"
@@ -57,7 +57,7 @@ class RunCase:
 
     path: str
     """One of PATHS."""
-    sizes: Sizes = field(default_factory=Sizes)
+    sizes: ParallelSizes = field(default_factory=ParallelSizes)
     data_size: int = 2
     """dp."""
     seed: int = 0

@@ -18,7 +18,7 @@ from production.errors import PackproofError
 from production.files.source import open_source
 from production.loss import LossResult, LossSettings, loss_function
 from production.parallel.microbatches import Microbatch, MicrobatchSettings, process_microbatch
-from production.parallel.sizes import Place, place
+from production.parallel.sizes import RankCoordinates, place
 from production.rows.batch import Batch, BatchSettings, collate_checked
 from production.rows.builder import RowBuilder, RowSettings
 
@@ -42,7 +42,7 @@ class DirectPath:
 
     def __init__(self, settings: PathSettings, *, tokenizer: Any) -> None:
         """`tokenizer` is a transformers tokenizer. Raises BadInput for files that are none, PackproofError for a layout they do not fit."""
-        self.place: Place = place()
+        self.place: RankCoordinates = place()
         self._settings = settings
         if settings.global_batch_size % self.place.data_size:
             raise PackproofError(

@@ -20,7 +20,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from production.errors import PackproofError
 from production.model.device.layer_specs import gpt_specs, hybrid_norm, hybrid_spec
-from production.parallel.sizes import Sizes
+from production.parallel.sizes import ParallelSizes
 
 DERIVED = (
     "tensor_model_parallel_size",
@@ -97,7 +97,7 @@ class ModelSettings:
         return self.transformer.get("mtp_num_layers") or 0
 
 
-def transformer_config(settings: ModelSettings, sizes: Sizes) -> TransformerConfig:
+def transformer_config(settings: ModelSettings, sizes: ParallelSizes) -> TransformerConfig:
     """megatron-core's config of this model in this layout. Raises PackproofError with what megatron-core says against it."""
     given = dict(settings.transformer)
     if settings.hybrid_layer_pattern is not None:
@@ -134,7 +134,7 @@ def reason_of(error: BaseException) -> str:
     return str(error) or (frames[-1].line if frames else "") or type(error).__name__
 
 
-def build_model(settings: ModelSettings, sizes: Sizes) -> torch.nn.Module:
+def build_model(settings: ModelSettings, sizes: ParallelSizes) -> torch.nn.Module:
     """The part of the model that this rank holds, on its device, in `params_dtype`; needs the parallel state (`production.parallel.sizes`).
 
     Weights are drawn from torch's generator, or on CUDA from megatron-core's tracked ones

@@ -84,7 +84,7 @@ def drawn(seed: int, *, scale: float = 0.02) -> Callable[[str, tuple[int, ...]],
     return draw
 
 
-def put_together(
+def assemble(
     parts: Mapping[str, list[tuple[tuple[int, ...], tuple[slice, ...], torch.Tensor]]],
 ) -> dict[str, torch.Tensor]:
     """Whole tensors of any shape from the parts of all ranks: shape, part and values by name. Raises PackproofError where some is missing."""

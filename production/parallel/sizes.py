@@ -13,7 +13,7 @@ from production.errors import PackproofError
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sizes:
+class ParallelSizes:
     """Ranks of each dimension; the data-parallel size is what the world leaves."""
 
     tensor: int = 1
@@ -57,7 +57,7 @@ class Sizes:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class RankCoordinates:
     """Where this rank stands in each dimension."""
 
     rank: int
@@ -91,12 +91,12 @@ class Place:
 
 
 @contextlib.contextmanager
-def parallel(sizes: Sizes, *, timeout_seconds: float | None = None) -> Iterator[Place]:
+def parallel(sizes: ParallelSizes, *, timeout_seconds: float | None = None) -> Iterator[RankCoordinates]:
     """megatron-core's parallel state over the default process group, taken down on exit; enter it once in a process.
 
     `timeout_seconds` is that of its groups' collectives; None: megatron-core's 30 minutes. Ranks count tp fastest, then cp, then dp, pp slowest, as megatron-core's own order has it. Taking it down leaks
     groups and threads of megatron-core 0.19.2, so a new layout wants new processes. Raises PackproofError as
-    `Sizes.data`, and where the parallel state is there already.
+    `ParallelSizes.data`, and where the parallel state is there already.
     """
     from megatron.core import parallel_state  # noqa: PLC0415 - heavy, and needed only by those who enter
 
@@ -123,11 +123,11 @@ def parallel(sizes: Sizes, *, timeout_seconds: float | None = None) -> Iterator[
         parallel_state.destroy_model_parallel()
 
 
-def place() -> Place:
+def place() -> RankCoordinates:
     """Where this rank stands in megatron-core's parallel state."""
     from megatron.core import parallel_state  # noqa: PLC0415
 
-    return Place(
+    return RankCoordinates(
         rank=distributed.get_rank(),
         world_size=distributed.get_world_size(),
         tensor_rank=parallel_state.get_tensor_model_parallel_rank(),

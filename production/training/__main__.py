@@ -17,7 +17,7 @@ from production.training.admission import reasons_against
 from production.training.config import (
     Job,
     SetupRefused,
-    blocked_folders,
+    check_writable,
     held_checkpoints,
     load,
     missing_files,
@@ -30,9 +30,9 @@ from production.training.config import (
 )
 from production.training.data.first_lines import FirstLines, look
 from production.training.data.token_checks import dry_run_tokens
-from production.training.data.tokenizer import load_tokenizer, unloadable
+from production.training.data.tokenizer import check_tokenizer, load_tokenizer
 from production.training.distributed.environment import started_ranks
-from production.training.distributed.heartbeat import TOLD
+from production.training.distributed.heartbeat import REPORTED_ELSEWHERE
 from production.training.library_warnings import quiet
 
 
@@ -76,9 +76,9 @@ def _dry_run(job: Job, world_size: int | None) -> int:
     print(plan(job, ranks).text(), end="")
     here = [
         *missing_files(job),
-        *unloadable(job),
+        *check_tokenizer(job),
         *missing_packages(job),
-        *blocked_folders(job),
+        *check_writable(job),
         *held_checkpoints(job),
     ]
     told = [*notes(asked, ranks), *(each.what for each in here), *packed_otherwise(job), *of_tokens, *first.notes]
@@ -93,7 +93,7 @@ def _first_lines(job: Job) -> FirstLines:
     tokenizer = None
     folder = Path(job.policy.tokenizer.name or "")
     if not job.is_packed and job.policy.tokenizer.name and folder.is_dir():
-        with contextlib.suppress(PackproofError):  # told by `unloadable`
+        with contextlib.suppress(PackproofError):  # told by `check_tokenizer`
             tokenizer = load_tokenizer(job)
     return look(job, tokenizer)
 
@@ -128,7 +128,7 @@ def _run(job: Job) -> int:
 def _fail(error: PackproofError) -> int:
     """What a user can mend needs no traceback."""
     _tell_torchrun(f"failed: {error}")
-    if TOLD not in getattr(error, "__notes__", ()):
+    if REPORTED_ELSEWHERE not in getattr(error, "__notes__", ()):
         print(f"failed: {error}", file=sys.stderr)
     return 1
 

@@ -7,9 +7,9 @@ import torch
 from torch import distributed
 
 from production.errors import PackproofError
-from production.training.config import Job, device_here, missing_files, refusals, sizes, unready
+from production.training.config import Job, check_machine, device_here, missing_files, refusals, sizes
 from production.training.config.sizing import memory_of_a_rank
-from production.training.data.tokenizer import unloadable
+from production.training.data.tokenizer import check_tokenizer
 from production.training.distributed.environment import check_environment
 
 
@@ -28,8 +28,8 @@ def reasons_against(job: Job, world_size: int) -> list[PackproofError]:
         device = device_here(job)
     except PackproofError as error:
         return [*found, error]
-    found += [*refusals(job, world_size, device=device), *missing_files(job), *unloadable(job)]
-    return found or [*oversized(job, world_size, device), *unready(job)]
+    found += [*refusals(job, world_size, device=device), *missing_files(job), *check_tokenizer(job)]
+    return found or [*oversized(job, world_size, device), *check_machine(job)]
 
 
 def oversized(job: Job, world_size: int, device: str) -> list[PackproofError]:

@@ -20,7 +20,7 @@ from production.model.model import build_model, reason_of
 from production.online.bins import Padding
 from production.online.padded_batch import Rectangle
 from production.parallel.multi_token_feed import TOKEN_SUMS
-from production.parallel.sizes import Place
+from production.parallel.sizes import RankCoordinates
 from production.rows.batch import Batch
 from production.training.config import (
     Job,
@@ -69,7 +69,7 @@ class Engine:
     def __init__(
         self,
         job: Job,
-        place: Place,
+        place: RankCoordinates,
         *,
         vocab_size: int,
         prepare: Callable[[torch.nn.Module], None] | None = None,

@@ -73,7 +73,7 @@ def export_huggingface(checkpoint: Path, name: str, folder: Path) -> None:
     a process without a process group. Never run with Megatron-Bridge itself, which wants CUDA.
     """
     from production.model.model import build_model  # noqa: PLC0415 - heavy, as those below
-    from production.parallel.sizes import Sizes  # noqa: PLC0415
+    from production.parallel.sizes import ParallelSizes  # noqa: PLC0415
     from production.training.checkpoint.huggingface import check_bridge, save_huggingface  # noqa: PLC0415
     from production.training.checkpoint.weights import load_weights  # noqa: PLC0415
     from production.training.distributed.launch import launched  # noqa: PLC0415
@@ -81,8 +81,8 @@ def export_huggingface(checkpoint: Path, name: str, folder: Path) -> None:
     check_bridge("export --huggingface")  # before the work
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise _unwritable(folder, "it is there already")
-    with launched(Sizes(), device="auto", timeout_seconds=600, seed=0, deterministic=False):
-        model = build_model(_settings(_verified(checkpoint)), Sizes())
+    with launched(ParallelSizes(), device="auto", timeout_seconds=600, seed=0, deterministic=False):
+        model = build_model(_settings(_verified(checkpoint)), ParallelSizes())
         load_weights(checkpoint, model)
         save_huggingface(model, name, folder)
 

@@ -11,13 +11,13 @@ import torch
 from torch import distributed
 
 from production.errors import PackproofError
-from production.parallel.sizes import Place
+from production.parallel.sizes import RankCoordinates
 from production.training.checkpoint.manager import Checkpoints, restore, restore_resharded
 from production.training.checkpoint.manifest import CheckpointRefused, Manifest, verify
 from production.training.checkpoint.weights import load_weights
 from production.training.config import Job
 from production.training.config.settings import uses_distributed_optimizer
-from production.training.data.batch_stream import Feed
+from production.training.data.batch_stream import BatchStream
 from production.training.data.fingerprint import BUCKETS, MISSING, check_resume, option
 from production.training.engine import Engine
 
@@ -54,7 +54,9 @@ def found_checkpoint(job: Job, checkpoints: Checkpoints) -> tuple[Path, Manifest
     return path, verify(path)
 
 
-def identity(job: Job, feed: Feed, place: Place, *, vocab_size: int, run_steps: int | None) -> dict[str, Any]:
+def identity(
+    job: Job, feed: BatchStream, place: RankCoordinates, *, vocab_size: int, run_steps: int | None
+) -> dict[str, Any]:
     """All that decides a number of the run, flat, by readable names: what a resume is held against.
 
     How long the run is (but where its weight decay grows over it), how often it reports, validates and saves, recomputation
@@ -141,7 +143,7 @@ def _chat(job: Job) -> dict[str, Any]:
     return {name: True for name, is_on in found.items() if is_on} | {"tool_key": data.train[0].tool_key}
 
 
-def check_same(identity: Mapping[str, Any], place: Place) -> None:
+def check_same(identity: Mapping[str, Any], place: RankCoordinates) -> None:
     """All ranks must read the same rows: nothing is broadcast later. One exchange, before the model is built.
 
     Raises PackproofError that names what differs and the rank.
@@ -172,7 +174,7 @@ def _apart(differing: Sequence[str], first: Mapping[str, Any], other: Mapping[st
 
 def build(
     job: Job,
-    place: Place,
+    place: RankCoordinates,
     *,
     vocab_size: int,
     found: tuple[Path, Manifest] | None,

@@ -29,7 +29,7 @@ def nothing_left(step: int, total: int, *, reason: Reason, why: str) -> str:
 
 
 @contextlib.contextmanager
-def asked_to_end() -> Iterator[list[str]]:
+def graceful_shutdown() -> Iterator[list[str]]:
     """Collects the signals that ask for an end, instead of ending at once; the former handlers come back on exit."""
     asked: list[str] = []
     former = {
@@ -42,10 +42,10 @@ def asked_to_end() -> Iterator[list[str]]:
             signal.signal(each, signal.SIG_DFL if handler is None else handler)
 
 
-class Ending:
+class Shutdown:
     """Whether a run ends now, agreed on by all ranks: a signal reaches them at different steps, and clocks differ.
 
-    Their wishes travel with the numbers of a report, so that asking costs no message of its own.
+    Their votes travel with the numbers of a report, so that asking costs no message of its own.
     """
 
     def __init__(self, *, asked: Sequence[str], must_save_by: str | None, started: float) -> None:
@@ -53,16 +53,16 @@ class Ending:
         self._asked = asked
         self._until = None if must_save_by is None else started + seconds(must_save_by)
 
-    def wish(self) -> int:
+    def stop_vote(self) -> int:
         """Of this rank: 2 for a signal, 1 for the time, 0 for none."""
         is_late = self._until is not None and time.monotonic() > self._until
         return 2 if self._asked else 1 if is_late else 0
 
 
-def reason_of(wish: int) -> Reason | None:
-    """Why a run ends after a report, of which `wish` is the largest of all ranks: the same on all."""
+def stop_reason(stop_vote: int) -> Reason | None:
+    """Why a run ends after a report, of which `stop_vote` is the largest of all ranks: the same on all."""
     reasons: dict[int, Reason | None] = {0: None, 1: "time limit", 2: "signal"}
-    return reasons[wish]
+    return reasons[stop_vote]
 
 
 def seconds(duration: str) -> int:

@@ -29,7 +29,7 @@ from production.loss import (
 from production.online.padded_batch import Rectangle
 from production.parallel.microbatches import Microbatch, MicrobatchSettings, process_microbatch
 from production.parallel.multi_token_feed import Weights
-from production.parallel.sizes import Place
+from production.parallel.sizes import RankCoordinates
 from production.rows.batch import Batch, count_trained
 
 
@@ -99,7 +99,7 @@ def forward_backward(
     model: torch.nn.Module,
     batches: Sequence[Batch | Rectangle],
     settings: StepSettings,
-    place: Place,
+    place: RankCoordinates,
     *,
     forward_only: bool = False,
     observe: Observer | None = None,
@@ -173,7 +173,7 @@ def count_valid(batches: Sequence[Batch | Rectangle], device: torch.device) -> t
 
 
 def _microbatches(
-    batches: Sequence[Batch | Rectangle], settings: StepSettings, place: Place, device: torch.device
+    batches: Sequence[Batch | Rectangle], settings: StepSettings, place: RankCoordinates, device: torch.device
 ) -> Iterator[tuple[int, Microbatch]]:
     options = {} if settings.padding is None else {"padding": settings.padding}
     made_for = MicrobatchSettings(

@@ -21,7 +21,7 @@ from production.training.checkpoint.manifest import Manifest
 from production.training.config import Job, multi_token_depths, sizes
 from production.training.config.checks.run import METRICS
 from production.training.data.batch_dump import dump
-from production.training.data.batch_stream import Fed, Feed
+from production.training.data.batch_stream import BatchStream, StepBatch
 from production.training.data.tokenizer import vocabulary_size
 from production.training.distributed.launch import Launched, launched, world_size
 from production.training.distributed.orphan import LAUNCHER_GONE, outliving_no_launcher
@@ -30,13 +30,13 @@ from production.training.metrics.flops import peak_tflops, work_of
 from production.training.metrics.loggers import Loggers, Record, Value
 from production.training.metrics.progress import RunProgress
 from production.training.metrics.router_losses import router_loss_names
-from production.training.metrics.run_record import open_run_loggers, run_name
 from production.training.metrics.step_metrics import FlopsOf, Group, StepMetrics, Timing
 from production.training.metrics.step_numbers import StepNumbers
 from production.training.metrics.summary import close_run
 from production.training.metrics.timers import Mark
 from production.training.resume import build, check_going_on, check_same, checkpoints_of, found_checkpoint, identity
-from production.training.shutdown import Ending, Reason, asked_to_end, length_reached, nothing_left, reason_of
+from production.training.run_record import open_run_loggers, run_name
+from production.training.shutdown import Reason, Shutdown, graceful_shutdown, length_reached, nothing_left, stop_reason
 from production.training.verdicts import left_out, not_finite, nothing_trained
 
 TRAINING, VALIDATION = METRICS
@@ -65,7 +65,7 @@ def run(job: Job) -> Outcome:
     layout = sizes(job)
     with (
         # Outermost: torchrun sends SIGTERM to the ranks that are left while they find out which one is gone.
-        asked_to_end() as asked,
+        graceful_shutdown() as asked,
         outliving_no_launcher(asked, timeout_seconds=job.cluster.timeout_seconds),
         launched(
             layout,
@@ -104,13 +104,13 @@ class _Run:
             self._trained_tokens = 1 if found[1].trained_tokens is None else found[1].trained_tokens
         self._name = run_name(None if found is None else found[1])
         self._held.name_run(self._name)
-        with Feed(job, self._place, consumed_samples=self._consumed) as feed:
+        with BatchStream(job, self._place, consumed_samples=self._consumed) as feed:
             self._feed = feed
             vocabulary = vocabulary_size(job, feed.tokenizer)
             self._identity = identity(job, feed, self._place, vocab_size=vocabulary, run_steps=self._total_steps())
             check_same(self._identity, self._place)
             is_resharded = found is not None and check_going_on(job, found[1].fingerprint, self._identity)
-            self._ending = Ending(
+            self._shutdown = Shutdown(
                 asked=self._asked,
                 must_save_by=job.checkpointing.checkpoint_must_save_by,
                 started=self._started,
@@ -217,7 +217,7 @@ class _Run:
         values: dict[str, Value] = {"reason": reason, "why": why, "consumed_samples": self._consumed}
         self._log.log(Record(kind="end", step=self._step, values=values))
 
-    def _take(self, fed: Fed, began: Mark) -> None:
+    def _take(self, fed: StepBatch, began: Mark) -> None:
         step = self._step + 1
         if step in self._job.logger.dump_batch_steps:
             folder = self._dump(step, fed)
@@ -236,7 +236,7 @@ class _Run:
         )
         self._add(stepped, fed, timing)
 
-    def _add(self, stepped: Stepped, fed: Fed, timing: Timing) -> None:
+    def _add(self, stepped: Stepped, fed: StepBatch, timing: Timing) -> None:
         for pair in stepped.report.losses:
             self._metrics.add_loss(pair[0], pair[1])
         if stepped.mtp_loss_sums is not None:
@@ -260,7 +260,7 @@ class _Run:
     def _report(self) -> Reason | None:
         """Tell the steps since the last one; gives why the run ends now, if it does. Collective over the world."""
         peak = self._job.logger.peak_teraflops or peak_tflops(self._rank.device)
-        reported = self._metrics.report(flops_of=self._flops(), peak_tflops=peak, wish=self._ending.wish())
+        reported = self._metrics.report(flops_of=self._flops(), peak_tflops=peak, stop_vote=self._shutdown.stop_vote())
         for numbers in reported:
             self._measure(TRAINING, numbers.loss)
             self._trained_tokens += numbers.trained_tokens
@@ -270,11 +270,11 @@ class _Run:
             if not numbers.finite:
                 self._stop_not_finite(numbers)
         self._pending.clear()
-        return reason_of(self._metrics.wish)
+        return stop_reason(self._metrics.stop_vote)
 
     def _stop_not_finite(self, numbers: StepNumbers) -> None:
         try:
-            folder = self._dump(numbers.step, self._feed.again(self._pending[numbers.step]))
+            folder = self._dump(numbers.step, self._feed.rebuild_step(self._pending[numbers.step]))
             fed = f"of which what each rank fed lies in {folder}"
         except PackproofError as error:
             fed = f"of which nothing could be dumped: {error.where}: {error.what}"
@@ -329,14 +329,14 @@ class _Run:
         self._progress.say(f"saved {path} ({time.perf_counter() - began:.1f} s)")
         self._ended = self._engine.clock.mark()
 
-    def _dump(self, step: int, fed: Fed) -> Path:
+    def _dump(self, step: int, fed: StepBatch) -> Path:
         return dump(
             Path(self._job.logger.log_dir) / "dumps" / f"step_{step:08d}",
             fed,
             place=self._place,
             normalization=self._engine.settings.normalization,
             depths=multi_token_depths(self._job),
-            made_with=self._feed.made_with(),
+            provenance=self._feed.provenance(),
             locations=[self._feed.locate(sample) for sample in fed.samples],
         )
 

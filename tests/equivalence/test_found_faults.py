@@ -17,7 +17,8 @@ from equivalence.generators.choices import RandomChoices
 from equivalence.generators.models import Layout
 from equivalence.runner import layout_jobs
 from equivalence.runner.alone import EQUAL, checked, replayer
-from equivalence.runner.jobs import Job, run
+from equivalence.runner.job import Job
+from equivalence.runner.jobs import run
 from equivalence.runner.plan import LAYOUT_CHECKS, SIZES
 from equivalence.runner.row_cases import entry_of, smallest_case
 from equivalence.runner.run_jobs import case_of
@@ -25,7 +26,7 @@ from equivalence.subjects import load
 from equivalence.trainers.whole_run import RunCase
 from production.online import packing
 from production.parallel import context_parallel
-from production.parallel.sizes import Sizes
+from production.parallel.sizes import ParallelSizes
 
 ROWS = ("reference", "production")
 
@@ -142,7 +143,7 @@ def test_a_registered_divergence_that_does_not_hold_saves_its_row(monkeypatch, t
 
 
 def test_a_run_of_twenty_steps_is_a_case_that_survives_its_json(tmp_path):
-    case = case_of("float32", Layout(sizes=Sizes(context=2), data_size=1), ranks=2, seed=5)
+    case = case_of("float32", Layout(sizes=ParallelSizes(context=2), data_size=1), ranks=2, seed=5)
     path = store.save(case, "why", folder=tmp_path)
     assert path.parent.name == "runs"
     again = store.read(path)
@@ -151,7 +152,7 @@ def test_a_run_of_twenty_steps_is_a_case_that_survives_its_json(tmp_path):
 
 
 def test_a_whole_run_is_a_case_that_survives_its_json():
-    case = RunCase(path="direct", sizes=Sizes(context=2), data_size=1, workers=(2, 1))
+    case = RunCase(path="direct", sizes=ParallelSizes(context=2), data_size=1, workers=(2, 1))
     again = store.parse(DataCase(check="whole_run", value=case).to_json())
     assert again.value == case
     assert CHECKS["whole_run"].replay == "equivalence.runner.whole_run_jobs:check_case"

@@ -8,7 +8,8 @@ from equivalence.cases.row import RowCase
 from equivalence.generators import row_facts, tokenizers
 from equivalence.generators.faults.registry import classes
 from equivalence.generators.rows import batches, hits, rows
-from equivalence.runner.jobs import Job, run
+from equivalence.runner.job import Job
+from equivalence.runner.jobs import run
 from equivalence.subjects import PROMPT_FORMATS, RowSettings
 
 QUIET = settings(

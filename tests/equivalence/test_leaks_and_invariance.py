@@ -5,21 +5,21 @@ import dataclasses
 import pytest
 
 from equivalence.cases.step import ModelCase, ModelShape
-from production.parallel.sizes import Sizes
+from production.parallel.sizes import ParallelSizes
 
 pytestmark = pytest.mark.xdist_group("gloo")
 
 SHAPE = ModelShape(layers=1, hidden_size=8, heads=2, query_groups=1, ffn_hidden_size=8, depths=1)
 STEP = ModelCase(
     shape=SHAPE,
-    sizes=Sizes(context=2),
+    sizes=ParallelSizes(context=2),
     rows=((8, 8), (4, 12)),
     masked=(0.6, 0.9),
     trained=("share 1/2", "anywhere"),
     normalization="mean_of_means",
     seed=3,
 )
-LEAKS = dataclasses.replace(STEP, sizes=Sizes(), check="leaks", normalization="per_token", trained=())
+LEAKS = dataclasses.replace(STEP, sizes=ParallelSizes(), check="leaks", normalization="per_token", trained=())
 PATHS = dataclasses.replace(
     STEP,
     shape=dataclasses.replace(SHAPE, depths=2),
@@ -47,7 +47,7 @@ def step():
     from equivalence.trainers.production_step import gradients
     from equivalence.workers import open_world
 
-    with open_world(1, enter="equivalence.trainers.production_step:layout", entry=Sizes()) as world:
+    with open_world(1, enter="equivalence.trainers.production_step:layout", entry=ParallelSizes()) as world:
         alone = world.run("equivalence.trainers.production_step:run", STEP.on_one_rank())
     with open_world(2, enter="equivalence.trainers.production_step:layout", entry=STEP.sizes) as world:
         outcomes = world.run("equivalence.trainers.production_step:run", STEP)

@@ -8,13 +8,13 @@ import torch
 
 from equivalence.cases import step as model_cases
 from equivalence.cases.difference import Difference
+from equivalence.cases.result import CheckResult, Finding
 from equivalence.cases.step import ModelCase, ModelShape
-from equivalence.checks.result import CheckResult, Finding
 from equivalence.generators.models import Layout
 from equivalence.runner import shrink
 from equivalence.runner.counters import Tally
-from equivalence.runner.jobs import Job
-from production.parallel.sizes import Sizes
+from equivalence.runner.job import Job
+from production.parallel.sizes import ParallelSizes
 
 pytestmark = pytest.mark.xdist_group("gloo")
 
@@ -143,7 +143,7 @@ def test_a_rank_that_fails_is_a_failed_case_and_the_next_case_runs(tmp_path, fau
     from equivalence.runner.layout_runs import preload_models, run_layout
 
     preload_models()
-    cases = [dataclasses.replace(CASE, sizes=Sizes(context=2), seed=seed) for seed in (2, 4)]
+    cases = [dataclasses.replace(CASE, sizes=ParallelSizes(context=2), seed=seed) for seed in (2, 4)]
 
     def entered(sizes):
         return f"model_targets:{fault}", (sizes, str(tmp_path / "failed"))
@@ -169,7 +169,7 @@ def test_no_rank_lives_while_what_is_expected_of_its_steps_is_computed(monkeypat
         return own(case, shapes)
 
     monkeypatch.setattr(layout_runs, "expect", expect)
-    cases = [dataclasses.replace(CASE, sizes=Sizes(context=2), seed=seed) for seed in (2, 4)]
+    cases = [dataclasses.replace(CASE, sizes=ParallelSizes(context=2), seed=seed) for seed in (2, 4)]
     assert all(ran.equal for ran in layout_runs.run_layout(cases))
     assert living == [0, 0]
 
@@ -188,7 +188,7 @@ def test_a_fault_in_a_layout_is_found_counted_and_named(tmp_path):
     from equivalence.runner.step_jobs import preload_models, run_drawn, run_saved
 
     preload_models()
-    layout = Layout(sizes=Sizes(), data_size=2)
+    layout = Layout(sizes=ParallelSizes(), data_size=2)
     job = Job(kind="models", subjects=(), layout=layout, counts=(1, 0, 0), examples=1, seed=3, shrink=False)
     tally = Tally()
     run_drawn(job, layout, tally, entered=lambda sizes: ("model_targets:same_rows", sizes))
@@ -205,7 +205,7 @@ def test_what_differs_is_shrunk_to_the_cheapest_layout_that_still_does():
     shape = ModelShape(architecture="hybrid", pattern="*E*E", experts=4, depths=2, repeated=True)
     case = ModelCase(
         shape=shape,
-        sizes=Sizes(tensor=2, context=2, expert=2),
+        sizes=ParallelSizes(tensor=2, context=2, expert=2),
         data_size=2,
         rows=((16, 8, 8), (32,), (8, 8, 8, 8), (24, 8)),
         masked=(0.5, 0.0, 1.0, 0.3),
@@ -255,10 +255,10 @@ def test_a_step_is_promoted_among_the_permanent_ones(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "layout",
     [
-        Layout(sizes=Sizes(tensor=2), data_size=1),
-        Layout(sizes=Sizes(context=2), data_size=1),
-        Layout(sizes=Sizes(pipeline=2), data_size=1),
-        Layout(sizes=Sizes(expert=2), data_size=2),
+        Layout(sizes=ParallelSizes(tensor=2), data_size=1),
+        Layout(sizes=ParallelSizes(context=2), data_size=1),
+        Layout(sizes=ParallelSizes(pipeline=2), data_size=1),
+        Layout(sizes=ParallelSizes(expert=2), data_size=2),
     ],
     ids=lambda layout: layout.name,
 )

@@ -7,8 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from equivalence.cases.order import OrderCase
 from equivalence.checks.input import order
-from equivalence.checks.input.order import OrderCase, check_order
+from equivalence.checks.input.order import check_order
 from production.training.data.order import Order
 
 BASE = OrderCase(rows=(10,), kind="sequential", last_batch="wrap", global_batch_size=4, data_parallel_size=2, steps=9)

@@ -8,13 +8,13 @@ import torch
 from equivalence.cases import store
 from equivalence.generators.models import Layout
 from equivalence.runner.counters import Tally
-from equivalence.runner.jobs import Job
-from production.parallel.sizes import Sizes
+from equivalence.runner.job import Job
+from production.parallel.sizes import ParallelSizes
 
 pytestmark = pytest.mark.xdist_group("gloo")
 
-TWO = Layout(sizes=Sizes(context=2), data_size=1)
-FOUR = Layout(sizes=Sizes(pipeline=2), data_size=2)
+TWO = Layout(sizes=ParallelSizes(context=2), data_size=1)
+FOUR = Layout(sizes=ParallelSizes(pipeline=2), data_size=2)
 
 
 @dataclasses.dataclass(kw_only=True)

@@ -10,7 +10,8 @@ from equivalence.mutants.matrix import failures
 from equivalence.mutants.rank_faults import ONE
 from equivalence.mutants.run_faults import RUN_MUTANTS, WHOLE_RUN
 from equivalence.runner.counters import Tally
-from equivalence.runner.jobs import RUNNERS, Job
+from equivalence.runner.job import Job
+from equivalence.runner.jobs import RUNNERS
 from equivalence.runner.plan import SIZES, whole_run_jobs
 
 pytestmark = [
@@ -102,7 +103,7 @@ def test_what_is_wrong_with_a_rank_or_with_the_log_shows_by_name(run):
 
 
 def test_the_main_job_runs_both_paths_and_counts_them(monkeypatch):
-    from equivalence.checks.result import CheckResult
+    from equivalence.cases.result import CheckResult
     from equivalence.runner import whole_run_jobs
 
     jobs = list(whole_run_jobs_of_tiny())

@@ -308,3 +308,36 @@ def test_what_a_guide_links_to_and_names_is_there(guide):
     for language, block in blocks(guide):
         if language == "python":
             ast.parse(block)
+
+
+def readme_commands():
+    """The README's command lines, without their comments and dots."""
+    text = (ROOT / "README.md").read_text()
+    for language, block in FENCE.findall(text):
+        if not language:
+            for line in block.replace("\\\n", " ").splitlines():
+                if words := shlex.split(line.replace("key=value …", ""), comments=True):
+                    yield words
+
+
+def test_the_readmes_commands_are_current(checkout):
+    """Make targets exist, jobs pass a dry run, comparisons are parsed, and the sample's faulty side is found."""
+    done = Counter()
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    for words in readme_commands():
+        if words[0] == "make" and words[1] != "train":
+            assert words[1] in targets
+            done["make"] += 1
+        elif "equivalence.mutants.subjects:shift_twice" in " ".join(words):
+            assert main_of("tools.diff_row.__main__")(words[3:]) == 1
+            done["ran tools.diff_row"] += 1
+        else:
+            check_command(words, done)
+    assert done == {"make": 2, "ran tools.diff_row": 1, "dry runs": 3, "parsed equivalence": 1}
+
+
+def test_what_the_readme_links_to_is_there():
+    links = [link.partition("#")[0] for link in re.findall(r"\]\(([^)]+)\)", (ROOT / "README.md").read_text())]
+    assert len(links) > 15
+    for link in filter(None, links):
+        assert (ROOT / link).exists(), link

@@ -47,12 +47,12 @@ def script(_payload, worker):
     from production.adapters.megatron_lm import PathSettings, Script
     from production.files.source import open_source
     from production.model.model import ModelSettings, build_model
-    from production.parallel.sizes import Sizes
+    from production.parallel.sizes import ParallelSizes
     from production.rows.batch import BatchSettings, collate_checked
     from production.rows.builder import RowBuilder
     from production.training.step import StepSettings, forward_backward, wrap
 
-    place, sizes, rows = worker.entered, Sizes(context=2), row_settings(2)
+    place, sizes, rows = worker.entered, ParallelSizes(context=2), row_settings(2)
     small = {"num_layers": 1, "hidden_size": 16, "num_attention_heads": 2, "mtp_num_layers": DEPTHS}
     small |= {"add_bias_linear": False, "attention_dropout": 0.0, "hidden_dropout": 0.0}
     shape = ModelSettings(vocab_size=4096, max_sequence_length=PACK_LENGTH, transformer=small)
@@ -124,13 +124,13 @@ def script(_payload, worker):
 
 def test_a_megatron_lm_script_with_the_example_equals_the_job_to_the_bit():
     from equivalence.workers import open_world, preload
-    from production.parallel.sizes import Sizes
+    from production.parallel.sizes import ParallelSizes
 
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     preload(
         "equivalence.trainers.production_step", "production.training.step", "megatron.training.training", "transformers"
     )
-    with open_world(2, enter="equivalence.trainers.production_step:layout", entry=Sizes(context=2)) as world:
+    with open_world(2, enter="equivalence.trainers.production_step:layout", entry=ParallelSizes(context=2)) as world:
         outcomes = world.run(f"{__name__}:script")
     for of_rank in outcomes:
         for found in of_rank.values():

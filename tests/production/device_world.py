@@ -17,7 +17,7 @@ import torch
 
 from equivalence.cases.step import ModelCase, ModelShape
 from equivalence.trainers.production_run import TrainingCase, _settings
-from production.parallel.sizes import Sizes
+from production.parallel.sizes import ParallelSizes
 from reference.trainer import Schedule
 
 CASE = TrainingCase(
@@ -74,7 +74,7 @@ def attention(device):
     from production.training.config import model_settings
 
     settings = model_settings(job(device.type, "bfloat16"), CASE.model.shape.vocab_size)
-    module = unwrap(build_model(settings, Sizes())).decoder.layers[0].self_attention.core_attention
+    module = unwrap(build_model(settings, ParallelSizes())).decoder.layers[0].self_attention.core_attention
     row = CASE.model.rows_of_rank(0)[0]
     params = process_microbatch(row, MicrobatchSettings(), device=device).packed_seq_params
     tensors = plain.inputs(CASE.model.rows[0], HEADS, torch.bfloat16, ATTENTION_SEED)
@@ -92,7 +92,9 @@ def cross_entropies(device):
     from production.model.weights import unwrap
     from production.training.config import model_settings
 
-    model = unwrap(build_model(model_settings(job(device.type, "bfloat16"), CASE.model.shape.vocab_size), Sizes()))
+    model = unwrap(
+        build_model(model_settings(job(device.type, "bfloat16"), CASE.model.shape.vocab_size), ParallelSizes())
+    )
     found = {}
     for name, (is_fused, way) in FUSIONS.items():
         if name == "te" and device.type != "cuda":
@@ -149,7 +151,11 @@ def main():
 
     with (
         launched(
-            Sizes(), device=name, timeout_seconds=120, seed=1, deterministic=job(name, "bfloat16").cluster.deterministic
+            ParallelSizes(),
+            device=name,
+            timeout_seconds=120,
+            seed=1,
+            deterministic=job(name, "bfloat16").cluster.deterministic,
         ) as rank,
         rolls_from_tables(),
         torch.compiler.set_stance("default" if name == "cuda" else "force_eager"),  # no compiler is needed for a CPU

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from production.errors import PackproofError
-from production.parallel.sizes import Sizes
+from production.parallel.sizes import ParallelSizes
 
 pytestmark = pytest.mark.xdist_group("gloo")
 
@@ -33,7 +33,9 @@ def test_projections_back_into_the_residuals_are_drawn_as_megatron_lm_draws_them
     from production.model.model import ModelSettings, transformer_config
 
     shape = {"hidden_size": 8, "num_attention_heads": 2} | ({} if given else {"num_layers": 4})
-    config = transformer_config(ModelSettings(vocab_size=8, max_sequence_length=8, transformer=shape, **given), Sizes())
+    config = transformer_config(
+        ModelSettings(vocab_size=8, max_sequence_length=8, transformer=shape, **given), ParallelSizes()
+    )
     torch.manual_seed(1)
     drawn = torch.empty(400, 400)
     config.output_layer_init_method(drawn)
@@ -49,14 +51,14 @@ def test_what_megatron_core_says_against_a_model_is_passed_on():
         transformer={"num_layers": 1, "hidden_size": 6, "num_attention_heads": 4, "num_query_groups": 3},
     )
     with pytest.raises(PackproofError, match="megatron-core refuses"):
-        transformer_config(settings, Sizes(expert=2))
+        transformer_config(settings, ParallelSizes(expert=2))
 
 
 @pytest.mark.parametrize(
     ("sizes", "world", "words"),
     [
-        (Sizes(tensor=2), 3, "no multiple of tp 2"),
-        (Sizes(expert=4), 2, "no multiple of ep 4"),
+        (ParallelSizes(tensor=2), 3, "no multiple of tp 2"),
+        (ParallelSizes(expert=4), 2, "no multiple of ep 4"),
     ],
 )
 def test_a_world_that_a_layout_does_not_fit_is_refused(sizes, world, words):
@@ -65,10 +67,10 @@ def test_a_world_that_a_layout_does_not_fit_is_refused(sizes, world, words):
 
 
 def test_a_layout_leaves_the_rest_of_the_world_to_data_parallelism():
-    assert Sizes(tensor=2, context=2).data(8) == 2
-    assert Sizes(tensor=8, context=16, expert=32).data(512) == 4
+    assert ParallelSizes(tensor=2, context=2).data(8) == 2
+    assert ParallelSizes(tensor=8, context=16, expert=32).data(512) == 4
     with pytest.raises(PackproofError, match="tensor parallel size 0"):
-        Sizes(tensor=0)
+        ParallelSizes(tensor=0)
 
 
 def weights_of(case, worker):
@@ -94,13 +96,13 @@ def weights_of(case, worker):
 
 @pytest.mark.parametrize(
     "sizes",
-    [Sizes(), Sizes(tensor=2), Sizes(pipeline=2), Sizes(expert=2, context=2)],
+    [ParallelSizes(), ParallelSizes(tensor=2), ParallelSizes(pipeline=2), ParallelSizes(expert=2, context=2)],
     ids=["1", "tp2", "pp2", "ep2cp2"],
 )
 def test_every_layout_holds_the_same_weights_each_value_once(sizes):
     from equivalence.trainers.production_step import ModelCase, ModelShape
     from equivalence.workers import open_world, preload
-    from production.model.weights import drawn, put_together
+    from production.model.weights import assemble, drawn
 
     preload("equivalence.trainers.production_step", "production.training.step")
     shape = ModelShape(layers=2, experts=4, dense_layers=1, depths=1)
@@ -114,7 +116,7 @@ def test_every_layout_holds_the_same_weights_each_value_once(sizes):
         for each in rank:
             place = tuple(slice(*bounds) for bounds in each.part)
             parts.setdefault(each.name, []).append((each.shape, place, each.values))
-    whole = put_together(parts)
+    whole = assemble(parts)
     draw = drawn(3)
     assert all(torch.equal(tensor, draw(name, tuple(tensor.shape))) for name, tensor in whole.items())
     assert {name for name in whole if "local_experts" in name} == {
@@ -126,10 +128,10 @@ def test_every_layout_holds_the_same_weights_each_value_once(sizes):
 
 
 def test_parts_that_leave_a_hole_or_overlap_are_refused():
-    from production.model.weights import put_together
+    from production.model.weights import assemble
 
     piece = ((4,), (slice(0, 2),), torch.zeros(2))
     with pytest.raises(PackproofError, match="2 values from no rank, 0 from several"):
-        put_together({"w": [piece]})
+        assemble({"w": [piece]})
     with pytest.raises(PackproofError, match="2 values from no rank, 2 from several"):
-        put_together({"w": [piece, piece]})
+        assemble({"w": [piece, piece]})

@@ -241,13 +241,13 @@ def test_every_rank_of_a_layout_begins_with_its_part_of_the_checkpoint(world_of,
 
 
 def together(results):
-    from production.model.weights import put_together
+    from production.model.weights import assemble
 
     found = {}
     for _, parts in results:
         for name, shape, part, held in parts:
             found.setdefault(name, []).append((shape, tuple(slice(*each) for each in part), held))
-    return put_together(found)
+    return assemble(found)
 
 
 @pytest.fixture(scope="module")

@@ -14,15 +14,15 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from production.errors import PackproofError
 from production.model.device.layer_specs import hybrid_spec
 from production.model.model import NOT_BUILT, ModelSettings, transformer_config
-from production.parallel.sizes import Sizes
+from production.parallel.sizes import ParallelSizes
 from production.training.config import ddp_options, load, notes, optimizer_options, refusals
 from production.training.config.megatron_options import option_defaults, option_fields
 from production.training.config.unsupported_options import (
+    ALLOWED_VALUES,
+    FORBIDDEN_VALUES,
     NEEDS_CUDA,
     NEEDS_TRANSFORMER_ENGINE,
-    NOT_HERE,
-    NOT_THESE,
-    ONLY_THESE,
+    UNSUPPORTED_OPTIONS,
 )
 
 BASE = Path(__file__).parent / "jobs" / "base.yaml"
@@ -70,7 +70,7 @@ def _other(hint, default):
 
 REFUSED = [
     ("switched_on", kind, name)
-    for kind, parts in NOT_HERE.items() for name in (*parts, *(NOT_BUILT if kind == "transformer" else ()))
+    for kind, parts in UNSUPPORTED_OPTIONS.items() for name in (*parts, *(NOT_BUILT if kind == "transformer" else ()))
 ] + [
     ("device", kind, name)
     for kind, parts in NEEDS_CUDA.items() for name in (*parts, *(NEEDS_TRANSFORMER_ENGINE if kind == "transformer" else ()))
@@ -109,12 +109,12 @@ def test_options_that_were_once_taken_and_trained_something_else_are_in_those_ta
 
 
 def test_what_is_said_of_options_is_said_of_options_that_the_installed_megatron_core_has():
-    for kind, parts in (*NOT_HERE.items(), *NEEDS_CUDA.items()):
+    for kind, parts in (*UNSUPPORTED_OPTIONS.items(), *NEEDS_CUDA.items()):
         assert set(parts) <= set(option_fields(kind))
-    of_transformer = {*NOT_BUILT, *NOT_THESE, *ONLY_THESE, *NEEDS_TRANSFORMER_ENGINE}
+    of_transformer = {*NOT_BUILT, *FORBIDDEN_VALUES, *ALLOWED_VALUES, *NEEDS_TRANSFORMER_ENGINE}
     assert of_transformer <= set(option_fields("transformer"))
     # Each was looked at: who acts on it, and whether that is called here. An upgrade that brings others wants them looked at too.
-    counts = {kind: len(option_fields(kind)) for kind in NOT_HERE}
+    counts = {kind: len(option_fields(kind)) for kind in UNSUPPORTED_OPTIONS}
     assert counts == {"transformer": 305, "optimizer": 63, "distributed_data_parallel_config": 38}
 
 
@@ -259,7 +259,7 @@ def test_a_model_is_not_made_of_other_modules_than_its_options_ask_for(name):
     value = option_defaults("transformer")[name]
     shape = {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 2}
     accepted = ModelSettings(vocab_size=8, max_sequence_length=8, transformer={**shape, name: value})
-    assert transformer_config(accepted, Sizes()).num_layers == 2
+    assert transformer_config(accepted, ParallelSizes()).num_layers == 2
     asked = True if value is False else "dsa" if name == "experimental_attention_variant" else [1, 1]
     with pytest.raises(PackproofError, match="this model does not have") as caught:
         ModelSettings(vocab_size=8, max_sequence_length=8, transformer={**shape, name: asked})

@@ -10,9 +10,9 @@ import training_job_worlds as jobs
 
 from equivalence.workers import CaseFailed
 from production.files.source import open_source
-from production.parallel.sizes import Place
+from production.parallel.sizes import RankCoordinates
 from production.training.config import load
-from production.training.data.batch_stream import Feed
+from production.training.data.batch_stream import BatchStream
 from production.training.data.order import Order
 from production.training.metrics.loggers import read_records
 from production.training.metrics.summary import summarize
@@ -90,7 +90,7 @@ def tokens(fed):
 
 def test_what_is_made_again_is_what_was_fed_while_other_steps_are_planned_ahead(tmp_path, monkeypatch):
     config = jobs.write_job(tmp_path, tmp_path / "none", **blend(tmp_path), **{"data.prefetch": 64})
-    place = Place(
+    place = RankCoordinates(
         rank=0, world_size=1, tensor_rank=0, context_rank=0, context_size=1, data_rank=0, data_size=1,
         pipeline_rank=0, pipeline_size=1,
     )  # fmt: skip
@@ -101,12 +101,12 @@ def test_what_is_made_again_is_what_was_fed_while_other_steps_are_planned_ahead(
         return asked(order, consumed_samples)
 
     monkeypatch.setattr(Order, "batch_at", batch_at)
-    with Feed(load(str(config)), place) as feed:
+    with BatchStream(load(str(config)), place) as feed:
         steps, fed = feed.steps(), []
         for _ in range(30):
             fed.append(next(steps))
             for one in fed[-1::-7]:
-                again = feed.again(one.consumed_samples - 4)
+                again = feed.rebuild_step(one.consumed_samples - 4)
                 assert again.samples == one.samples
                 assert tokens(again) == tokens(one)
                 compared += 1

@@ -17,21 +17,21 @@ import training_job_worlds as jobs
 from torch._C._distributed_c10d import HashStore
 
 from production.errors import PackproofError
-from production.parallel.sizes import Place
+from production.parallel.sizes import RankCoordinates
 from production.training.checkpoint.manifest import CheckpointRefused
 from production.training.checkpoint.weights import _check_rows
 from production.training.config import load, refusals
 from production.training.config.schema.sections import Sft
-from production.training.data.batch_stream import Feed
+from production.training.data.batch_stream import BatchStream
 from production.training.data.fingerprint import MEND, ResumeRefused, check_resume, option
 from production.training.distributed import heartbeat
 from production.training.export import _settings
-from production.training.metrics.run_record import config_hash, open_run_loggers
 from production.training.resume import check_same, identity
+from production.training.run_record import config_hash, open_run_loggers
 from production.training.shutdown import length_reached, nothing_left
 
 MEGATRON = "policy.megatron_cfg"
-PLACE = Place(
+PLACE = RankCoordinates(
     rank=0, world_size=1, tensor_rank=0, context_rank=0, context_size=1, data_rank=0, data_size=1, pipeline_rank=0,
     pipeline_size=1,
 )  # fmt: skip
@@ -52,7 +52,7 @@ ONLINE = {
 def identity_of(folder, data, changes):
     config = jobs.write_job(folder, data, **changes, **{"data.num_workers": 0})
     job = load(config)
-    with Feed(job, PLACE) as feed:
+    with BatchStream(job, PLACE) as feed:
         return config, identity(job, feed, PLACE, vocab_size=4096, run_steps=4)
 
 
@@ -197,7 +197,7 @@ def test_a_file_of_fewer_rows_than_a_global_batch_is_refused_by_its_keys(tmp_pat
     rows = jobs.write_rows(tmp_path / "rows.jsonl", rows=3)
     job = load(jobs.write_job(tmp_path, rows))
     with pytest.raises(PackproofError, match="3 rows are no global batch of 4") as caught:
-        Feed(job, PLACE)
+        BatchStream(job, PLACE)
     assert str(rows) in caught.value.where
     for key in ("policy.train_global_batch_size", "data.last_batch"):
         assert key in caught.value.what
@@ -278,7 +278,7 @@ def test_a_metric_of_no_checkpoint_is_told_apart_from_one_of_some(tmp_path):
 def test_wandb_goes_on_with_the_run_whose_checkpoint_a_job_goes_on_from(tmp_path, monkeypatch):
     opened = {}
     monkeypatch.setattr(
-        "production.training.metrics.run_record.open_loggers",
+        "production.training.run_record.open_loggers",
         lambda settings, **more: opened.update(more, settings=settings),
     )
     job = load(jobs.write_job(tmp_path, tmp_path / "none", **{"logger.wandb_enabled": True}))

@@ -28,10 +28,11 @@ from production.rows.builder import RowBuilder, RowSettings
 from production.training.data.dataset import BadRow, ConversationData, PackedData
 from production.training.data.fingerprint import ResumeRefused, check_resume, fingerprint, tokenizer_identity
 from production.training.data.loader import Loader, LoaderSettings
-from production.training.data.order import Order, OrderSettings, ValidationOrder
-from production.training.data.prefetcher import Ahead, Planned
+from production.training.data.order import Order, ValidationOrder
+from production.training.data.prefetcher import Planned, Prefetcher
 from production.training.data.worker_process import WorkerDied, WorkerProcess
 from production.training.metrics.token_counts import RowCounts
+from production.training.order_settings import OrderSettings
 
 SETTINGS = RowSettings(pack_length=16, prompt_format="identity")
 GUARDS = BatchSettings(context_parallel_size=1, data_parallel_size=2, global_batch_size=4)
@@ -158,7 +159,7 @@ def test_r_order_2_a_step_that_is_planned_while_another_position_is_restored_is_
     def plan(consumed):
         if not made:
             made.append(consumed)
-            ahead.go_to(8)  # as the training process may at this very moment
+            prefetcher.seek(8)  # as the training process may at this very moment
         whole = order.batch_at(consumed)
         return Planned(
             step=whole.step,
@@ -168,7 +169,7 @@ def test_r_order_2_a_step_that_is_planned_while_another_position_is_restored_is_
             consumed_samples=whole.consumed_samples,
         )
 
-    ahead = Ahead(
+    prefetcher = Prefetcher(
         workers=[WorkerProcess(0, data)],
         plan=plan,
         assemble=lambda planned, wired: (planned.step, len(wired)),
@@ -178,10 +179,10 @@ def test_r_order_2_a_step_that_is_planned_while_another_position_is_restored_is_
         pin_memory=False,
     )
     try:
-        ahead.go_to(0)
-        assert [ahead.take()[1] for _ in range(3)] == [(2, 4), (3, 4), (4, 4)]
+        prefetcher.seek(0)
+        assert [prefetcher.next()[1] for _ in range(3)] == [(2, 4), (3, 4), (4, 4)]
     finally:
-        ahead.close()
+        prefetcher.close()
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -384,7 +385,8 @@ def test_no_worker_outlives_an_interpreter_that_ends_without_closing():
     source = textwrap.dedent(
         """
         from production.training.data.loader import Loader, LoaderSettings
-        from production.training.data.order import Order, OrderSettings
+        from production.training.data.order import Order
+        from production.training.order_settings import OrderSettings
         class Recipe:
             rows, group = (8,), 1
             def prepare(self, samples): return [sample.row for sample in samples]
@@ -482,7 +484,7 @@ def gated(data, clock):
 
 def passing(found, clock, monkeypatch, *, most=None, then=lambda: None):
     """A list that grows, as a second goes by, with each look of a step that finds nothing ready; from the `most`th look on it sleeps."""
-    sleep, looks = found._ahead._changed.wait, []
+    sleep, looks = found._prefetcher._changed.wait, []
 
     def wait(timeout):
         clock.now += 1
@@ -491,13 +493,13 @@ def passing(found, clock, monkeypatch, *, most=None, then=lambda: None):
             then()
         return most is None or len(looks) < most or sleep(timeout)
 
-    monkeypatch.setattr(found._ahead._changed, "wait", wait)
+    monkeypatch.setattr(found._prefetcher._changed, "wait", wait)
     return looks
 
 
 def ready(found):
     """Number and readiness of each step that is under way."""
-    return [(step.planned.step, step.is_ready) for step in found._ahead._steps]
+    return [(step.planned.step, step.is_ready) for step in found._prefetcher._steps]
 
 
 def test_rows_that_are_prepared_in_line_are_waited_for_as_long_as_they_take(gated, clock):

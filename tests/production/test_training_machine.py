@@ -9,7 +9,7 @@ from rich.console import Console
 
 from production.errors import PackproofError
 from production.training.__main__ import main
-from production.training.config import load, missing_files, unready
+from production.training.config import check_machine, load, missing_files
 from production.training.distributed import launch
 from production.training.metrics.loggers import JsonLines, Record
 from production.training.metrics.summary import close_run
@@ -34,7 +34,7 @@ def job(tmp_path):
 
 
 def refused(path, *overrides):
-    return [(each.kind, each.key) for each in unready(load(path, overrides))]
+    return [(each.kind, each.key) for each in check_machine(load(path, overrides))]
 
 
 def test_r_setup_20_folders_that_are_not_there_yet_are_made_and_left_empty(job, tmp_path):
@@ -48,7 +48,7 @@ def test_r_setup_20_folders_that_are_not_there_yet_are_made_and_left_empty(job, 
 def test_a_file_where_a_folder_should_be_is_named_with_key_and_mend(job, tmp_path, key, is_above):
     (tmp_path / "taken").write_text("")
     folder = tmp_path / "taken" / "below" if is_above else tmp_path / "taken"
-    (refusal,) = unready(load(job(), [f"{key}={folder}"]))
+    (refusal,) = check_machine(load(job(), [f"{key}={folder}"]))
     assert (refusal.kind, refusal.key) == ("no_folder", key)
     assert str(folder) in refusal.what
     assert "is no folder" in refusal.what
@@ -58,7 +58,7 @@ def test_a_file_where_a_folder_should_be_is_named_with_key_and_mend(job, tmp_pat
 
 @pytest.mark.parametrize("key", FOLDERS)
 def test_a_folder_that_nobody_may_write_to_is_refused(job, key):
-    (refusal,) = unready(load(job(), [f"{key}=/proc/self/packproof"]))
+    (refusal,) = check_machine(load(job(), [f"{key}=/proc/self/packproof"]))
     assert (refusal.kind, refusal.key) == ("no_folder", key)
     assert "/proc/self/packproof cannot be written to" in refusal.what
 

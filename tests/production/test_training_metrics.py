@@ -375,7 +375,7 @@ def test_the_first_stage_is_seen_too(world):
 
 @pytest.mark.xdist_group("gloo")
 def test_what_one_rank_wishes_all_hear_with_the_report(world):
-    assert [each["two_stages"]["wish"] for each in world] == [2] * 4
+    assert [each["two_stages"]["stop_vote"] for each in world] == [2] * 4
 
 
 def test_a_rank_is_placed_as_megatron_core_counts():

@@ -3,7 +3,8 @@
 import pytest
 
 from production.errors import PackproofError
-from production.training.data.order import Order, OrderSettings, Sample, ValidationOrder, shuffled
+from production.training.data.order import Order, Sample, ValidationOrder, shuffled
+from production.training.order_settings import OrderSettings
 
 GIVEN = {"kind": "sequential", "last_batch": "drop", "global_batch_size": 4, "data_parallel_size": 2}
 

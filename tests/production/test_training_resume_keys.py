@@ -6,9 +6,9 @@ import pytest
 import training_job_worlds as jobs
 
 from equivalence.generators import tokenizers
-from production.parallel.sizes import Place
+from production.parallel.sizes import RankCoordinates
 from production.training.config import load
-from production.training.data.batch_stream import Feed
+from production.training.data.batch_stream import BatchStream
 from production.training.data.fingerprint import ResumeRefused, check_resume
 from production.training.resume import identity
 
@@ -170,7 +170,7 @@ def folder(tmp_path_factory):
 
 
 def now(feed, job, changes):
-    place = Place(**PLACE | changes.get("place", {}))
+    place = RankCoordinates(**PLACE | changes.get("place", {}))
     vocabulary, steps = changes.get("vocab_size", 4096), changes.get("run_steps", 8)
     return identity(job, feed, place, vocab_size=vocabulary, run_steps=steps)
 
@@ -192,7 +192,7 @@ OTHERWISE = ("place", "vocab_size", "run_steps")
 
 def identity_of(folder, changes, *, online=False):
     job = job_of(folder, changes, online=online)
-    with Feed(job, Place(**PLACE | changes.get("place", {}))) as feed:
+    with BatchStream(job, RankCoordinates(**PLACE | changes.get("place", {}))) as feed:
         return now(feed, job, changes)
 
 
@@ -227,7 +227,7 @@ def test_r_order_8_a_resume_with_other_rows_is_refused_by_the_name_of_what_decid
 
 def test_a_resume_with_another_model_optimizer_schedule_or_loss_is_refused_by_its_name(folder, begun):
     jobs_of = {online: job_of(folder, {}, online=online) for online in (False, True)}
-    feeds = {online: Feed(job, Place(**PLACE)) for online, job in jobs_of.items()}
+    feeds = {online: BatchStream(job, RankCoordinates(**PLACE)) for online, job in jobs_of.items()}
     try:
         for key, changes in OF_THE_REST.items():
             online = key.startswith(("sequence_packing.", "chat."))

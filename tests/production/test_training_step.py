@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from production.parallel.sizes import Sizes
+from production.parallel.sizes import ParallelSizes
 
 pytestmark = pytest.mark.xdist_group("gloo")
 
@@ -49,8 +49,10 @@ def test_wrong_steps_are_refused_before_they_begin():
     from equivalence.workers import open_world, preload
 
     preload("equivalence.trainers.production_step", "production.training.step")
-    with open_world(2, enter="equivalence.trainers.production_step:layout", entry=Sizes(pipeline=2)) as world:
-        case = dataclasses.replace(_case(sizes=Sizes(pipeline=2)), shape=dataclasses.replace(_case().shape, layers=2))
+    with open_world(2, enter="equivalence.trainers.production_step:layout", entry=ParallelSizes(pipeline=2)) as world:
+        case = dataclasses.replace(
+            _case(sizes=ParallelSizes(pipeline=2)), shape=dataclasses.replace(_case().shape, layers=2)
+        )
         found = world.run(f"{__name__}:refusals", case)[1]
     assert "a model of 1 depths, and steps of 2" in found["depths"]
     assert "calculate_per_token_loss with the normalization mean_of_means" in found["normalization"]

@@ -9,7 +9,7 @@ import training_job_worlds as jobs
 from production.errors import PackproofError
 from production.training.__main__ import main
 from production.training.config import load
-from production.training.data.tokenizer import load_tokenizer, unloadable, vocabulary_size
+from production.training.data.tokenizer import check_tokenizer, load_tokenizer, vocabulary_size
 
 KEY = "policy.tokenizer.name"
 
@@ -48,7 +48,7 @@ def refused(job):
         assert caught.value.mend.startswith("give a folder with tokenizer.json and tokenizer_config.json")
         begin = f"no tokenizer can be loaded from {name}: "
         assert caught.value.what.startswith(begin)
-        early = [each.what for each in unloadable(job(name))]  # without loading it not all can be seen
+        early = [each.what for each in check_tokenizer(job(name))]  # without loading it not all can be seen
         assert early in ([], [caught.value.what])
         return caught.value.what.removeprefix(begin)
 
@@ -188,10 +188,10 @@ def test_a_dry_run_tells_of_a_tokenizer_that_a_run_refuses(config, tokenizer, tm
         assert ("no tokenizer can be loaded" in printed) == bool(why)
         assert why is None or why in printed
         assert printed.endswith(f"nothing against this job on 1 ranks{', but for the notes above' if why else ''}\n")
-        assert bool(unloadable(job(name))) == bool(why)
+        assert bool(check_tokenizer(job(name))) == bool(why)
     assert main(["--config", str(config), f"{KEY}={tmp_path / 'none'}"]) == 2
     assert "there is no such folder" in capsys.readouterr().err
-    assert unloadable(job("owner/name")) == []
+    assert check_tokenizer(job("owner/name")) == []
 
 
 def test_a_chat_template_that_is_no_template_is_refused(job, tokenizer, tmp_path):

@@ -286,13 +286,13 @@ def weights(payload, worker):
 
 def together(results):
     """The whole model's weights as bytes by name."""
-    from production.model.weights import put_together
+    from production.model.weights import assemble
 
     found = {}
     for _, parts in results:
         for name, shape, part, values in parts:
             found.setdefault(name, []).append((shape, tuple(slice(*each) for each in part), values))
-    return {name: tensor.numpy().tobytes() for name, tensor in put_together(found).items()}
+    return {name: tensor.numpy().tobytes() for name, tensor in assemble(found).items()}
 
 
 def counted(payload, worker):

@@ -38,9 +38,9 @@ COLLECTIVES = (
 )
 
 
-def report(metrics, timing, wish=0):
+def report(metrics, timing, stop_vote=0):
     metrics.end_step(step=3, learning_rate=1e-4, gradient_norm=None, consumed_samples=6, timing=timing)
-    (found,) = metrics.report(wish=wish)
+    (found,) = metrics.report(stop_vote=stop_vote)
     return found
 
 
@@ -113,8 +113,8 @@ def two_stages(rank, data, pipeline):
     )
     calls, patched = counting_calls()
     with patched, using(memory=[9000.0, 9001.0, 10.0, 20.0][rank]):
-        found = report(metrics, timing, wish=[0, 1, 2, 0][rank])
-    return {"values": found.values(), "calls": calls, "wish": metrics.wish}
+        found = report(metrics, timing, stop_vote=[0, 1, 2, 0][rank])
+    return {"values": found.values(), "calls": calls, "stop_vote": metrics.stop_vote}
 
 
 def tensor(rank, data):

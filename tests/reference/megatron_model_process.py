@@ -14,7 +14,7 @@ from torch import distributed
 
 from production.model.device.shim import cpu_shim
 from production.model.model import ModelSettings, build_model
-from production.parallel.sizes import Sizes, parallel
+from production.parallel.sizes import ParallelSizes, parallel
 
 
 def run(case):
@@ -29,7 +29,7 @@ def run(case):
     transformer = dict(case["settings"]["transformer"])
     if "activation_func" in transformer:
         transformer["activation_func"] = getattr(torch.nn.functional, transformer["activation_func"])
-    model = build_model(ModelSettings(**{**case["settings"], "transformer": transformer}), Sizes())
+    model = build_model(ModelSettings(**{**case["settings"], "transformer": transformer}), ParallelSizes())
     for weight in model.parameters():
         if weight.dim() == 1:  # so that no bias is 0 and no gain 1
             weight.data += 0.1 * torch.randn_like(weight)
@@ -69,7 +69,7 @@ def main(folder):
     cases = torch.load(folder / "cases.pt")
     store = distributed.FileStore(str(folder / "store"), 1)
     distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    with cpu_shim(), parallel(Sizes()):
+    with cpu_shim(), parallel(ParallelSizes()):
         torch.save([run(case) for case in cases], folder / "results.pt")
 
 

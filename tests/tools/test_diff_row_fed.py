@@ -7,10 +7,10 @@ import pytest
 from diff_row_fakes import described
 from safetensors.torch import load_file, save_file
 
-from production.parallel.sizes import Place
+from production.parallel.sizes import RankCoordinates
 from production.training.config import load, multi_token_depths
 from production.training.data.batch_dump import dump
-from production.training.data.batch_stream import Feed
+from production.training.data.batch_stream import BatchStream
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TOKENIZER = str(EXAMPLES / "tokenizers" / "nemotron-mini")
@@ -74,7 +74,7 @@ def job_of(folder, data, changes):
 def places(tp=1, cp=1, dp=1, pp=1):
     world = tp * cp * dp * pp
     for rank in range(world):
-        yield Place(
+        yield RankCoordinates(
             rank=rank,
             world_size=world,
             tensor_rank=rank % tp,
@@ -93,7 +93,7 @@ def write(tmp_path, data, changes, **sizes):
     layout = {f"policy.megatron_cfg.{names[each]}_parallel_size": size for each, size in sizes.items() if each in names}
     job, folder = job_of(tmp_path, data, layout | changes), tmp_path / "dumps" / "step_00000002"
     for place in places(**sizes):
-        with Feed(job, place) as feed:
+        with BatchStream(job, place) as feed:
             steps = feed.steps()
             next(steps)
             fed = next(steps)
@@ -103,7 +103,7 @@ def write(tmp_path, data, changes, **sizes):
                 place=place,
                 normalization=job.loss.normalization,
                 depths=multi_token_depths(job),
-                made_with=feed.made_with(),
+                provenance=feed.provenance(),
                 locations=[feed.locate(sample) for sample in fed.samples],
             )
     return folder

@@ -8,8 +8,8 @@ from rich.cells import cell_len
 
 from equivalence.generators.tokenizers import load
 from equivalence.subjects import RowSettings
-from tools.diff_row.render.tokens import TokenTexts, fit, visible
 from tools.diff_row.row.layout import map_row
+from tools.diff_row.tokens import TokenTexts, fit, visible
 
 
 def mapped(messages, tokenizer="word", **settings):

@@ -7,7 +7,8 @@ import pytest
 
 from equivalence.errors import InputError
 from equivalence.generators import tokenizers
-from equivalence.runner.main import count_rows, sample_notes
+from equivalence.runner.main import sample_notes
+from equivalence.runner.own_settings import count_rows
 from production.errors import BadInput
 from tools.diff_row.__main__ import main
 

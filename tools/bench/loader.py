@@ -22,7 +22,8 @@ from production.rows.batch import BatchSettings
 from production.rows.builder import RowBuilder, RowSettings
 from production.training.data.dataset import PackedData
 from production.training.data.loader import Loader, LoaderSettings
-from production.training.data.order import Order, OrderSettings
+from production.training.data.order import Order
+from production.training.order_settings import OrderSettings
 from tools.bench.rows import SAMPLE
 
 Messages = list[dict[str, Any]]

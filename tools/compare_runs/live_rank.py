@@ -23,7 +23,7 @@ from torch import distributed
 from equivalence.errors import SuiteError
 from equivalence.workers import Worker
 from production.model.device.shim import cpu_shim
-from production.parallel.sizes import Place, parallel
+from production.parallel.sizes import RankCoordinates, parallel
 from production.training.config import Job, device_here, sizes
 from tools.compare_runs.live_systems import MEGATRON_LM, PACKPROOF, System, both, unequal_weights
 
@@ -41,7 +41,7 @@ class Measured:
 
 
 @contextlib.contextmanager
-def entered(job: Job, worker: Worker) -> Iterator[Place]:
+def entered(job: Job, worker: Worker) -> Iterator[RankCoordinates]:
     """The layout of a job, as `production.training.distributed.launch` enters it: shim, deterministic kernels, parallel state."""
     del worker
     is_cuda = device_here(job) == "cuda"
@@ -57,7 +57,7 @@ def entered(job: Job, worker: Worker) -> Iterator[Place]:
 
 def run_both(job: Job, worker: Worker) -> Measured:
     """Train both systems over the job's steps; every rank of a world that entered a job of this layout."""
-    place: Place = worker.entered
+    place: RankCoordinates = worker.entered
     _begin(job, place)
     is_cuda = device_here(job) == "cuda"
     device = torch.device("cuda", torch.cuda.current_device()) if is_cuda else torch.device("cpu")
@@ -118,7 +118,7 @@ def _timed(system: System, *, is_cuda: bool) -> float:
     return time.perf_counter() - began
 
 
-def _begin(job: Job, place: Place) -> None:
+def _begin(job: Job, place: RankCoordinates) -> None:
     """Seeds as a job's, and nothing left of a model that ran in this process before."""
     seed = job.sft.seed + 100 * place.pipeline_rank
     model_parallel_cuda_manual_seed(seed)

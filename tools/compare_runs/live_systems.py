@@ -28,9 +28,9 @@ from equivalence.trainers.megatron_log import Written, router_losses
 from production.errors import PackproofError
 from production.model.model import build_model
 from production.parallel.multi_token_feed import rolls_from_tables
-from production.parallel.sizes import Place
+from production.parallel.sizes import RankCoordinates
 from production.training.config import Job, ddp_options, multi_token_depths, optimizer_options, sizes
-from production.training.data.batch_stream import Fed, Feed
+from production.training.data.batch_stream import BatchStream, StepBatch
 from production.training.data.tokenizer import vocabulary_size
 from production.training.engine import Engine, Stepped
 from production.training.metrics.router_losses import router_loss_names
@@ -63,9 +63,9 @@ class System(Protocol):
 class Ours:
     """production.training's feed and engine, as a job's loop drives them."""
 
-    def __init__(self, job: Job, place: Place, *, device: torch.device) -> None:
+    def __init__(self, job: Job, place: RankCoordinates, *, device: torch.device) -> None:
         """Build it; the model keeps the weights that the job starts from."""
-        self.feed = Feed(job, place)
+        self.feed = BatchStream(job, place)
         vocabulary = vocabulary_size(job, self.feed.tokenizer)
         self.engine = build(job, place, vocab_size=vocabulary, found=None)
         self.model: Any = self.engine.model
@@ -76,7 +76,7 @@ class Ours:
             device=device,
         )
         self._steps = self.feed.steps()
-        self._fed: Fed
+        self._fed: StepBatch
         self._stepped: Stepped
 
     def fetch(self) -> None:
@@ -121,7 +121,7 @@ class Ours:
 class Baseline:
     """Megatron-LM's `SFTDataset`, sampler and collation, `equivalence.trainers.megatron_step`'s step, its DDP, optimizer and schedule."""
 
-    def __init__(self, job: Job, place: Place, *, like: Engine, tokenizer: Any) -> None:
+    def __init__(self, job: Job, place: RankCoordinates, *, like: Engine, tokenizer: Any) -> None:
         """Build it with the weights of `like`."""
         self._place, self._is_per_token = place, job.loss.normalization != "mean_of_means"
         self._rows = self._read(job, tokenizer)
@@ -244,7 +244,7 @@ def baseline_rows(job: Job) -> tuple[Path, RowSettings]:
 
 
 @contextlib.contextmanager
-def both(job: Job, place: Place, *, device: torch.device) -> Iterator[dict[str, System]]:
+def both(job: Job, place: RankCoordinates, *, device: torch.device) -> Iterator[dict[str, System]]:
     """The two systems by name, of equal weights."""
     ours = Ours(job, place, device=device)
     with ours.feed:

@@ -29,6 +29,7 @@ from tools.diff_row.dump.reader import Conventions, field_of
 from tools.diff_row.dump.writer import NAMES, write_dump
 from tools.diff_row.errors import BadInput
 from tools.diff_row.inputs import Request, find
+from tools.diff_row.notes import token_notes
 from tools.diff_row.rank.compare_dump import find_fed
 from tools.diff_row.rank.output import as_json as ranks_as_json
 from tools.diff_row.rank.output import write_steps
@@ -40,7 +41,6 @@ from tools.diff_row.render.json_output import as_json
 from tools.diff_row.render.page import render_page
 from tools.diff_row.render.terminal import show
 from tools.diff_row.row.findings import Findings
-from tools.diff_row.row.notes import token_notes
 
 
 def _whole(text: str) -> int:

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 from equivalence.cases.row import read_case
+from equivalence.checks.blame import told
 from equivalence.errors import CaseError
 from equivalence.generators import tokenizers as named_tokenizers
-from equivalence.runner.blame import told
 from equivalence.subjects import BUILT_IN, Messages, Row, RowSettings, Subject, load
 from equivalence.subjects.protocol import row_of
 from equivalence.subjects.tokenizers import load_folder
@@ -28,10 +28,10 @@ from production.files.manifest import read_manifest
 from tools.diff_row.dump.reader import LABELS, Conventions, Dump, read_dump
 from tools.diff_row.dump.search import Match, find_row
 from tools.diff_row.errors import BadInput
-from tools.diff_row.render.tokens import TokenTexts
 from tools.diff_row.row.findings import Findings, Side, Source, compare
 from tools.diff_row.row.inspection import IGNORE_INDEX, Flaw, inspect
 from tools.diff_row.row.layout import map_row
+from tools.diff_row.tokens import TokenTexts
 
 DEFAULT_PACK_LENGTH = 4096
 DUMP = "dump"

@@ -13,12 +13,12 @@ from production.errors import PackproofError, RowRefused
 from production.files.file_state import is_there
 from production.refusals import refusal
 from production.rows.builder import LONGEST, RowSettings, find_pad
+from production.rows.token_facts import ControlTokens, removed_switches, tokenizer_notes
 from production.semantics import parse
 from production.tokens.conversations import ConversationTokenizer
 from production.tokens.format_fit import MISFIT_MEND, format_misfits, misfit_text
 from production.tokens.message_keys import MessageKeys
 from production.tokens.prompts import FORMATS, TURN_ROLES, Message, RowMessages, count_unrendered
-from production.tokens.token_facts import ControlTokens, removed_switches, tokenizer_notes
 from production.tokens.turn_tokens import IGNORE_INDEX
 from production.training.data.tokenizer import folder_fault
 from tools.pack_rows.conversations import Conversation, Refusal

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Literal
 
 from production.errors import PackproofError
+from production.rows.token_facts import Note
 from production.semantics import DEFAULT_PRESET, parse
 from production.tokens.message_keys import MessageKeys
-from production.tokens.token_facts import Note
 from tools.pack_rows.bins import first_fit_decreasing, sequential
 from tools.pack_rows.conversations import (
     Conversation,

@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from megatron.core.models.common.embeddings import rope_utils
 
+from equivalence.cases.result import CheckResult
 from equivalence.checks.cuts.pairs import Side, compare_sides
-from equivalence.checks.result import CheckResult
 from production.errors import BatchRefused
 from production.parallel import context_parallel as production
 from reference import context_parallel as reference

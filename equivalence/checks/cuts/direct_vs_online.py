@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import torch
 
+from equivalence.cases.result import CheckResult
 from equivalence.checks.cuts.pairs import compare_sides
-from equivalence.checks.result import CheckResult
 from equivalence.generators import tokenizers
 from equivalence.generators.online import MeetingCase
 from equivalence.subjects.reference import TransformersTokenizer, adapt

@@ -6,13 +6,12 @@ Two sides: Megatron-LM's sampler is held against the stride by `order`, and it d
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
 
 import torch
 
-from equivalence.cases.step import batch_of
+from equivalence.cases.dp_sharding import SharesCase
+from equivalence.cases.result import CheckResult
 from equivalence.checks.cuts.pairs import Side, compare_sides
-from equivalence.checks.result import CheckResult
 from production.online.padded_batch import Rectangle
 from production.rows import batch as production
 from production.rows.batch import Batch
@@ -20,33 +19,6 @@ from production.training.data.order import ValidationOrder
 from reference import batches as reference
 
 _NAMES = ("input_ids", "target_ids", "token_mask", "position_ids", "packed_cu_seqlens", "packed_max_seqlen")
-
-
-@dataclass(frozen=True, kw_only=True)
-class SharesCase:
-    """A validation of some rows, of which the last global batch may be short."""
-
-    rows: tuple[tuple[int, ...], ...]
-    """Lengths of the segments of each row; all rows have one sum."""
-    data_parallel_size: int
-    microbatches: int
-    """Of each rank in a global batch."""
-    seed: int
-    """Of tokens and masks."""
-    long: int = 0
-    """Unless 0, targets are also counted where each row is so many times its first token: more than 2**24 are beyond float32."""
-
-    @property
-    def global_batch_size(self) -> int:
-        """Rows of a whole global batch."""
-        return self.data_parallel_size * self.microbatches
-
-    def batch(self) -> Batch:
-        """All rows, drawn from the seed."""
-        made = torch.Generator().manual_seed(self.seed)
-        shape = len(self.rows), sum(self.rows[0])
-        ids, targets = (torch.randint(0, 1000, shape, generator=made) for _ in range(2))
-        return batch_of(self.rows, ids, targets, torch.randint(0, 2, shape, generator=made).float())
 
 
 def check_shares(case: SharesCase) -> CheckResult:

@@ -17,6 +17,7 @@ import torch
 from torch import distributed
 
 from equivalence.cases.difference import Difference
+from equivalence.cases.result import CheckResult, Finding
 from equivalence.checks.cuts.pairs import compare_sides
 from equivalence.checks.cuts.schedule import (
     SCALING_FACTOR,
@@ -26,7 +27,6 @@ from equivalence.checks.cuts.schedule import (
     multi_token_gradients,
     schedule,
 )
-from equivalence.checks.result import CheckResult, Finding
 from equivalence.generators.online import LossCase
 from equivalence.trainers.production_step import known
 from production import loss as production

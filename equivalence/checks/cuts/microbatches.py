@@ -16,9 +16,9 @@ from megatron.core.transformer.multi_token_prediction import roll_tensor
 from megatron.core.utils import flatten_batch_for_packed_sequences
 
 from equivalence.cases.difference import Difference
+from equivalence.cases.result import CheckResult, Finding
 from equivalence.checks.cuts.context_parallel import rotary_index
 from equivalence.checks.cuts.pairs import Side, compare_sides
-from equivalence.checks.result import CheckResult, Finding
 from equivalence.generators.online import DirectCase, OnlineCase
 from production.errors import BatchRefused, PackproofError
 from production.online import bins as squeeze

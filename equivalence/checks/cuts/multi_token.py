@@ -11,9 +11,9 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.multi_token_prediction import roll_tensor
 
+from equivalence.cases.result import CheckResult
 from equivalence.checks.cuts.context_parallel import rotary_index
 from equivalence.checks.cuts.pairs import Side, compare_sides
-from equivalence.checks.result import CheckResult
 from production.errors import BatchRefused
 from production.parallel.multi_token import depth_tables
 from production.rows.batch import FlatBatch

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from equivalence.cases.result import CheckResult
 from equivalence.checks.cuts.pairs import Side, compare_sides
-from equivalence.checks.result import CheckResult
 from production.errors import PackproofError
 from production.online import packing as production
 from reference import packing as reference

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import torch
 
 from equivalence.cases.difference import Difference
-from equivalence.checks.result import CheckResult, Finding
+from equivalence.cases.result import CheckResult, Finding
 
 Side = Mapping[str, torch.Tensor] | str
 """A side's tensors by name, or the kind that it refuses with."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from equivalence.cases.difference import Difference
-from equivalence.checks.result import CheckResult, Finding
+from equivalence.cases.result import CheckResult, Finding
 from equivalence.subjects.megatron_lm import read_file
 from production.errors import BadInput
 from production.files.source import open_source

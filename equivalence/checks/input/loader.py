@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
+from equivalence.cases.result import CheckResult
 from equivalence.checks.cuts.pairs import Side, compare_sides
-from equivalence.checks.result import CheckResult
 from equivalence.generators import tokenizers
 from equivalence.generators.loader import LoaderCase
 from equivalence.subjects.protocol import RowSettings
@@ -29,8 +29,9 @@ from production.rows.batch import BatchSettings
 from production.semantics import parse
 from production.training.data.dataset import PackedData
 from production.training.data.loader import Loader, LoaderSettings
-from production.training.data.order import Order, OrderSettings
+from production.training.data.order import Order
 from production.training.metrics.token_counts import RowCounts
+from production.training.order_settings import OrderSettings
 from reference import batches, order
 from reference.refusals import RowRefused
 

@@ -5,43 +5,18 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
+from equivalence.cases.order import OrderCase
+from equivalence.cases.result import CheckResult
 from equivalence.checks.cuts.pairs import Side, compare_sides
-from equivalence.checks.result import CheckResult
 from production.errors import PackproofError
-from production.training.data.order import Kind, LastBatch, Order, OrderSettings, Sample
+from production.training.data.order import Order, Sample
+from production.training.order_settings import OrderSettings
 from reference import batches, order
-
-
-@dataclass(frozen=True, kw_only=True)
-class OrderCase:
-    """One way through some rows."""
-
-    rows: tuple[int, ...]
-    """Of each source."""
-    kind: Kind
-    last_batch: LastBatch
-    global_batch_size: int
-    data_parallel_size: int
-    seed: int | None = None
-    max_epochs: int | None = None
-    weights: tuple[float, ...] | None = None
-    steps: int
-    """Compared at most."""
-    consumed_steps: int = 0
-    """Global batches consumed before."""
-    run_steps: int | None = None
-    """Of a cyclic run, which may be longer than what is compared."""
-
-    @property
-    def consumed_samples(self) -> int:
-        """Samples consumed before."""
-        return self.consumed_steps * self.global_batch_size
 
 
 def check_order(case: OrderCase) -> CheckResult:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from equivalence.cases.difference import Difference
-from equivalence.checks.result import CheckResult, Finding
+from equivalence.cases.result import CheckResult, Finding
 from equivalence.generators.files import BAD_AT, SAMPLE_BYTES, FilesCase, pack
 from production.errors import BadInput
 from production.files.source import PackedSource, open_source

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 
 from equivalence.cases.difference import compare_batches
-from equivalence.checks.result import CheckResult, Finding
+from equivalence.cases.result import CheckResult, Finding
 from equivalence.checks.rows.rows import attempt, covers
 from equivalence.subjects.protocol import Batch, Row, RowSettings, Subject, batch_of
 

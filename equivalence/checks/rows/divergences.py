@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from equivalence.cases.difference import compare_rows
-from equivalence.checks.result import CheckResult, Finding
+from equivalence.cases.result import CheckResult, Finding
 from equivalence.checks.rows.rows import build, covers
 from equivalence.divergences.registry import REGISTRY, Divergence, Step, expected, steps_between
 from equivalence.subjects.protocol import Messages, RowSettings, Subject, overridden

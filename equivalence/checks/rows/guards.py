@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from equivalence.cases.result import CheckResult
 from equivalence.checks.cuts.pairs import Side, compare_sides
-from equivalence.checks.result import CheckResult
 from equivalence.generators.guards import PAD_ID, GuardCase
 from production.errors import BatchRefused
 from production.rows.batch import BatchSettings, collate_checked

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from equivalence.cases.difference import compare_rows
+from equivalence.cases.result import CheckResult, Finding
 from equivalence.checks.cuts.context_parallel import rotary_index
 from equivalence.checks.cuts.pairs import Side, compare_sides
-from equivalence.checks.result import CheckResult, Finding
 from equivalence.checks.rows.rows import build, covers
 from equivalence.recorded.outcomes import Packing, Partition, RecordedBatch, RecordedRow
 from equivalence.subjects.protocol import Refusal, Row, Subject

@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from equivalence.cases.difference import compare_rows
-from equivalence.checks.result import CheckResult, Finding
-from equivalence.runner.blame import raised
+from equivalence.cases.result import CheckResult, Finding
+from equivalence.checks.blame import raised
 from equivalence.subjects.protocol import Messages, Row, RowSettings, Subject, row_of
 
 _SAYS = ("prompt_formats", "prompt_format"), ("context_parallel_sizes", "context_parallel_size"), ("semantics",) * 2

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from equivalence.cases.difference import Difference
-from equivalence.checks.result import CheckResult
+from equivalence.cases.result import CheckResult
 from equivalence.checks.steps.models import bits, difference, near, result
 from equivalence.expectations.step import TIE, reference_shape
 from equivalence.trainers.production_run import TrainingCase, TrainingOutcome
@@ -108,13 +108,13 @@ def equal_to_the_bit(case: TrainingCase) -> bool:
 
 def whole_weights(outcomes: Sequence[TrainingOutcome]) -> dict[str, torch.Tensor]:
     """The whole model's weights by name, from the parts of all ranks."""
-    from production.model.weights import put_together  # noqa: PLC0415 - megatron-core
+    from production.model.weights import assemble  # noqa: PLC0415 - megatron-core
 
     parts: dict[str, list[Any]] = {}
     for part in (part for each in outcomes for part in each.weights):
         place = tuple(slice(*bounds) for bounds in part.part)
         parts.setdefault(part.name, []).append((part.shape, place, part.values))
-    return put_together(parts)
+    return assemble(parts)
 
 
 def _reported(outcomes: Sequence[TrainingOutcome]) -> torch.Tensor:

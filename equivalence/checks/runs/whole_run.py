@@ -11,13 +11,13 @@ from typing import Any
 import torch
 
 from equivalence.cases.difference import Difference
-from equivalence.checks.result import CheckResult
+from equivalence.cases.result import CheckResult
 from equivalence.checks.runs.trainer import TIES, near_in_norm
 from equivalence.checks.steps.models import ROUTER_TIE, bits, difference, near, result
 from equivalence.expectations.run import Counts, ExpectedRun
 from equivalence.trainers.production_step import Part
 from equivalence.trainers.whole_run import VALIDATION_PERIOD, Record, RunCase, RunOutcome
-from production.model.weights import put_together
+from production.model.weights import assemble
 
 NAME = "whole_run"
 LOGGED = {"run": 2, "end": 2}
@@ -52,7 +52,7 @@ def whole(parts: Sequence[Sequence[Part]]) -> dict[str, torch.Tensor]:
     for piece in (piece for of_rank in parts for piece in of_rank):
         place = tuple(slice(*bounds) for bounds in piece.part)
         pieces.setdefault(piece.name, []).append((piece.shape, place, piece.values))
-    return put_together(pieces)
+    return assemble(pieces)
 
 
 def _course(case: RunCase, parts: Parts) -> list[Difference]:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from equivalence.cases.difference import Difference
-from equivalence.checks.result import CheckResult
+from equivalence.cases.result import CheckResult
 from equivalence.checks.steps.models import ROUTER_TIE, compare_gradients, near, paired, result, shapes_of
 from equivalence.expectations.step import Expected, Step, expect
 from equivalence.generators.models import VARIES

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from equivalence.cases.difference import Difference
+from equivalence.cases.result import CheckResult
 from equivalence.cases.step import batch_of
-from equivalence.checks.result import CheckResult
 from equivalence.checks.steps.invariance import ranks_of
 from equivalence.checks.steps.models import ROUTER_TIE, bits, compare_gradients, near, paired, result, shapes_of
 from equivalence.expectations.step import Expected, expect

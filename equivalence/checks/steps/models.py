@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 
 from equivalence.cases.difference import Difference
-from equivalence.checks.result import CheckResult, Finding
+from equivalence.cases.result import CheckResult, Finding
 from equivalence.expectations.step import Expected, expect, reference_shape
 from equivalence.trainers.production_step import ModelCase, RankOutcome, gradients
 

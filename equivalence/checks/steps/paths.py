@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 
 from equivalence.cases.difference import Difference
+from equivalence.cases.result import CheckResult
 from equivalence.cases.step import batch_of
-from equivalence.checks.result import CheckResult
 from equivalence.checks.steps.invariance import ranks_of
 from equivalence.checks.steps.leaks import RUN, Run
 from equivalence.checks.steps.models import (

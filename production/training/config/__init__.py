@@ -1,6 +1,6 @@
 """Load a job's YAML into strict frozen dataclasses, and refuse what must not run (SPEC section 18)."""
 
-from production.training.config.checks.machine import blocked_folders, held_checkpoints, missing_packages, unready
+from production.training.config.checks.machine import check_machine, check_writable, held_checkpoints, missing_packages
 from production.training.config.load_job import load
 from production.training.config.plan_job import Plan, plan
 from production.training.config.refusal import ConfigRefused, SetupRefused
@@ -31,10 +31,48 @@ from production.training.config.validation import (
 )
 
 __all__ = [
-    "CHAT", "PACKED", "Checkpointing", "Cluster", "ConfigRefused", "Data", "DataFile", "Dataset", "DatasetDefaults",
-    "Job", "Logger", "Loss", "MegatronCfg", "Model", "Plan", "Policy", "Scheduler", "SequencePacking", "SetupRefused",
-    "Sft", "Source", "Tokenizer", "blocked_folders", "chat_settings", "ddp_options", "device_here", "held_checkpoints", "load",
-    "missing_files", "missing_packages", "model_settings", "multi_token_depths", "notes", "optimizer_options", "order_settings",
-    "packed_otherwise", "plan", "print_config", "refusals", "row_settings", "sizes", "transformer_options", "unready",
+    "CHAT",
+    "PACKED",
+    "Checkpointing",
+    "Cluster",
+    "ConfigRefused",
+    "Data",
+    "DataFile",
+    "Dataset",
+    "DatasetDefaults",
+    "Job",
+    "Logger",
+    "Loss",
+    "MegatronCfg",
+    "Model",
+    "Plan",
+    "Policy",
+    "Scheduler",
+    "SequencePacking",
+    "SetupRefused",
+    "Sft",
+    "Source",
+    "Tokenizer",
+    "chat_settings",
+    "check_machine",
+    "check_writable",
+    "ddp_options",
+    "device_here",
+    "held_checkpoints",
+    "load",
+    "missing_files",
+    "missing_packages",
+    "model_settings",
+    "multi_token_depths",
+    "notes",
+    "optimizer_options",
+    "order_settings",
+    "packed_otherwise",
+    "plan",
+    "print_config",
+    "refusals",
+    "row_settings",
+    "sizes",
+    "transformer_options",
     "validate",
 ]  # fmt: skip

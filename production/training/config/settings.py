@@ -7,13 +7,13 @@ from typing import Any
 import torch
 
 from production.online.chat import ChatSettings
-from production.parallel.sizes import Sizes
+from production.parallel.sizes import ParallelSizes
 from production.rows.builder import RowSettings
 from production.semantics import parse
 from production.training.config.megatron_options import converted, dtype
 from production.training.config.schema.data import Dataset
 from production.training.config.schema.job import Job
-from production.training.data.order import OrderSettings
+from production.training.order_settings import OrderSettings
 
 _ACTIVATIONS = {"gelu": torch.nn.functional.gelu, "silu": torch.nn.functional.silu}
 _SHAPE = (
@@ -34,9 +34,9 @@ FROM_LAYOUT = {
 """Fields of TransformerConfig that follow from the layout, to the job's key for them: they never reach `transformer_options`."""
 
 
-def sizes(job: Job) -> Sizes:
+def sizes(job: Job) -> ParallelSizes:
     """The layout."""
-    return Sizes(
+    return ParallelSizes(
         tensor=job.megatron.tensor_model_parallel_size,
         context=job.megatron.context_parallel_size,
         pipeline=job.megatron.pipeline_model_parallel_size,

@@ -2,26 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from production.training.config.schema.job import Job, Source
+from production.training.config.schema.plain import plain
 
 _PLAIN_WORD = re.compile(r"[A-Za-z_/][\w/.\-]*")
 _OTHERWISE_READ = {"true", "false", "null", "yes", "no", "on", "off"}
-
-
-def plain(value: Any) -> Any:
-    """`value` as mappings, lists and plain values, the sources left out."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = [each.name for each in dataclasses.fields(value) if each.name != "sources"]
-        return {name: plain(getattr(value, name)) for name in fields}
-    if isinstance(value, Mapping):
-        return {name: plain(each) for name, each in value.items()}
-    return [plain(each) for each in value] if isinstance(value, tuple | list) else value
 
 
 def print_config(job: Job) -> str:

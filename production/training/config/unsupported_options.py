@@ -17,7 +17,7 @@ _SHARED = "gradients that share a buffer with parameters gathered in mxfp8: the 
 _SHARDS = "weights sharded over further ranks (GTP)"
 _CAPTURED = "logged by Megatron-LM's own driver, not here"
 
-NOT_HERE: Mapping[Kind, Mapping[str, str]] = {
+UNSUPPORTED_OPTIONS: Mapping[Kind, Mapping[str, str]] = {
     "transformer": {
         "virtual_pipeline_model_parallel_size": "interleaved pipeline stages",
         "overlap_p2p_comm": "interleaved pipeline stages, whose messages alone megatron-core overlaps",
@@ -69,13 +69,13 @@ NOT_HERE: Mapping[Kind, Mapping[str, str]] = {
 }
 """Option to the part that it asks for; refused at any value but megatron-core's default."""
 
-NOT_THESE: Mapping[str, Mapping[str, str]] = {
+FORBIDDEN_VALUES: Mapping[str, Mapping[str, str]] = {
     "cp_comm_type": {"a2a+p2p": f"hierarchical context parallelism: {_ZIGZAG}"},
     "transformer_impl": {"inference_optimized": "layers for inference: it trains"},
 }
 """Words of `transformer` of which only some are refused."""
 
-ONLY_THESE: Mapping[str, tuple[str, ...]] = {
+ALLOWED_VALUES: Mapping[str, tuple[str, ...]] = {
     "moe_router_load_balancing_type": (
         "aux_loss",
         "seq_aux_loss",

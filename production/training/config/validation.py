@@ -20,7 +20,7 @@ from production.training.config.checks.megatron import (
     check_precision,
 )
 from production.training.config.checks.model import check_model, check_optimizer
-from production.training.config.checks.options import check_kernels, check_not_here, check_values
+from production.training.config.checks.options import check_kernels, check_unsupported, check_values
 from production.training.config.checks.run import check_checkpoints, check_schedule, check_start, check_steps
 from production.training.config.checks.setup import Setup, check_layout, check_paths, check_switches
 from production.training.config.refusal import SetupRefused
@@ -29,7 +29,7 @@ from production.training.config.schema.job import Job
 _CHECKS: tuple[Callable[[Setup], Iterator[SetupRefused]], ...] = (
     check_switches,
     check_paths,
-    check_not_here,
+    check_unsupported,
     check_layout,
     check_batches,
     check_data,

@@ -18,28 +18,28 @@ from production.online.bins import Padding, squeeze
 from production.online.padded_batch import Rectangle
 from production.parallel.microbatches import Microbatch, MicrobatchSettings, process_microbatch
 from production.parallel.multi_token_feed import MultiTokenParams
-from production.parallel.sizes import Place
+from production.parallel.sizes import RankCoordinates
 from production.rows.batch import Batch
-from production.training.data.batch_stream import Fed
+from production.training.data.batch_stream import StepBatch
 
 _DEPTH = ("input_ids", "target_ids", "token_mask", "position_ids")
 
 
 def dump(
     folder: Path,
-    fed: Fed,
+    fed: StepBatch,
     *,
-    place: Place,
+    place: RankCoordinates,
     normalization: str,
     depths: int,
-    made_with: Mapping[str, Any],
+    provenance: Mapping[str, Any],
     locations: Sequence[Location],
 ) -> Path:
     """Write `rank_R.safetensors` and `rank_R.rows.json`, where its rows stand and what they were made with; gives the folder.
 
     Tensors are called `microbatch_N.WHAT.NAME`. WHAT is `row` (whole rows; online the bin's rectangle), `squeezed` (online only: that
-    bin as one row), `share` (what this rank's model is given) and `depth_K` (its share at depths 1 to `depths`). `made_with` is
-    `Feed.made_with`'s. Raises PackproofError where they cannot be written.
+    bin as one row), `share` (what this rank's model is given) and `depth_K` (its share at depths 1 to `depths`). `provenance` is
+    `BatchStream.provenance`'s. Raises PackproofError where they cannot be written.
     """
     padding = fed.padding or Padding()
     settings = MicrobatchSettings(
@@ -57,7 +57,7 @@ def dump(
         "normalization": normalization,
         "depths": depths,
         "padding": None if fed.padding is None else dataclasses.asdict(fed.padding),
-        "made_with": made_with,
+        "made_with": provenance,
         "rows": [
             {"file": str(where.file), "line": where.line, "row": sample.row}
             for where, sample in zip(locations, fed.samples, strict=True)

@@ -14,7 +14,7 @@ from production.files.source import Location, PackedSource, SkippedRow, open_sou
 from production.online.bins import Padding
 from production.online.chat import ChatTokenizer
 from production.online.padded_batch import Rectangle
-from production.parallel.sizes import Place
+from production.parallel.sizes import RankCoordinates
 from production.rows.batch import Batch
 from production.rows.guards import BatchSettings
 from production.training.config import (
@@ -39,7 +39,7 @@ from production.training.step import split_rows
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Fed:
+class StepBatch:
     """One step of one data-parallel rank, on the host."""
 
     microbatches: list[Batch | Rectangle]
@@ -56,13 +56,13 @@ class Fed:
     """For the loader."""
 
 
-class Feed:
+class BatchStream:
     """Training steps and validations of a job on one rank. A context: loader workers end with it.
 
     Open it before the model is built: workers are forked.
     """
 
-    def __init__(self, job: Job, place: Place, *, consumed_samples: int = 0) -> None:
+    def __init__(self, job: Job, place: RankCoordinates, *, consumed_samples: int = 0) -> None:
         """Open the files, the tokenizer and the loaders. Raises PackproofError for what cannot be fed."""
         self._job, self._place = job, place
         self.skipped_in_validation: list[SkippedRow] = []
@@ -115,8 +115,8 @@ class Feed:
         layout = {f"{name}_parallel_size": size for name, size in dataclasses.asdict(sizes(self._job)).items()}
         return found | layout | {"path": "direct" if self._job.is_packed else "online"}
 
-    def made_with(self) -> dict[str, Any]:
-        """What it takes to make the same rows again from the same files, as plain values: kept beside what a rank fed (`dumps`)."""
+    def provenance(self) -> dict[str, Any]:
+        """Return what rebuilds the same rows from the same files, as plain values: `batch_dump` keeps this beside the batches."""
         job, dataset = self._job, self._job.data.train[0]
         is_own_template = job.policy.tokenizer.chat_template is not None
         return {
@@ -139,13 +139,13 @@ class Feed:
         """Where a sample's row stands."""
         return self.sources[sample.source].locate(sample.row)
 
-    def steps(self) -> Iterator[Fed]:
+    def steps(self) -> Iterator[StepBatch]:
         """One after the other, from where the job is, to the end of its epochs."""
         for prepared in self._loader:
-            yield self._fed(prepared)
+            yield self._step_batch(prepared)
 
-    def again(self, consumed_samples: int) -> Fed:
-        """The step after so many samples once more, made here and now: what a step was fed is not kept."""
+    def rebuild_step(self, consumed_samples: int) -> StepBatch:
+        """Build the step after so many samples once more, here and now: the batches of a step are not kept."""
         dataset = self._job.data.train[0]
         settings = dataclasses.replace(self._loader_settings(self._job.policy.train_global_batch_size), workers=0)
         share = (self._place.data_rank, self._place.data_size) if self._job.is_packed else None
@@ -153,9 +153,9 @@ class Feed:
         # An order of its own: the other one is planned ahead with, by a thread that does not end meanwhile.
         order = Order(self.order.rows, self._order_settings)
         with Loader(recipe, order, share=share, settings=settings, consumed_samples=consumed_samples) as loader:
-            return self._fed(next(loader))
+            return self._step_batch(next(loader))
 
-    def validation(self) -> Iterator[Fed]:
+    def validation(self) -> Iterator[StepBatch]:
         """The global batches of one validation, the same each time."""
         job = self._job
         self.skipped_in_validation = []
@@ -175,7 +175,7 @@ class Feed:
             settings = dataclasses.replace(self._loader_settings(size), workers=0)
             with Loader(self._recipe(dataset, sources), order, share=share, settings=settings) as loader:
                 for prepared in loader:
-                    yield self._fed(prepared)
+                    yield self._step_batch(prepared)
 
     def _recipe(self, dataset: Dataset, sources: Sequence[PackedSource]) -> Recipe[Any, Any]:
         job, settings = self._job, row_settings(self._job, dataset)
@@ -215,7 +215,7 @@ class Feed:
             pin_memory=torch.cuda.is_available() and self._job.cluster.device != "cpu",
         )
 
-    def _fed(self, prepared: Prepared[Batch | ConversationBatch]) -> Fed:
+    def _step_batch(self, prepared: Prepared[Batch | ConversationBatch]) -> StepBatch:
         batch, counts, padding = prepared.batch, prepared.counts, None
         microbatches: list[Batch | Rectangle]
         if isinstance(batch, Batch):
@@ -223,7 +223,7 @@ class Feed:
         else:
             own = pack_bins(batch, self._bins, data_rank=self._place.data_rank)
             microbatches, padding, counts = [*own.rectangles], own.padding, own.counts
-        return Fed(
+        return StepBatch(
             microbatches=microbatches,
             padding=padding,
             counts=counts,

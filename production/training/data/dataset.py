@@ -21,8 +21,8 @@ from production.online.padded_batch import Conversation
 from production.refusals import refusal
 from production.rows.batch import Batch, BatchSettings, collate_checked
 from production.rows.builder import GROUP_TOKENS, Row, RowBuilder, RowSettings
+from production.rows.token_facts import ControlTokens
 from production.tokens.message_keys import MessageKeys
-from production.tokens.token_facts import ControlTokens
 from production.training.data.order import Sample
 from production.training.metrics.token_counts import RowCounts
 

@@ -12,7 +12,7 @@ import xxhash
 from production.errors import PackproofError
 from production.files.source import PackedSource
 from production.rows.builder import RowSettings
-from production.training.data.order import OrderSettings
+from production.training.order_settings import OrderSettings
 
 BUCKETS = "distributed_data_parallel_config.overlap_grad_reduce"
 """Key of what decides the buckets that the distributed optimizer's state is saved by."""

@@ -18,7 +18,7 @@ import torch
 from production.errors import PackproofError
 from production.training.data.dataset import Recipe
 from production.training.data.order import GlobalBatch, Sample
-from production.training.data.prefetcher import Ahead, Planned
+from production.training.data.prefetcher import Planned, Prefetcher
 from production.training.data.worker_process import WorkerProcess
 from production.training.metrics.token_counts import RowCounts
 
@@ -96,10 +96,10 @@ class Loader[Item, Made]:
         self._steps = _Steps(recipe, order, share)
         self._consumed = consumed_samples
         self._steps.plan(consumed_samples)  # refuses now what it refuses
-        self._ahead: Ahead | None = None
+        self._prefetcher: Prefetcher | None = None
         if settings.workers:
             self.workers = _fork(settings.workers, recipe)
-            self._ahead = Ahead(
+            self._prefetcher = Prefetcher(
                 workers=self.workers,
                 plan=self._steps.plan,
                 assemble=self._steps.assemble,
@@ -108,8 +108,8 @@ class Loader[Item, Made]:
                 stuck_seconds=settings.stuck_seconds,
                 pin_memory=settings.pin_memory,
             )
-            weakref.finalize(self, self._ahead.close)
-            self._ahead.go_to(consumed_samples)
+            weakref.finalize(self, self._prefetcher.close)
+            self._prefetcher.seek(consumed_samples)
 
     workers: tuple[WorkerProcess, ...] = ()
     """Its processes."""
@@ -120,7 +120,7 @@ class Loader[Item, Made]:
     def __next__(self) -> Prepared[Made]:
         """The next batch. Raises BadRow, BatchRefused, WorkerDied, or PackproofError where a worker is stuck."""
         begin = time.perf_counter()
-        made = self._steps.make(self._consumed) if self._ahead is None else self._ahead.take()
+        made = self._steps.make(self._consumed) if self._prefetcher is None else self._prefetcher.next()
         if made is None:
             raise StopIteration
         planned, (batch, counts) = made
@@ -143,13 +143,13 @@ class Loader[Item, Made]:
         """Go on after so many samples, with the workers there are. Raises PackproofError inside a global batch (R-ORDER-2)."""
         self._steps.plan(consumed_samples)
         self._consumed = consumed_samples
-        if self._ahead is not None:
-            self._ahead.go_to(consumed_samples)
+        if self._prefetcher is not None:
+            self._prefetcher.seek(consumed_samples)
 
     def close(self) -> None:
         """End the workers and wait until they are gone. Batches handed out stay good."""
-        if self._ahead is not None:
-            self._ahead.close()
+        if self._prefetcher is not None:
+            self._prefetcher.close()
 
     def __enter__(self) -> Self:
         return self

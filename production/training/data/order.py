@@ -9,18 +9,15 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, get_args
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from production.errors import PackproofError
+from production.training.order_settings import OrderSettings, order_refused
 
-Kind = Literal["sequential", "shuffle", "megatron-cyclic", "megatron-cyclic-sharded"]
-LastBatch = Literal["drop", "wrap", "stop"]
-
-_CYCLIC = ("megatron-cyclic", "megatron-cyclic-sharded")
 _WORD = (1 << 64) - 1
 
 
@@ -59,80 +56,6 @@ class GlobalBatch:
         return self.samples[rank::size], self.weights[rank::size]
 
 
-@dataclass(frozen=True, kw_only=True)
-class OrderSettings:
-    """How a job goes through its rows. Nothing that changes a number has a default. Raises PackproofError."""
-
-    kind: Kind
-    """`sequential` as Megatron-LM's sampler (R-ORDER-1), `shuffle` seeded by epoch (R-ORDER-4), or what Megatron-LM's driver draws with
-    `--dataloader-type cyclic`, without and with `--data-sharding` (R-ORDER-5); the draw of the last two is torch's own."""
-    last_batch: LastBatch
-    """What happens where an epoch ends inside a global batch: `drop` its last rows, `wrap` into the next epoch, or `stop` before them (R-ORDER-3)."""
-    global_batch_size: int
-    """Rows of a global batch."""
-    data_parallel_size: int
-    """dp: must divide it."""
-    seed: int | None = None
-    """Of `shuffle`, from 0 to 2**64 - 1; the other kinds take none."""
-    max_epochs: int | None = None
-    """Stop after so many epochs; None goes on as long as it is asked."""
-    run_steps: int | None = None
-    """Steps of the whole run, which the cyclic kinds permute as one; the other kinds take none."""
-    weights: tuple[float, ...] | None = None
-    """One of each source of a blend (R-ORDER-6); None where there is one source."""
-
-    def __post_init__(self) -> None:
-        """Refuse what no order could satisfy, or would have to guess."""
-        for name, choices in (("kind", get_args(Kind)), ("last_batch", get_args(LastBatch))):
-            if (value := getattr(self, name)) not in choices:
-                raise _refused(f"{value!r} is no {name}", name, f"choose one of {', '.join(choices)}")
-        for name in ("global_batch_size", "data_parallel_size", "max_epochs", "run_steps"):
-            if (size := getattr(self, name)) is not None and size < 1:
-                raise _refused(f"{size} is no size", name, "give at least 1")
-        if self.global_batch_size % self.data_parallel_size:
-            what = f"{self.global_batch_size} rows over {self.data_parallel_size} data-parallel ranks"
-            raise _refused(what, "global_batch_size", "make it a multiple of data_parallel_size")
-        if (self.kind == "shuffle") != (self.seed is not None):
-            why = (
-                "needs a seed"
-                if self.seed is None
-                else "takes no seed: what Megatron-LM draws never depends on one here"
-            )
-            raise _refused(f"{self.kind} {why}", "seed", "give one to shuffle only")
-        if self.seed is not None and not 0 <= self.seed <= _WORD:
-            raise _refused(f"{self.seed} is beyond 64 bits", "seed", "give one from 0 to 2**64 - 1")
-        self._check_cyclic()
-        if self.weights is not None:
-            self._check_blend(self.weights)
-
-    def _check_cyclic(self) -> None:
-        if self.kind not in _CYCLIC:
-            if self.run_steps is not None:
-                raise _refused(f"{self.kind} does not depend on the length of the run", "run_steps", "leave it out")
-            return
-        if self.last_batch != "wrap":
-            what = f"{self.kind} permutes the samples of the whole run, in which no epoch ends, as Megatron-LM's driver does"
-            raise _refused(what, "last_batch", "say wrap, or choose sequential or shuffle")
-        if self.max_epochs is not None:
-            what = f"{self.kind} permutes the samples of the whole run, which has no epochs to count"
-            raise _refused(what, "max_epochs", "leave it out (in a job: null) and say how many steps to train")
-        if self.run_steps is None:
-            what = f"{self.kind} permutes the samples of the whole run, whose number of steps is not given"
-            raise _refused(what, "run_steps", "say how many steps to train, or choose sequential or shuffle")
-
-    def _check_blend(self, weights: tuple[float, ...]) -> None:
-        if not weights or not all(0 < weight < float("inf") for weight in weights):
-            raise _refused(f"the weights {weights}", "weights", "give each source a finite weight above 0")
-        if self.kind in _CYCLIC:
-            raise _refused(f"a blend in the order {self.kind}", "kind", "choose sequential or shuffle for a blend")
-        if self.last_batch != "wrap":
-            what = "a blend's sources end their epochs each for itself"
-            raise _refused(what, "last_batch", "say wrap for a blend")
-        if self.max_epochs is not None:
-            what = "a blend has no epoch of its own: its sources are gone through at their own pace"
-            raise _refused(what, "max_epochs", "leave it out (in a job: null) and say how many steps to train")
-
-
 class Order:
     """The samples of every step of a job. Not for several threads at once."""
 
@@ -162,7 +85,7 @@ class Order:
         size = self.settings.global_batch_size
         if consumed_samples < 0 or consumed_samples % size:
             what = f"{consumed_samples} samples are no number of global batches of {size}"
-            raise _refused(what, "consumed_samples", "resume with the global batch size that the run had")
+            raise order_refused(what, "consumed_samples", "resume with the global batch size that the run had")
         if self.total_samples is not None and consumed_samples >= self.total_samples:
             return None
         end = consumed_samples + size
@@ -236,13 +159,13 @@ class ValidationOrder:
         sizes = {"rows": rows, "global_batch_size": global_batch_size, "data_parallel_size": data_parallel_size}
         for name, size in (sizes | ({} if limit is None else {"limit": limit})).items():
             if size < 1:
-                raise _refused(f"{size} is no number of rows or ranks", f"validation {name}", "give at least 1")
+                raise order_refused(f"{size} is no number of rows or ranks", f"validation {name}", "give at least 1")
         if limit is not None and limit > rows:
             what = f"{limit} rows of a source that has {rows}: none is taken twice"
-            raise _refused(what, "validation limit", "lower it, or leave it out for all rows")
+            raise order_refused(what, "validation limit", "lower it, or leave it out for all rows")
         if global_batch_size % data_parallel_size:
             what = f"{global_batch_size} rows over {data_parallel_size} data-parallel ranks"
-            raise _refused(what, "validation global_batch_size", "make it a multiple of data_parallel_size")
+            raise order_refused(what, "validation global_batch_size", "make it a multiple of data_parallel_size")
         self.total_samples = rows if limit is None else limit
         self._size, self._ranks = global_batch_size, data_parallel_size
 
@@ -315,13 +238,13 @@ def _check_rows(rows: tuple[int, ...], settings: OrderSettings) -> None:
     if len(rows) != (1 if weights is None else len(weights)):
         have = "no weights" if weights is None else f"{len(weights)} weights"
         mend = "give one weight for each source, or open the files end to end as one source"
-        raise _refused(f"{len(rows)} sources with {have}", "weights", mend)
+        raise order_refused(f"{len(rows)} sources with {have}", "weights", mend)
     if min(rows) < 1:
-        raise _refused("a source without a row", f"source {rows.index(min(rows))}", "leave it out")
+        raise order_refused("a source without a row", f"source {rows.index(min(rows))}", "leave it out")
     size = settings.global_batch_size
     if settings.last_batch != "wrap" and rows[0] < size:
         what = f"{rows[0]} rows are no global batch of {size}, and what fills none is not trained on"
-        raise _refused(what, "last_batch", "say wrap, or make the global batch smaller")
+        raise order_refused(what, "last_batch", "say wrap, or make the global batch smaller")
 
 
 def _mixed(value: int) -> int:
@@ -336,7 +259,3 @@ def _torch_permutation(count: int) -> NDArray[np.int64]:
     """What Megatron-LM's random sampler draws in its first pass, which is as long as the run."""
     permutation: NDArray[np.int64] = torch.randperm(count, generator=torch.Generator().manual_seed(0)).numpy()
     return permutation
-
-
-def _refused(what: str, where: str, mend: str) -> PackproofError:
-    return PackproofError(what=what, where=where, mend=mend)

@@ -64,7 +64,7 @@ class _Task:
     samples: tuple[Sample, ...]
 
 
-class Ahead:
+class Prefetcher:
     """Keeps `prefetch` steps under way. `plan` and `assemble` are called by its own thread, one after the other."""
 
     def __init__(
@@ -91,10 +91,10 @@ class Ahead:
         self._is_over = self._is_closed = False
         self._failure: BaseException | None = None
         self._owner = os.getpid()
-        self._bell, self._rope = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._wakeup_read, self._wakeup_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._thread = threading.Thread(target=self._run, name="packproof-loader", daemon=True)
 
-    def go_to(self, consumed_samples: int) -> None:
+    def seek(self, consumed_samples: int) -> None:
         """Go on after so many samples; what is under way for others is thrown away."""
         with self._changed:
             self._steps.clear()
@@ -104,7 +104,7 @@ class Ahead:
                 self._thread.start()
         self._ring()
 
-    def take(self) -> tuple[Planned, Any] | None:
+    def next(self) -> tuple[Planned, Any] | None:
         """The next step, waiting for it; None behind the last. Raises what it came to, and again when it is asked again."""
         if os.getpid() != self._owner:
             mend = "open a loader in the process that asks it, after the fork"
@@ -147,12 +147,12 @@ class Ahead:
         self._steps.clear()
         self._tasks.clear()
         self._given.clear()
-        os.close(self._bell)
-        os.close(self._rope)
+        os.close(self._wakeup_read)
+        os.close(self._wakeup_write)
 
     def _ring(self) -> None:
         with contextlib.suppress(BlockingIOError):  # full: it has been rung
-            os.write(self._rope, b".")
+            os.write(self._wakeup_write, b".")
 
     def _run(self) -> None:
         try:
@@ -160,12 +160,12 @@ class Ahead:
                 torch.cuda.set_device(self._device)
             poll = select.poll()
             by_number = {worker.socket.fileno(): worker for worker in self._workers}
-            for number in (self._bell, *by_number):
+            for number in (self._wakeup_read, *by_number):
                 poll.register(number, select.POLLIN)
             while self._deal():
                 for number, _ in poll.poll():
-                    if number == self._bell:
-                        os.read(self._bell, 4096)
+                    if number == self._wakeup_read:
+                        os.read(self._wakeup_read, 4096)
                     else:
                         self._take_in(by_number[number])
         except BaseException as error:  # noqa: BLE001 - the thread that waits has to hear of it

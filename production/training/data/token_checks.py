@@ -12,12 +12,12 @@ from production.files.file_state import is_there
 from production.files.head import cut_end, first_rows
 from production.files.manifest import read_manifest
 from production.rows.builder import RowSettings, find_pad
+from production.rows.token_facts import ControlTokens, Note, removed_switches, template_notes, tokenizer_notes
 from production.tokens.format_fit import MISFIT_MEND, format_misfits, misfit_text
 from production.tokens.message_keys import MessageKeys
 from production.tokens.prompts import FORMATS
-from production.tokens.token_facts import ControlTokens, Note, removed_switches, template_notes, tokenizer_notes
 from production.training.config import Dataset, Job, SetupRefused, row_settings
-from production.training.data.tokenizer import load_tokenizer, unloadable
+from production.training.data.tokenizer import check_tokenizer, load_tokenizer
 
 FIRST_ROWS = 32
 """Rows of each file that are looked at before a run."""
@@ -43,11 +43,11 @@ def dry_run_tokens(job: Job) -> tuple[list[PackproofError], list[str]]:
     files = [file.path for _, dataset in _datasets(job) for file in dataset.data_path]
     if not (name and is_there(name)):
         why = f"not checked here: whether the prompt format fits the tokenizer {name}, which is not on this machine"
-        return [*_bad_first_rows(job, None, unreadable=True)], [] if unloadable(job) else [why]
+        return [*_bad_first_rows(job, None, unreadable=True)], [] if check_tokenizer(job) else [why]
     try:
         tokenizer = load_tokenizer(job)
     except PackproofError:
-        return [], []  # told by `unloadable`
+        return [], []  # told by `check_tokenizer`
     told = [note.text for note in dict.fromkeys(itertools.chain.from_iterable(
         _notes(job, dataset, tokenizer) for _, dataset in _datasets(job)
     ))]  # fmt: skip

@@ -50,7 +50,7 @@ def load_tokenizer(job: Job) -> Any:
     return tokenizer
 
 
-def unloadable(job: Job) -> list[PackproofError]:
+def check_tokenizer(job: Job) -> list[PackproofError]:
     """Why the folder can be no tokenizer, found without loading it: a note of a dry run, a refusal of a run (R-SETUP-19).
 
     A name that Hugging Face may have is not looked up.

@@ -24,7 +24,7 @@ HEARTBEAT_SECONDS = 1.0
 """Between two signs of life of a rank."""
 SILENT_SECONDS = 5.0
 """A rank that gave none for so long is named as gone; one that is alive has so long to say where it hangs."""
-TOLD = "told by another rank"
+REPORTED_ELSEWHERE = "told by another rank"
 """Note of an error that another rank has raised in the same words: to be printed once."""
 
 
@@ -33,7 +33,7 @@ class RankLost(PackproofError):  # noqa: N818 - says what happened
 
 
 @contextlib.contextmanager
-def naming_the_lost() -> Iterator[None]:
+def report_lost_ranks() -> Iterator[None]:
     """Turns the error of a collective into RankLost with the ranks that are gone, that stopped and why, or that hang.
 
     Enter it in the default process group; with one rank it does nothing.
@@ -81,7 +81,7 @@ class _Watch:
         """Note on an error that another rank has raised it too."""
         with contextlib.suppress(Exception):
             if self._store.add(self._key("told", _short(error)), 1) > 1:
-                error.add_note(TOLD)
+                error.add_note(REPORTED_ELSEWHERE)
 
     def verdict(self) -> RankLost | None:
         """Who is at fault, after having waited for a sign of life; None where nobody is known to be."""

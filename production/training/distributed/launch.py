@@ -14,9 +14,9 @@ from torch._C._distributed_c10d import HashStore
 
 from production.errors import PackproofError
 from production.model.device.shim import cpu_shim
-from production.parallel.sizes import Place, Sizes, parallel
+from production.parallel.sizes import ParallelSizes, RankCoordinates, parallel
 from production.training.distributed.environment import started_ranks, threads
-from production.training.distributed.heartbeat import naming_the_lost
+from production.training.distributed.heartbeat import report_lost_ranks
 from production.training.library_warnings import quiet
 
 
@@ -24,7 +24,7 @@ from production.training.library_warnings import quiet
 class Launched:
     """A rank that may train."""
 
-    place: Place
+    place: RankCoordinates
     """Where it stands in the layout."""
     device: torch.device
     """Where its model lies."""
@@ -34,7 +34,7 @@ class Launched:
 
 @contextlib.contextmanager
 def launched(
-    sizes: Sizes, *, device: str, timeout_seconds: int, seed: int, deterministic: bool = True
+    sizes: ParallelSizes, *, device: str, timeout_seconds: int, seed: int, deterministic: bool = True
 ) -> Iterator[Launched]:
     """Join the world that torchrun started (be one of one rank without it; stay in the default process group where there is
     one), lay it out, seed it; all undone on exit.
@@ -59,7 +59,7 @@ def launched(
         if not distributed.is_initialized():
             _join(backend, timeout_seconds)
             undo.callback(_leave)
-        undo.enter_context(naming_the_lost())
+        undo.enter_context(report_lost_ranks())
         place = undo.enter_context(parallel(sizes, timeout_seconds=timeout_seconds))
         _seed(seed, place)
         yield Launched(
@@ -102,7 +102,7 @@ def _leave() -> None:
         distributed.destroy_process_group()
 
 
-def _seed(seed: int, place: Place) -> None:
+def _seed(seed: int, place: RankCoordinates) -> None:
     """As Megatron-LM: pipeline stages differ, tensor-parallel ranks in what they share out, replicas not at all."""
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: PLC0415 - heavy
 

@@ -123,9 +123,9 @@ class Measured:
 
 
 def row_of(
-    timings: Sequence[tuple[Timing, float]], *, wish: int, rank: int, size: int, device: torch.device
+    timings: Sequence[tuple[Timing, float]], *, stop_vote: int, rank: int, size: int, device: torch.device
 ) -> torch.Tensor:
-    """[W, 4·S + 1] float32 on the device: this rank's S steps' (timing, MiB), then its wish to end, in its row, and zeros in the others'.
+    """[W, 4·S + 1] float32 on the device: this rank's S steps' (timing, MiB), then its vote to stop, in its row, and zeros in the others'.
 
     Each rank writes in its own row alone, so that a sum brings all together: a gather proper copies every rank's part by itself
     over NCCL. On CUDA it waits until the device has ended the last of the steps.
@@ -136,12 +136,12 @@ def row_of(
         for value in (read(timing.step_seconds), read(timing.own_seconds), timing.data_wait_seconds, memory)
     ]
     rows = torch.zeros((size, len(numbers) + 1), dtype=torch.float32)
-    rows[rank] = torch.tensor([*numbers, float(wish)], dtype=torch.float32)
+    rows[rank] = torch.tensor([*numbers, float(stop_vote)], dtype=torch.float32)
     return rows.to(device, non_blocking=True)
 
 
 def measured(numbers: Sequence[float], *, steps: int) -> tuple[list[Measured], int]:
-    """Of each step, and the largest wish; from the flat sum of all ranks' `row_of`."""
+    """Of each step, and the largest vote to stop; from the flat sum of all ranks' `row_of`."""
     width = FIELDS * steps + 1
     ranks = [numbers[at : at + width] for at in range(0, len(numbers), width)]
     found = [

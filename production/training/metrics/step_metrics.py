@@ -34,8 +34,8 @@ class StepMetrics:
     inputs give an equal loss, to the bit where each step is reported alone. No call but a report waits for the device.
     """
 
-    wish: int = 0
-    """The largest that any rank gave the last report (`ending`)."""
+    stop_vote: int = 0
+    """The largest that any rank gave the last report (`shutdown`)."""
 
     def __init__(
         self,
@@ -117,13 +117,13 @@ class StepMetrics:
         self._begin()
 
     def report(
-        self, *, flops_of: FlopsOf | None = None, peak_tflops: float | None = None, wish: int = 0
+        self, *, flops_of: FlopsOf | None = None, peak_tflops: float | None = None, stop_vote: int = 0
     ) -> list[StepNumbers]:
         """The numbers of every step that has ended since the last report: an all-reduce over dp × cp, another over the world
         where that is more, one transfer to the host; on CUDA they are sent when the events of the last step have passed.
 
         `flops_of` gives the model's floating-point operations for (tokens, square sum) without padding; `peak_tflops`
-        is one device's; `wish` is this rank's to end. Collective: every rank of the world calls it after the same steps, those
+        is one device's; `stop_vote` is this rank's vote to stop. Collective: every rank of the world calls it after the same steps, those
         of stages without a loss too.
         """
         ended, self._ended = self._ended, []
@@ -131,7 +131,7 @@ class StepMetrics:
             return []
         rows = row_of(
             [(each.timing, each.memory_mebibytes) for each in ended],
-            wish=wish,
+            stop_vote=stop_vote,
             rank=self._group.world_rank,
             size=self._group.world_size,
             device=self._device,
@@ -150,7 +150,7 @@ class StepMetrics:
         norms_read = [
             next(read) if isinstance(each.gradient_norm, torch.Tensor) else each.gradient_norm for each in ended
         ]
-        of_ranks, self.wish = measured(list(read), steps=len(ended))
+        of_ranks, self.stop_vote = measured(list(read), steps=len(ended))
         each_step = zip(ended, losses_read, beside_read, counts_read, norms_read, of_ranks, strict=True)
         return [
             self._numbers(step, loss, more, limbs, norm, ranks, flops_of, peak_tflops)

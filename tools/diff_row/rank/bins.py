@@ -20,9 +20,9 @@ from reference.refusals import RowRefused
 from tools.diff_row.rank.coordinates import problem
 from tools.diff_row.rank.dump_reader import Dumped
 from tools.diff_row.rank.steps import TENSORS, Has
-from tools.diff_row.render.tokens import TokenTexts
 from tools.diff_row.row.findings import Findings, Side, Source, compare
 from tools.diff_row.row.layout import Ints, map_conversations
+from tools.diff_row.tokens import TokenTexts
 
 _SQUEEZED = ("input_ids", "target_ids", "target_mask", "position_ids", "cu_seqlens_padded", "max_seqlen")
 

@@ -23,7 +23,7 @@ Rank = Annotated[int, Meta(ge=0)]
 
 
 class Place(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a rank stands in its job (`production.parallel.sizes.Place`)."""
+    """Where a rank stands in its job (`production.parallel.sizes.RankCoordinates`)."""
 
     rank: Rank
     world_size: Size
@@ -86,7 +86,7 @@ class ChatMadeWith(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MadeWith(msgspec.Struct, frozen=True, kw_only=True):
-    """What it takes to make the rows again (`Feed.made_with`)."""
+    """What it takes to make the rows again (`BatchStream.provenance`)."""
 
     tokenizer: str
     chat_template: str | None

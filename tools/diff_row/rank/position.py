@@ -9,7 +9,7 @@ from rich.text import Text
 from tools.diff_row.rank.ownership import follow
 from tools.diff_row.rank.steps import RankFindings
 from tools.diff_row.render.columns import Column, draw
-from tools.diff_row.render.tokens import fit
+from tools.diff_row.tokens import fit
 
 SHORT = {
     "positions": "reads",

@@ -15,7 +15,7 @@ from tools.diff_row.rank.steps import ABOUT, RankFindings, Refused, Step, StepDi
 from tools.diff_row.render.columns import Column, draw
 from tools.diff_row.render.detail_table import closeup
 from tools.diff_row.render.terminal import flaws, header, refusals
-from tools.diff_row.render.tokens import fit, visible
+from tools.diff_row.tokens import fit, visible
 
 MOST_SEGMENTS = 4
 """Segments whose runs are told."""

@@ -9,8 +9,8 @@ from rich.text import Text
 
 from tools.diff_row.render.columns import GAP, Column, draw
 from tools.diff_row.render.context_window import Place, groups, neighbourhood
-from tools.diff_row.render.tokens import fit, visible
 from tools.diff_row.row.findings import TOKEN_TENSORS, Findings
+from tools.diff_row.tokens import fit, visible
 
 SHORTEST = 8
 """Columns that a token's text has at least."""

@@ -20,8 +20,8 @@ import numpy as np
 import numpy.typing as npt
 from markupsafe import Markup
 
-from tools.diff_row.render.tokens import visible
 from tools.diff_row.row.findings import MOST_LISTED, RULES, TOKEN_TENSORS, Findings, Found, boundary_set
+from tools.diff_row.tokens import visible
 
 Values = npt.NDArray[Any]
 

@@ -12,9 +12,9 @@ from rich.text import Text
 
 from tools.diff_row.render.columns import Column, draw
 from tools.diff_row.render.detail_table import closeup
-from tools.diff_row.render.tokens import fit, visible
 from tools.diff_row.row.findings import RULES, Findings, Pair
 from tools.diff_row.row.layout import Conversation
+from tools.diff_row.tokens import fit, visible
 
 STATES = {
     "kept": "green",

@@ -15,9 +15,9 @@ import numpy.typing as npt
 
 from equivalence.cases.difference import Difference, compare_rows
 from equivalence.subjects import ROW_TENSORS, Row, RowSettings
-from tools.diff_row.render.tokens import TokenTexts
 from tools.diff_row.row.inspection import Flaw
 from tools.diff_row.row.layout import RowMap
+from tools.diff_row.tokens import TokenTexts
 
 TOKEN_TENSORS = ROW_TENSORS[:4]
 """The tensors that have one value a position."""

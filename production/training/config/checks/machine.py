@@ -40,14 +40,14 @@ def held_checkpoints(job: Job) -> list[SetupRefused]:
     return found
 
 
-def unready(job: Job) -> list[SetupRefused]:
+def check_machine(job: Job) -> list[SetupRefused]:
     """What of this machine would end a run later: folders are made and written to here, which a dry run must not do."""
     setup = Setup(job=job, world_size=1, device=None)
     return [*_missing_packages(setup), *_unwritable(setup)]
 
 
-def blocked_folders(job: Job) -> list[SetupRefused]:
-    """Folders of `unready` that something else stands in the way of, found without writing: notes of a dry run."""
+def check_writable(job: Job) -> list[SetupRefused]:
+    """Folders of `check_machine` that something else stands in the way of, found without writing: notes of a dry run."""
     setup = Setup(job=job, world_size=1, device=None)
     found: list[SetupRefused] = []
     for key, folder in _folders(job).items():

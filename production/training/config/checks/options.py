@@ -11,13 +11,13 @@ from production.training.config.megatron_options import Kind, converted, option_
 from production.training.config.refusal import SetupRefused, nearest
 from production.training.config.settings import uses_distributed_optimizer
 from production.training.config.unsupported_options import (
+    ALLOWED_VALUES,
+    FORBIDDEN_VALUES,
     NEEDS_CUDA,
     NEEDS_TRANSFORMER_ENGINE,
-    NOT_HERE,
-    NOT_THESE,
-    ONLY_THESE,
     PACKAGES,
     RECOMPUTED_BY_TRANSFORMER_ENGINE,
+    UNSUPPORTED_OPTIONS,
 )
 
 _MEGATRON = "policy.megatron_cfg"
@@ -25,16 +25,16 @@ _TRANSFORMER = f"{_MEGATRON}.transformer"
 _TRANSFORMER_ENGINE = ("transformer_engine", "Transformer Engine (the extra `te`)")
 
 
-def check_not_here(setup: Setup) -> Iterator[SetupRefused]:
+def check_unsupported(setup: Setup) -> Iterator[SetupRefused]:
     """Options that turn on a part which this job does not have (R-SETUP-7)."""
     with quiet():
         from production.model.model import NOT_BUILT  # noqa: PLC0415 - imports megatron-core's models
 
     for kind in PASSED_ON:
-        parts: Mapping[str, str] = {**NOT_HERE[kind], **(NOT_BUILT if kind == "transformer" else {})}
+        parts: Mapping[str, str] = {**UNSUPPORTED_OPTIONS[kind], **(NOT_BUILT if kind == "transformer" else {})}
         for key, name, part in _turned_on(setup, kind, parts):
             yield setup.refuse("switched_on", key, f"this job does not have {part}", f"take {name} out")
-    for name, words in NOT_THESE.items():
+    for name, words in FORBIDDEN_VALUES.items():
         for word in words.keys() & set(_words(setup, name)):
             key, what = f"{_TRANSFORMER}.{name}", f"this job does not have {words[word]}"
             yield setup.refuse("switched_on", key, what, f"take {name} out")
@@ -65,7 +65,7 @@ def check_kernels(setup: Setup) -> Iterator[SetupRefused]:
 def check_values(setup: Setup) -> Iterator[SetupRefused]:
     """Options whose values do not fit the model or each other, at which megatron-core fails only where it uses them, or never (R-SETUP-18)."""
     job = setup.job
-    for name, words in ONLY_THESE.items():
+    for name, words in ALLOWED_VALUES.items():
         for word in _words(setup, name):
             if word not in words:
                 what = f"{word!r} is none that megatron-core knows; the nearest is {nearest(word, words)}"

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from production.training.config.schema.data import Data
 from production.training.config.schema.model import Model
+from production.training.config.schema.plain import plain
 from production.training.config.schema.policy import MegatronCfg, Policy
 from production.training.config.schema.sections import Checkpointing, Cluster, Logger, Loss, Sft
 
@@ -77,6 +78,4 @@ class Job:
 
     def describe(self) -> dict[str, Any]:
         """The resolved configuration as plain mappings, lists and values: what a checkpoint or a log keeps of it."""
-        from production.training.config.show import plain  # noqa: PLC0415 - which needs this class
-
         return dict(plain(self))

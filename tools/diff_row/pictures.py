@@ -1,4 +1,4 @@
-"""Makes the README's two pictures from the shipped sample: `python -m tools.diff_row.render.pictures [--chromium PATH]`.
+"""Makes the README's two pictures from the shipped sample: `python -m tools.diff_row.pictures [--chromium PATH]`.
 
 Each shows a fault that was met in real training: a boundary label (terminal), a trained role header (page).
 """

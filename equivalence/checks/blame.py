@@ -8,7 +8,7 @@ from pathlib import Path
 from traceback import FrameSummary
 
 from equivalence.cases.difference import Difference
-from equivalence.checks.result import Finding
+from equivalence.cases.result import Finding
 
 RAISED = "raised"
 """The class of a difference that is an exception."""

@@ -7,8 +7,8 @@ import dataclasses
 from production import semantics
 from production.errors import PackproofError, RowRefused
 from production.rows.builder import RowSettings
+from production.rows.token_facts import ControlTokens, removed_switches, tokenizer_notes
 from production.tokens.message_keys import MessageKeys
-from production.tokens.token_facts import ControlTokens, removed_switches, tokenizer_notes
 from tools.diff_row.inputs import Request, load_named, messages_of
 from tools.diff_row.row.findings import Findings
 

@@ -1,0 +1,17 @@
+"""A configuration as plain values, for files and logs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+
+def plain(value: Any) -> Any:
+    """`value` as mappings, lists and plain values, the sources left out."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = [each.name for each in dataclasses.fields(value) if each.name != "sources"]
+        return {name: plain(getattr(value, name)) for name in fields}
+    if isinstance(value, Mapping):
+        return {name: plain(each) for name, each in value.items()}
+    return [plain(each) for each in value] if isinstance(value, tuple | list) else value

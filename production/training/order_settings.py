@@ -1,0 +1,94 @@
+"""How a job goes through its rows, and which ways are refused (SPEC section 19)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from production.errors import PackproofError
+
+Kind = Literal["sequential", "shuffle", "megatron-cyclic", "megatron-cyclic-sharded"]
+LastBatch = Literal["drop", "wrap", "stop"]
+
+_CYCLIC = ("megatron-cyclic", "megatron-cyclic-sharded")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OrderSettings:
+    """How a job goes through its rows. Nothing that changes a number has a default. Raises PackproofError."""
+
+    kind: Kind
+    """`sequential` as Megatron-LM's sampler (R-ORDER-1), `shuffle` seeded by epoch (R-ORDER-4), or what Megatron-LM's driver draws with
+    `--dataloader-type cyclic`, without and with `--data-sharding` (R-ORDER-5); the draw of the last two is torch's own."""
+    last_batch: LastBatch
+    """What happens where an epoch ends inside a global batch: `drop` its last rows, `wrap` into the next epoch, or `stop` before them (R-ORDER-3)."""
+    global_batch_size: int
+    """Rows of a global batch."""
+    data_parallel_size: int
+    """dp: must divide it."""
+    seed: int | None = None
+    """Of `shuffle`, from 0 to 2**64 - 1; the other kinds take none."""
+    max_epochs: int | None = None
+    """Stop after so many epochs; None goes on as long as it is asked."""
+    run_steps: int | None = None
+    """Steps of the whole run, which the cyclic kinds permute as one; the other kinds take none."""
+    weights: tuple[float, ...] | None = None
+    """One of each source of a blend (R-ORDER-6); None where there is one source."""
+
+    def __post_init__(self) -> None:
+        """Refuse what no order could satisfy, or would have to guess."""
+        for name, choices in (("kind", get_args(Kind)), ("last_batch", get_args(LastBatch))):
+            if (value := getattr(self, name)) not in choices:
+                raise order_refused(f"{value!r} is no {name}", name, f"choose one of {', '.join(choices)}")
+        for name in ("global_batch_size", "data_parallel_size", "max_epochs", "run_steps"):
+            if (size := getattr(self, name)) is not None and size < 1:
+                raise order_refused(f"{size} is no size", name, "give at least 1")
+        if self.global_batch_size % self.data_parallel_size:
+            what = f"{self.global_batch_size} rows over {self.data_parallel_size} data-parallel ranks"
+            raise order_refused(what, "global_batch_size", "make it a multiple of data_parallel_size")
+        if (self.kind == "shuffle") != (self.seed is not None):
+            why = (
+                "needs a seed"
+                if self.seed is None
+                else "takes no seed: what Megatron-LM draws never depends on one here"
+            )
+            raise order_refused(f"{self.kind} {why}", "seed", "give one to shuffle only")
+        if self.seed is not None and not 0 <= self.seed < 1 << 64:
+            raise order_refused(f"{self.seed} is beyond 64 bits", "seed", "give one from 0 to 2**64 - 1")
+        self._check_cyclic()
+        if self.weights is not None:
+            self._check_blend(self.weights)
+
+    def _check_cyclic(self) -> None:
+        if self.kind not in _CYCLIC:
+            if self.run_steps is not None:
+                raise order_refused(
+                    f"{self.kind} does not depend on the length of the run", "run_steps", "leave it out"
+                )
+            return
+        if self.last_batch != "wrap":
+            what = f"{self.kind} permutes the samples of the whole run, in which no epoch ends, as Megatron-LM's driver does"
+            raise order_refused(what, "last_batch", "say wrap, or choose sequential or shuffle")
+        if self.max_epochs is not None:
+            what = f"{self.kind} permutes the samples of the whole run, which has no epochs to count"
+            raise order_refused(what, "max_epochs", "leave it out (in a job: null) and say how many steps to train")
+        if self.run_steps is None:
+            what = f"{self.kind} permutes the samples of the whole run, whose number of steps is not given"
+            raise order_refused(what, "run_steps", "say how many steps to train, or choose sequential or shuffle")
+
+    def _check_blend(self, weights: tuple[float, ...]) -> None:
+        if not weights or not all(0 < weight < float("inf") for weight in weights):
+            raise order_refused(f"the weights {weights}", "weights", "give each source a finite weight above 0")
+        if self.kind in _CYCLIC:
+            raise order_refused(f"a blend in the order {self.kind}", "kind", "choose sequential or shuffle for a blend")
+        if self.last_batch != "wrap":
+            what = "a blend's sources end their epochs each for itself"
+            raise order_refused(what, "last_batch", "say wrap for a blend")
+        if self.max_epochs is not None:
+            what = "a blend has no epoch of its own: its sources are gone through at their own pace"
+            raise order_refused(what, "max_epochs", "leave it out (in a job: null) and say how many steps to train")
+
+
+def order_refused(what: str, where: str, mend: str) -> PackproofError:
+    """Return the error for an order that cannot be."""
+    return PackproofError(what=what, where=where, mend=mend)
