@@ -184,8 +184,8 @@ def _replay(asked: Replay, console: Console) -> int:
         for finding in result.findings:
             for each in finding.differences:
                 place = "" if each.position is None else f"[{each.position}]"
-                klass = named(each.klass, check=result.check, tensor=each.tensor)
-                line = f"{result.check}: {each.tensor}{place}: {finding.left} {each.left} / {finding.right} {each.right} ({klass})"
+                kind = named(each.kind, check=result.check, tensor=each.tensor)
+                line = f"{result.check}: {each.tensor}{place}: {finding.left} {each.left} / {finding.right} {each.right} ({kind})"
                 console.print(line, style="red", highlight=False, markup=False, soft_wrap=True)
     equal = all(result.equal for result in results)
     said = ", ".join(

@@ -94,7 +94,7 @@ def rectangle(
     lengths = [len(tokens) for tokens, _ in conversations]
     if not lengths or 0 in lengths:
         raise PaddingError("a conversation of no token, or none at all; leave it out")
-    width = rounded(max(lengths), multiple)
+    width = round_up(max(lengths), multiple)
     ids = [[*tokens] + [pad_token_id] * (width - len(tokens)) for tokens, _ in conversations]
     masks = [[*mask] + [0] * (width - len(mask)) for _, mask in conversations]
     return Rectangle(
@@ -107,7 +107,7 @@ def rectangle(
 
 def bins(lengths: Sequence[int], multiple: int, capacity: int, packer: str, data_parallel_size: int) -> Bins:
     """One packing for the global batch, over rounded lengths; rank r takes bins r, r + dp, … R-ONLINE-3."""
-    packed = packing.PACKERS[packer]([rounded(length, multiple) for length in lengths], capacity)
+    packed = packing.PACKERS[packer]([round_up(length, multiple) for length in lengths], capacity)
     return packing.raise_bin_count(packed, data_parallel_size)
 
 
@@ -151,14 +151,14 @@ def padding(
     if hybrid_expert_parallel:
         kernel = max(kernel, 128)
     row_multiple = kernel * factor if kernel > 1 else 1
-    row_length = rounded(longest_bin, row_multiple) if pipeline_parallel_size > 1 else None
+    row_length = round_up(longest_bin, row_multiple) if pipeline_parallel_size > 1 else None
     return Padding(sequence_multiple=multiple, row_multiple=row_multiple, row_length=row_length)
 
 
 def squeeze(batch: Rectangle, how: Padding) -> Squeezed:
     """The sequences end to end, each padded, the last one also with what the whole row lacks. R-ONLINE-4, R-ONLINE-5."""
-    padded = [rounded(length, how.sequence_multiple) for length in batch.input_lengths]
-    whole = rounded(sum(padded), how.row_multiple) if how.row_length is None else how.row_length
+    padded = [round_up(length, how.sequence_multiple) for length in batch.input_lengths]
+    whole = round_up(sum(padded), how.row_multiple) if how.row_length is None else how.row_length
     if whole < sum(padded):
         raise PaddingError(f"a bin of {sum(padded)} tokens in rows of {whole}; take the longest bin of the rank")
     padded[-1] += whole - sum(padded)
@@ -182,8 +182,8 @@ def squeeze(batch: Rectangle, how: Padding) -> Squeezed:
         target_ids=torch.tensor(targets, dtype=torch.int64),
         target_mask=torch.tensor(target_mask, dtype=torch.float32),
         token_mask=torch.tensor(token_mask, dtype=torch.float32),
-        cu_seqlens=added_up(batch.input_lengths),
-        cu_seqlens_padded=added_up(padded),
+        cu_seqlens=cumsum(batch.input_lengths),
+        cu_seqlens_padded=cumsum(padded),
     )
 
 
@@ -279,15 +279,15 @@ def cut_depth(depth: Depth, share: Callable[[torch.Tensor], torch.Tensor]) -> De
     )
 
 
-def rounded(length: int, multiple: int) -> int:
-    """The next multiple that is at least the length."""
+def round_up(length: int, multiple: int) -> int:
+    """Return the smallest multiple that is at least the length."""
     while length % multiple != 0:
         length += 1
     return length
 
 
-def added_up(lengths: Sequence[int]) -> list[int]:
-    """Boundaries from 0."""
+def cumsum(lengths: Sequence[int]) -> list[int]:
+    """Return the running sums of the lengths, from 0: their segment boundaries."""
     boundaries = [0]
     for length in lengths:
         boundaries.append(boundaries[-1] + length)

@@ -26,7 +26,7 @@ class Difference:
     """Where in the tensor; None for a whole field."""
     left: object
     right: object
-    klass: str
+    kind: str
     """Of a row: boundary_label, padding, role_mask, mask, shift, row_end, label, token, position, boundary, max_seqlen, report, refusal,
     dtype_or_shape. Checks of other things than rows name their own, or other."""
 
@@ -37,7 +37,7 @@ def compare_rows(left: Row, right: Row) -> list[Difference]:
         kinds = [side.refusal.kind if side.refusal else None for side in (left, right)]
         if kinds[0] == kinds[1]:
             return []
-        return [Difference(tensor="refusal", position=None, left=kinds[0], right=kinds[1], klass="refusal")]
+        return [Difference(tensor="refusal", position=None, left=kinds[0], right=kinds[1], kind="refusal")]
     found: list[Difference] = []
     for name in ROW_TENSORS:
         values = getattr(left, name), getattr(right, name)
@@ -45,7 +45,7 @@ def compare_rows(left: Row, right: Row) -> list[Difference]:
     if left.max_seqlen != right.max_seqlen:
         found.append(
             Difference(
-                tensor="max_seqlen", position=None, left=left.max_seqlen, right=right.max_seqlen, klass="max_seqlen"
+                tensor="max_seqlen", position=None, left=left.max_seqlen, right=right.max_seqlen, kind="max_seqlen"
             )
         )
     if left.report is not None and right.report is not None:
@@ -68,11 +68,11 @@ def _compare_tensors(name: str, left: torch.Tensor | None, right: torch.Tensor |
     if left is None or right is None:
         if left is not right:
             shapes = [None if side is None else tuple(side.shape) for side in (left, right)]
-            yield Difference(tensor=name, position=None, left=shapes[0], right=shapes[1], klass="dtype_or_shape")
+            yield Difference(tensor=name, position=None, left=shapes[0], right=shapes[1], kind="dtype_or_shape")
         return
     if left.dtype != right.dtype or left.shape != right.shape:
         described = [f"{side.dtype} {tuple(side.shape)}" for side in (left, right)]
-        yield Difference(tensor=name, position=None, left=described[0], right=described[1], klass="dtype_or_shape")
+        yield Difference(tensor=name, position=None, left=described[0], right=described[1], kind="dtype_or_shape")
     if left.shape != right.shape or torch.equal(left, right):
         return
     # A NaN equals nothing, itself included: it must show.
@@ -83,7 +83,7 @@ def _compare_tensors(name: str, left: torch.Tensor | None, right: torch.Tensor |
             position=place[0] if len(place) == 1 else tuple(place) or None,
             left=values[0],
             right=values[1],
-            klass="other",
+            kind="other",
         )
 
 
@@ -100,14 +100,14 @@ def _compare_boundaries(left: torch.Tensor, right: torch.Tensor) -> Iterator[Dif
     for has, lacks, is_left in ((counts[0], counts[1], True), (counts[1], counts[0], False)):
         for value in (has - lacks).elements():
             sides = (value, None) if is_left else (None, value)
-            yield Difference(tensor="cu_seqlens", position=None, left=sides[0], right=sides[1], klass="boundary")
+            yield Difference(tensor="cu_seqlens", position=None, left=sides[0], right=sides[1], kind="boundary")
 
 
 def _compare_reports(left: Mapping[str, int | None], right: Mapping[str, int | None]) -> Iterator[Difference]:
     for name in sorted(left.keys() | right.keys()):
         values = left.get(name, "absent"), right.get(name, "absent")
         if values[0] != values[1]:
-            yield Difference(tensor=f"report.{name}", position=None, left=values[0], right=values[1], klass="report")
+            yield Difference(tensor=f"report.{name}", position=None, left=values[0], right=values[1], kind="report")
 
 
 class _PairFacts:
@@ -129,7 +129,7 @@ class _PairFacts:
 
 
 def _classified(difference: Difference, facts: _PairFacts | None) -> Difference:
-    if difference.klass != "other" or not isinstance(difference.position, int):
+    if difference.kind != "other" or not isinstance(difference.position, int):
         return difference
     assert facts is not None
     return Difference(
@@ -137,7 +137,7 @@ def _classified(difference: Difference, facts: _PairFacts | None) -> Difference:
         position=difference.position,
         left=difference.left,
         right=difference.right,
-        klass=_class_of(difference.tensor, difference.position, facts),
+        kind=_class_of(difference.tensor, difference.position, facts),
     )
 
 

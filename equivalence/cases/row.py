@@ -123,7 +123,7 @@ def differs_from_expected(row: Row, expected: Mapping[str, Any]) -> list[Differe
 
 
 def _wrong(name: str, wanted: object, found: object) -> Difference:
-    return Difference(tensor=name, position=None, left=wanted, right=found, klass="other")
+    return Difference(tensor=name, position=None, left=wanted, right=found, kind="other")
 
 
 def _settings_to_json(settings: RowSettings) -> dict[str, Any]:

@@ -24,7 +24,7 @@ def is_of_production(error: BaseException) -> bool:
 
 def raised(side: str, error: BaseException, *, expected: str = "a row or a refusal") -> Finding:
     """Return the difference that a side's exception is, with file and line."""
-    difference = Difference(tensor="exception", position=None, left=expected, right=told(error), klass=RAISED)
+    difference = Difference(tensor="exception", position=None, left=expected, right=told(error), kind=RAISED)
     return Finding(left="expected", right=side, differences=[difference])
 
 

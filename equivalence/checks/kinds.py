@@ -33,11 +33,11 @@ _NAMES: tuple[tuple[str, str], ...] = (
 """Patterns in the name of what differs, the most telling first."""
 
 
-def named(klass: str, *, check: str, tensor: str) -> str:
+def named(kind: str, *, check: str, tensor: str) -> str:
     """Return the class of a difference: the one that it has, else by the tensor's name, else the check's own."""
-    if klass != UNNAMED:
-        return klass
+    if kind != UNNAMED:
+        return kind
     for pattern, found in _NAMES:
         if re.search(pattern, tensor):
             return found
-    return CHECKS[check].klass if check in CHECKS else check
+    return CHECKS[check].difference_kind if check in CHECKS else check

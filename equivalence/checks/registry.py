@@ -20,7 +20,7 @@ class Check:
     """What a person calls its cases."""
     kind: Kind
     """`row`: messages that subjects build; `data`: drawn tensors and numbers; `step`: one training step of ranks; `run`: many steps; `files`: bytes on disk."""
-    klass: str
+    difference_kind: str
     """The class of a difference in a tensor whose name says none."""
     cost: float = 0.0
     """Of one example in generated rows' worth; 0 where the number of ranks decides, or a job is one piece."""
@@ -32,43 +32,47 @@ class Check:
 CHECKS: dict[str, Check] = {
     check.name: check
     for check in (
-        Check(name="corpus", title="saved cases", kind="row", klass="row"),
-        Check(name="recorded", title="recorded outcomes", kind="row", klass="row", cost=0.7),
-        Check(name="own", title="own settings", kind="row", klass="row", cost=5.5),
-        Check(name="files", title="file readers", kind="files", klass="reader"),
-        Check(name="sample", title="other settings", kind="row", klass="row", cost=5.5),
-        Check(name="rows", title="generated rows", kind="row", klass="row", cost=1.0),
-        Check(name="batches", title="batches", kind="row", klass="batch", cost=1.5),
-        Check(name="divergences", title="divergences", kind="row", klass="row", cost=4.0),
-        Check(name="context_parallel", title="cp cuts", kind="data", klass="cut", cost=1.4),
-        Check(name="multi_token", title="MTP depths", kind="data", klass="depth", cost=1.4),
-        Check(name="packing", title="packers", kind="data", klass="bins", cost=1.4),
-        Check(name="direct_microbatches", title="direct microbatches", kind="data", klass="microbatch", cost=1.4),
-        Check(name="online_microbatches", title="online microbatches", kind="data", klass="microbatch", cost=1.4),
-        Check(name="meeting", title="direct and online rows", kind="data", klass="microbatch", cost=1.4),
-        Check(name="loss", title="losses", kind="data", klass="loss", cost=1.4),
-        Check(name="online_loss", title="online losses", kind="data", klass="loss", cost=1.4),
-        Check(name="cross_entropy", title="cross entropies", kind="data", klass="loss", cost=1.4),
-        Check(name="order", title="data order", kind="data", klass="order", cost=1.4),
-        Check(name="shares", title="stride and bins", kind="data", klass="share", cost=1.4),
-        Check(name="guards", title="guards of batches", kind="data", klass="guard", cost=1.4),
-        Check(name="loader", title="batches of the loader", kind="data", klass="batch", cost=1.4),
-        Check(name="packed_files", title="packed files", kind="data", klass="reader", cost=1.4),
-        Check(name="models", title="training steps", kind="step", klass="step"),
-        Check(name="third_witness", title="steps of Megatron-LM", kind="step", klass="step"),
-        Check(name="invariance", title="steps in other layouts", kind="step", klass="step"),
-        Check(name="leaks", title="leaks across boundaries", kind="step", klass="leak"),
-        Check(name="paths", title="direct and online steps", kind="step", klass="step"),
-        Check(name="trainer", title="runs of twenty steps", kind="run", klass="run", cost=1000.0),
+        Check(name="corpus", title="saved cases", kind="row", difference_kind="row"),
+        Check(name="recorded", title="recorded outcomes", kind="row", difference_kind="row", cost=0.7),
+        Check(name="own", title="own settings", kind="row", difference_kind="row", cost=5.5),
+        Check(name="files", title="file readers", kind="files", difference_kind="reader"),
+        Check(name="sample", title="other settings", kind="row", difference_kind="row", cost=5.5),
+        Check(name="rows", title="generated rows", kind="row", difference_kind="row", cost=1.0),
+        Check(name="batches", title="batches", kind="row", difference_kind="batch", cost=1.5),
+        Check(name="divergences", title="divergences", kind="row", difference_kind="row", cost=4.0),
+        Check(name="context_parallel", title="cp cuts", kind="data", difference_kind="cut", cost=1.4),
+        Check(name="multi_token", title="MTP depths", kind="data", difference_kind="depth", cost=1.4),
+        Check(name="packing", title="packers", kind="data", difference_kind="bins", cost=1.4),
+        Check(
+            name="direct_microbatches", title="direct microbatches", kind="data", difference_kind="microbatch", cost=1.4
+        ),
+        Check(
+            name="online_microbatches", title="online microbatches", kind="data", difference_kind="microbatch", cost=1.4
+        ),
+        Check(name="meeting", title="direct and online rows", kind="data", difference_kind="microbatch", cost=1.4),
+        Check(name="loss", title="losses", kind="data", difference_kind="loss", cost=1.4),
+        Check(name="online_loss", title="online losses", kind="data", difference_kind="loss", cost=1.4),
+        Check(name="cross_entropy", title="cross entropies", kind="data", difference_kind="loss", cost=1.4),
+        Check(name="order", title="data order", kind="data", difference_kind="order", cost=1.4),
+        Check(name="shares", title="stride and bins", kind="data", difference_kind="share", cost=1.4),
+        Check(name="guards", title="guards of batches", kind="data", difference_kind="guard", cost=1.4),
+        Check(name="loader", title="batches of the loader", kind="data", difference_kind="batch", cost=1.4),
+        Check(name="packed_files", title="packed files", kind="data", difference_kind="reader", cost=1.4),
+        Check(name="models", title="training steps", kind="step", difference_kind="step"),
+        Check(name="third_witness", title="steps of Megatron-LM", kind="step", difference_kind="step"),
+        Check(name="invariance", title="steps in other layouts", kind="step", difference_kind="step"),
+        Check(name="leaks", title="leaks across boundaries", kind="step", difference_kind="leak"),
+        Check(name="paths", title="direct and online steps", kind="step", difference_kind="step"),
+        Check(name="trainer", title="runs of twenty steps", kind="run", difference_kind="run", cost=1000.0),
         Check(
             name="whole_run",
             title="whole runs of the job",
             kind="run",
-            klass="run",
+            difference_kind="run",
             cost=1000.0,
             replay="equivalence.runner.whole_run_jobs:check_case",
         ),
-        Check(name="distributed_optimizer", title="distributed optimizer", kind="run", klass="run"),
+        Check(name="distributed_optimizer", title="distributed optimizer", kind="run", difference_kind="run"),
     )
 }
 """By name, in the order of the report."""

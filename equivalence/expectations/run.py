@@ -160,7 +160,7 @@ def _online(case: RunCase, messages: Sequence[list[dict[str, str]]], weights: Se
     counted = [weight * own for weight, (_, _, own) in zip(weights, found, strict=True)]
     whole = dataclasses.replace(whole, sample_mask=torch.tensor(counted))
     bins = microbatches.bins(whole.input_lengths, MULTIPLE, PACK_LENGTH, PACKER, case.data_size)
-    lengths = [microbatches.rounded(length, MULTIPLE) for length in whole.input_lengths]
+    lengths = [microbatches.round_up(length, MULTIPLE) for length in whole.input_lengths]
     how = microbatches.padding(
         multiple=MULTIPLE,
         context_parallel_size=case.sizes.context,

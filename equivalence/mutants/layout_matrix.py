@@ -128,7 +128,7 @@ def _expect_no_other_failure(mutant: LayoutMutant, result: CheckResult) -> None:
     """SuiteError where a rank failed by other means than production's own refusals: then the fault itself is at fault."""
     for each in (difference for finding in result.findings for difference in finding.differences):
         failed = str(each.left).removeprefix("a result, not ")
-        if each.klass == RAISED:
+        if each.kind == RAISED:
             failed = str(each.right).partition(":")[0]
-        if each.klass in ("failed", RAISED) and failed != each.left and failed not in mutant.raises:
+        if each.kind in ("failed", RAISED) and failed != each.left and failed not in mutant.raises:
             raise SuiteError(f"fault {mutant.name} could not run: {each.right}")

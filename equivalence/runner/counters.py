@@ -25,7 +25,7 @@ class Differing:
     left: str
     right: str
     first: dict[str, Any]
-    """The first difference: tensor, position, left, right, klass."""
+    """The first difference: tensor, position, left, right, class."""
     count: int
     """Differing values in all."""
     classes: dict[str, int]
@@ -168,7 +168,7 @@ def described(difference: Difference, check: str) -> dict[str, Any]:
 
 
 def _class_of(difference: Difference, check: str) -> str:
-    return named(difference.klass, check=check, tensor=difference.tensor)
+    return named(difference.kind, check=check, tensor=difference.tensor)
 
 
 def _plain(value: object) -> object:

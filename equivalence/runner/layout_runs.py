@@ -276,5 +276,5 @@ def failed_case(case: ModelCase, failure: Failure) -> CheckResult:
 
 
 def _finding(case: ModelCase, name: str, left: str, right: str) -> CheckResult:
-    wrong = Difference(tensor=name, position=None, left=left, right=right, klass="failed")
+    wrong = Difference(tensor=name, position=None, left=left, right=right, kind="failed")
     return CheckResult(check=case.check, findings=[Finding(left="expected", right="production", differences=[wrong])])

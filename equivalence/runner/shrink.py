@@ -49,7 +49,7 @@ def shrink(
 def signature(results: Results) -> frozenset[tuple[str, object]]:
     """What differs, so that one fault is not made into another: the checks, and how a rank failed."""
     return frozenset(
-        (result.check, each.left if each.klass == "failed" else None)
+        (result.check, each.left if each.kind == "failed" else None)
         for result in results
         for finding in result.findings
         for each in finding.differences[:1]

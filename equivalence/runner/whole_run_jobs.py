@@ -143,5 +143,5 @@ def _failed(case: RunCase, failure: Failure) -> CheckResult:
 
 
 def _finding(name: str, left: str, right: str) -> CheckResult:
-    wrong = Difference(tensor=name, position=None, left=left, right=right, klass="failed")
+    wrong = Difference(tensor=name, position=None, left=left, right=right, kind="failed")
     return CheckResult(check=NAME, findings=[Finding(left="expected", right="production", differences=[wrong])])

@@ -49,11 +49,11 @@ CLASSES = [
 ]
 
 
-@pytest.mark.parametrize(("tensor", "position", "value", "klass"), CLASSES)
-def test_one_changed_value_is_one_difference_with_its_class(tensor, position, value, klass):
+@pytest.mark.parametrize(("tensor", "position", "value", "kind"), CLASSES)
+def test_one_changed_value_is_one_difference_with_its_class(tensor, position, value, kind):
     for left, right in ((row(), changed(tensor, position, value)), (changed(tensor, position, value), row())):
         (found,) = compare_rows(left, right)
-        assert (found.tensor, found.position, found.klass) == (tensor, position, klass)
+        assert (found.tensor, found.position, found.kind) == (tensor, position, kind)
 
 
 def full_row(**changes):
@@ -68,7 +68,7 @@ def full_row(**changes):
 
 def test_a_wrong_label_where_a_row_was_cut_is_named_so():
     (found,) = compare_rows(full_row(), full_row(target_ids=torch.tensor([-100, 14, 15, 16, 17, 18, 0])))
-    assert (found.position, found.klass) == (6, "row_end")
+    assert (found.position, found.kind) == (6, "row_end")
 
 
 def test_a_mask_that_is_shifted_by_one_is_called_a_shift_and_one_that_leaves_pads_out_padding():
@@ -77,12 +77,12 @@ def test_a_mask_that_is_shifted_by_one_is_called_a_shift_and_one_that_leaves_pad
     one_segment = {"cu_seqlens": torch.tensor([0, 7], dtype=torch.int32), "max_seqlen": 7}
     whole = full_row(target_ids=labels, token_mask=mask, **one_segment)
     shifted = full_row(target_ids=labels, token_mask=torch.cat([mask[1:], mask[:1]]), **one_segment)
-    classes = [difference.klass for difference in compare_rows(whole, shifted)]
+    classes = [difference.kind for difference in compare_rows(whole, shifted)]
     assert classes[:-1] == ["shift"] * (len(classes) - 1)
     assert len(classes) > 2
     padded = row(target_ids=torch.tensor([-100, 0, 15, 16, 17, 0, 0]))
     other = row(target_ids=padded.target_ids, token_mask=torch.tensor([0.0, 0, 1, 1, 1, 0, 0]))
-    assert [difference.klass for difference in compare_rows(padded, other)] == ["padding"]
+    assert [difference.kind for difference in compare_rows(padded, other)] == ["padding"]
 
 
 @pytest.mark.parametrize("is_left", [True, False])
@@ -90,22 +90,22 @@ def test_each_boundary_that_one_side_lacks_is_a_boundary_and_no_shape(is_left):
     fewer = row(cu_seqlens=torch.tensor([0, 7], dtype=torch.int32))
     sides = (fewer, row()) if is_left else (row(), fewer)
     (found,) = compare_rows(*sides)
-    assert (found.tensor, found.klass, found.left, found.right) == (
+    assert (found.tensor, found.kind, found.left, found.right) == (
         ("cu_seqlens", "boundary", None, 3) if is_left else ("cu_seqlens", "boundary", 3, None)
     )
     twice = row(cu_seqlens=torch.tensor([0, 3, 3, 7], dtype=torch.int32))
     (found,) = compare_rows(twice, row())
-    assert (found.klass, found.left, found.right) == ("boundary", 3, None)
+    assert (found.kind, found.left, found.right) == ("boundary", 3, None)
 
 
 def test_nan_and_dtype_and_shape_show():
     assert compare_rows(*[changed("token_mask", 1, float("nan"))] * 2)
     for name in ROW_TENSORS:
         other = row(**{name: getattr(row(), name).to(torch.int16)})
-        assert [difference.klass for difference in compare_rows(row(), other)] == ["dtype_or_shape"]
+        assert [difference.kind for difference in compare_rows(row(), other)] == ["dtype_or_shape"]
         shorter = compare_rows(row(), row(**{name: getattr(row(), name)[:-1]}))[0]
-        assert shorter.klass == ("boundary" if name == "cu_seqlens" else "dtype_or_shape")
-    assert compare_rows(row(), row(max_seqlen=3))[0].klass == "max_seqlen"
+        assert shorter.kind == ("boundary" if name == "cu_seqlens" else "dtype_or_shape")
+    assert compare_rows(row(), row(max_seqlen=3))[0].kind == "max_seqlen"
 
 
 def test_a_report_counts_only_where_both_have_one():
@@ -117,7 +117,7 @@ def test_a_report_counts_only_where_both_have_one():
 def test_a_refusal_is_compared_by_its_kind():
     refused = Row(refusal=Refusal(kind="empty_row", message="one"))
     assert compare_rows(refused, Row(refusal=Refusal(kind="empty_row", message="two"))) == []
-    assert compare_rows(refused, Row(refusal=Refusal(kind="role_order")))[0].klass == "refusal"
+    assert compare_rows(refused, Row(refusal=Refusal(kind="role_order")))[0].kind == "refusal"
     (found,) = compare_rows(refused, row())
     assert (found.left, found.right) == ("empty_row", None)
 
@@ -144,7 +144,7 @@ def test_a_row_shifted_twice_is_called_a_shift_also_beside_masked_labels():
     labels = [-100, -100, 14, 15, 16, 17, 18]
     once = row(target_ids=torch.tensor(labels), cu_seqlens=torch.tensor([0, 7], dtype=torch.int32), max_seqlen=7)
     twice = row(target_ids=torch.tensor([*labels[1:], 19]), cu_seqlens=once.cu_seqlens, max_seqlen=7)
-    classes = [difference.klass for difference in compare_rows(once, twice) if difference.position < 4]
+    classes = [difference.kind for difference in compare_rows(once, twice) if difference.position < 4]
     assert classes == ["shift"] * 3
 
 

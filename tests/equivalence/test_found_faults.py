@@ -108,7 +108,7 @@ def test_an_exception_of_production_is_a_difference_with_its_case_and_line_and_i
     case = store.parse(found.case)
     assert len(case.value.lengths) < 10, "shrunk"
     (result,) = checked(case, ())
-    assert result.findings[0].differences[0].klass == "raised"
+    assert result.findings[0].differences[0].kind == "raised"
 
 
 def test_an_exception_of_a_witness_is_an_error_that_names_the_case(monkeypatch):

@@ -93,7 +93,7 @@ def test_a_wrong_depth_is_found(monkeypatch):
 def test_a_wrong_packer_and_a_missing_refusal_are_found(monkeypatch):
     monkeypatch.setattr(packing.reference, "check_lengths", lambda *_: None)
     found = packing.check_packing([3, 9], 8, order=[1, 0], data_parallel_size=1)
-    assert found.findings[0].differences[0].klass == "refusal"
+    assert found.findings[0].differences[0].kind == "refusal"
     monkeypatch.undo()
     monkeypatch.setitem(
         packing.production.PACKERS, "concatenative", lambda lengths, _: [[index] for index in range(len(lengths))]

@@ -212,7 +212,7 @@ def test_what_differs_is_shrunk_to_the_cheapest_layout_that_still_does():
         trained=("anywhere", "first", "share 1/2", "last"),
         normalization="mean_of_means",
     )
-    wrong = Difference(tensor="t", position=0, left=1, right=2, klass="other")
+    wrong = Difference(tensor="t", position=0, left=1, right=2, kind="other")
 
     def check(step):  # a fault of context parallelism that needs two segments
         differs = step.sizes.context > 1 and any(len(row) > 1 for row in step.rows)

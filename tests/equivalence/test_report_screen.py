@@ -12,15 +12,15 @@ from equivalence.runner.counters import Differing
 from equivalence.runner.main import Options, Outcome
 
 
-def differing(number, *, tensor="gradient of layer 3", klass="other", check="models", right="production"):
+def differing(number, *, tensor="gradient of layer 3", kind="other", check="models", right="production"):
     return Differing(
         check=check,
         prompt_format="any",
         left="reference",
         right=right,
-        first={"tensor": tensor, "position": None, "left": 1, "right": 2, "class": klass},
+        first={"tensor": tensor, "position": None, "left": 1, "right": 2, "class": kind},
         count=4,
-        classes={klass: 4},
+        classes={kind: 4},
         where=f"case {number}",
         command=f"show {number}",
     )
@@ -53,7 +53,7 @@ def screen(summary, width=160):
 SEVERAL = [
     differing(0, check="paths"),
     *(differing(number, tensor=f"gradient of layer {number}") for number in range(1, 7)),
-    differing(7, tensor="gradient of layer 1", klass="failed"),
+    differing(7, tensor="gradient of layer 1", kind="failed"),
     differing(8, right="megatron_lm"),
 ]
 

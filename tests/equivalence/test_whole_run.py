@@ -130,5 +130,5 @@ def test_a_rank_that_cannot_run_is_a_finding_with_its_stack(monkeypatch):
     monkeypatch.setattr(whole_run_jobs, "TRAIN", "equivalence.trainers.whole_run:_read_nothing")
     result = whole_run_jobs.check_case(whole_run_jobs.short_case("direct", ONE, seed=0))
     (finding,) = result.findings
-    assert finding.differences[0].klass == "failed"
+    assert finding.differences[0].kind == "failed"
     assert "_read_nothing" in finding.differences[0].right

@@ -76,7 +76,7 @@ def test_r_online_5_what_the_whole_row_is_padded_to(options, multiple):
     found = microbatches.padding(multiple=8, tensor_parallel_size=2, pipeline_parallel_size=1, longest_bin=20, **given)
     assert (found.row_multiple, found.row_length) == (multiple, None)
     staged = microbatches.padding(multiple=8, tensor_parallel_size=2, pipeline_parallel_size=2, longest_bin=20, **given)
-    assert staged.row_length == microbatches.rounded(20, multiple)
+    assert staged.row_length == microbatches.round_up(20, multiple)
 
 
 def test_r_online_4_a_multiple_that_the_domain_factor_does_not_divide_is_an_error():

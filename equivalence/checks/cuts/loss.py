@@ -235,7 +235,7 @@ def _reports(case: LossCase, valid: torch.Tensor) -> list[Finding]:
     findings = _close("reported", theirs, found, dtype=torch.float32, terms=len(pairs))
     if numbers.all_masked != (float(valid) == 0):
         wrong = Difference(
-            tensor="all masked", position=None, left=float(valid) == 0, right=numbers.all_masked, klass="other"
+            tensor="all masked", position=None, left=float(valid) == 0, right=numbers.all_masked, kind="other"
         )
         findings.append(Finding(left="reference", right="production", differences=[wrong]))
     return findings
@@ -252,14 +252,14 @@ def _close(
     """What differs by more than rounding: a unit of `dtype` for each operation and each of `terms` that are added, all positive."""
     found = []
     if left.keys() != right.keys():
-        found.append(Difference(tensor=name, position=None, left=[*left], right=[*right], klass="other"))
+        found.append(Difference(tensor=name, position=None, left=[*left], right=[*right], kind="other"))
     for key in left.keys() & right.keys():
         ours, theirs = left[key].double().reshape(-1), right[key].double().reshape(-1)
         bound = (_ROUNDINGS + terms) * torch.finfo(dtype).eps * ours.abs()
         for place in (~((ours - theirs).abs() <= bound)).nonzero().flatten().tolist():
             values = ours[place].item(), theirs[place].item()
             found.append(
-                Difference(tensor=f"{name}: {key}", position=place, left=values[0], right=values[1], klass="other")
+                Difference(tensor=f"{name}: {key}", position=place, left=values[0], right=values[1], kind="other")
             )
     return [Finding(left="reference", right="production", differences=found[:20])] if found else []
 

@@ -67,7 +67,7 @@ def _compared(check: str, sides: dict[str, Side]) -> CheckResult:
     if any(isinstance(side, str) for side in sides.values()) or left == right:
         return found
     missing = Difference(
-        tensor="names", position=None, left=sorted(left - right), right=sorted(right - left), klass="other"
+        tensor="names", position=None, left=sorted(left - right), right=sorted(right - left), kind="other"
     )
     found.findings.append(Finding(left="reference", right="production", differences=[missing]))
     return found
@@ -177,7 +177,7 @@ def _reference_online(case: OnlineCase, rows: list[tuple[tuple[int, int], refere
         bins = reference.bins(whole.input_lengths, case.multiple, case.capacity, case.packer, case.data_parallel_size)
     except reference_packing.PackingError:
         return "bins"
-    lengths = [reference.rounded(length, case.multiple) for length in whole.input_lengths]
+    lengths = [reference.round_up(length, case.multiple) for length in whole.input_lengths]
     ranks = [
         reference_packing.bins_of_rank(bins, data_rank, case.data_parallel_size)
         for data_rank in range(case.data_parallel_size)

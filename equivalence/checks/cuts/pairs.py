@@ -32,24 +32,24 @@ def _differences(left: Side, right: Side) -> list[Difference]:
         kinds = [side if isinstance(side, str) else None for side in (left, right)]
         if kinds[0] == kinds[1]:
             return []
-        return [Difference(tensor="refusal", position=None, left=kinds[0], right=kinds[1], klass="refusal")]
+        return [Difference(tensor="refusal", position=None, left=kinds[0], right=kinds[1], kind="refusal")]
     shared = [name for name in left if name in right]
     if not shared:
-        return [Difference(tensor="names", position=None, left=sorted(left), right=sorted(right), klass="other")]
+        return [Difference(tensor="names", position=None, left=sorted(left), right=sorted(right), kind="other")]
     return [difference for name in shared for difference in _compare(name, left[name], right[name])]
 
 
 def _compare(name: str, left: torch.Tensor, right: torch.Tensor) -> list[Difference]:
     if left.dtype != right.dtype or left.shape != right.shape:
         described = [f"{side.dtype} {tuple(side.shape)}" for side in (left, right)]
-        return [Difference(tensor=name, position=None, left=described[0], right=described[1], klass="dtype_or_shape")]
+        return [Difference(tensor=name, position=None, left=described[0], right=described[1], kind="dtype_or_shape")]
     if torch.equal(left, right):  # the usual answer, in one operation
         return []
     differ = left != right
     values = zip(differ.nonzero().tolist(), left[differ].tolist(), right[differ].tolist(), strict=True)
     return [
         Difference(
-            tensor=name, position=place[0] if len(place) == 1 else tuple(place) or None, left=a, right=b, klass="other"
+            tensor=name, position=place[0] if len(place) == 1 else tuple(place) or None, left=a, right=b, kind="other"
         )
         for place, a, b in values
     ]

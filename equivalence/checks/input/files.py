@@ -235,7 +235,7 @@ def check_file_layers(folder: Path) -> list[tuple[FileLayer, CheckResult]]:
             ("megatron_lm", layer.theirs, _read_theirs(path)),
         ):
             if found != wanted:
-                difference = Difference(tensor="rows", position=None, left=wanted, right=found, klass="other")
+                difference = Difference(tensor="rows", position=None, left=wanted, right=found, kind="other")
                 findings.append(Finding(left=f"registered: {layer.name}", right=side, differences=[difference]))
         results.append((layer, CheckResult(check="files", findings=findings, fired={layer.name: int(layer.diverges)})))
     return results

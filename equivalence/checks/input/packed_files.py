@@ -274,7 +274,7 @@ def _verify(files: _Files) -> dict[str, tuple[Seen, Seen]]:
     """A change anywhere, of the same size and time, is seen where all bytes are hashed."""
     number, content = _changed(files, anywhere=True)
     files.write(number, content, same_tick=not files.case.files[number].packing)
-    return {"rows": _both(files, lambda: files.open(verify=True))}
+    return {"rows": _both(files, lambda: files.open(verify=True), whole=True)}
 
 
 def _other_key(files: _Files) -> dict[str, tuple[Seen, Seen]]:
@@ -370,7 +370,7 @@ def _is_in_no_sample(content: bytes, lines: Sequence[bytes], place: int) -> bool
 def _compared(name: str, theirs: Seen, ours: Seen) -> list[Finding]:
     """One finding for each answer that differs, with the first place of it."""
     found = [
-        Difference(tensor=f"{name}: {key}", position=None, left=_short(left), right=_short(right), klass="other")
+        Difference(tensor=f"{name}: {key}", position=None, left=_short(left), right=_short(right), kind="other")
         for key in dict.fromkeys((*theirs, *ours))
         for left, right in [_apart(theirs.get(key), ours.get(key))]
         if left != right

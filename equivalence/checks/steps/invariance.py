@@ -107,4 +107,4 @@ def weights_differ(case: ModelCase, other: ModelCase) -> bool:
 
 
 def _difference(name: str, left: object, right: object) -> Difference:
-    return Difference(tensor=name, position=None, left=left, right=right, klass="other")
+    return Difference(tensor=name, position=None, left=left, right=right, kind="other")

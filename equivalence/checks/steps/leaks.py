@@ -127,7 +127,7 @@ def _outside(
                                 position=None,
                                 left="a change that shows",
                                 right="none",
-                                klass="other",
+                                kind="other",
                             )
                         )
     return differences, shown

@@ -181,7 +181,7 @@ def bits(name: str, left: torch.Tensor, right: torch.Tensor) -> list[Difference]
 
 def difference(name: str, position: int | tuple[int, ...] | None, left: object, right: object) -> Difference:
     """One difference of a step."""
-    return Difference(tensor=name, position=position, left=left, right=right, klass="other")
+    return Difference(tensor=name, position=position, left=left, right=right, kind="other")
 
 
 def result(check: str, left: str, right: str, differences: list[Difference]) -> CheckResult:

@@ -75,7 +75,7 @@ class ReferenceBins:
                 [(tokens, mask) for tokens, mask, _ in made], multiple, settings.pad_token_id
             )
             self._rectangle.sample_mask.copy_(torch.tensor([weight for _, _, weight in made]))
-            lengths = [reference.rounded(len(tokens), multiple) for tokens, _, _ in made]
+            lengths = [reference.round_up(len(tokens), multiple) for tokens, _, _ in made]
             self._bins = packing.raise_bin_count(self._pack(lengths), self._settings.data_parallel_size)
             self._paddings = [self._padding(lengths, rank) for rank in range(settings.data_parallel_size)]
         except (reference.PaddingError, packing.PackingError) as error:

@@ -89,7 +89,7 @@ def _first(findings: Findings) -> dict[str, Any] | None:
         "left": first.left,
         "right": first.right,
         "tensor": first.tensor,
-        "class": first.klass,
+        "class": first.kind,
         "position": first.position,
         "left_value": first.left_value,
         "right_value": first.right_value,
@@ -97,7 +97,7 @@ def _first(findings: Findings) -> dict[str, Any] | None:
         "conversation": None if place is None else int(findings.map.conversation_at[place]),
         "turn": turn if turn >= 0 else None,
         "role": None if place is None else findings.map.role(place),
-        "rules": RULES.get(first.klass),
+        "rules": RULES.get(first.kind),
         "neighbourhood": []
         if first.position is None
         else [

@@ -208,7 +208,7 @@ def _alike(listed: Sequence[Found]) -> list[list[Found]]:
     """Differences that are one to the eye: the same values at the same place, of other sides."""
     groups: dict[str, list[Found]] = {}
     for found in listed:
-        values = (found.position, found.tensor, found.klass, found.left_value, found.right_value)
+        values = (found.position, found.tensor, found.kind, found.left_value, found.right_value)
         groups.setdefault(repr(values), []).append(found)
     return list(groups.values())
 

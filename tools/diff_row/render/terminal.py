@@ -180,7 +180,7 @@ def _first(findings: Findings, width: int) -> Iterator[Text]:
     if first.tensor == "refusal":
         return
     line = Text("DIFFERENT ", "bold red")
-    line.append(first.klass.replace("_", " "), "bold")
+    line.append(first.kind.replace("_", " "), "bold")
     line.append(f" in {first.tensor}")
     if first.position is not None:
         line.append(f" at position {first.position:,}", "bold")
@@ -235,7 +235,7 @@ def _counts(findings: Findings, width: int) -> Iterator[Text]:
         if not counts:
             lines.append([Text(names), Text("all"), Text("0"), Text("equal", "green")])
         for number, (tensor, classes) in enumerate(counts.items()):
-            kinds = ", ".join(f"{klass.replace('_', ' ')} {count:,}" for klass, count in classes.items())
+            kinds = ", ".join(f"{kind.replace('_', ' ')} {count:,}" for kind, count in classes.items())
             if tensor in fields:
                 kinds = " ≠ ".join(map(_value, fields[tensor]))
             total = Text(f"{sum(classes.values()):,}", "bold red")
@@ -268,7 +268,7 @@ def _names(pair: Pair, findings: Findings) -> str:
 def _next(findings: Findings, page: str | None) -> Text:
     line = Text("next  ", "dim")
     if findings.first is not None:
-        line.append(f"docs/SPEC.md {RULES.get(findings.first.klass, 'sections 4 and 5')}; ")
+        line.append(f"docs/SPEC.md {RULES.get(findings.first.kind, 'sections 4 and 5')}; ")
     return line.append(f"all tokens: {page}" if page else "all tokens: the same command with --html FILE")
 
 

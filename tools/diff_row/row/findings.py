@@ -114,7 +114,7 @@ class Found:
     left: str
     right: str
     tensor: str
-    klass: str
+    kind: str
     position: int | None
     """In the row; of a boundary, the position where only one side has it. None for what has no place."""
     left_value: object
@@ -188,10 +188,10 @@ def compare(sides: Sequence[Side]) -> Comparison:
         counts: dict[str, dict[str, int]] = {}
         for each in found:
             classes = counts.setdefault(each.tensor, {})
-            classes[each.klass] = classes.get(each.klass, 0) + 1
+            classes[each.kind] = classes.get(each.kind, 0) + 1
             if each.position is not None:
                 places.setdefault(each.tensor, set()).add(each.position)
-        fields = {each.tensor: (each.left_value, each.right_value) for each in found if each.klass in WHOLE}
+        fields = {each.tensor: (each.left_value, each.right_value) for each in found if each.kind in WHOLE}
         pairs.append(Pair(left=left.name, right=right.name, counts=counts, fields=fields))
         listed += heapq.nsmallest(MOST_LISTED, found, key=_order)
     return Comparison(
@@ -225,7 +225,7 @@ def _place(difference: Difference, left: Row, right: Row) -> int | None:
         apart = boundary_set(left) ^ boundary_set(right)
         values = [value for value in (difference.left, difference.right) if isinstance(value, int)]
         inside = [value for value in values if value in apart]
-        return min(inside, default=min(apart, default=None) if difference.klass == "dtype_or_shape" else None)
+        return min(inside, default=min(apart, default=None) if difference.kind == "dtype_or_shape" else None)
     return None
 
 
@@ -234,7 +234,7 @@ def _found(difference: Difference, left: Side, right: Side) -> Found:
         left=left.name,
         right=right.name,
         tensor=difference.tensor,
-        klass=difference.klass,
+        kind=difference.kind,
         position=_place(difference, left.row, right.row),
         left_value=difference.left,
         right_value=difference.right,
