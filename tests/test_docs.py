@@ -102,6 +102,21 @@ def test_the_pages_of_the_house_name_only_what_stands_in_the_code():
         assert sorted(names - known) == [], page
 
 
+def test_every_package_says_its_purpose():
+    packages = [path for each in PACKAGES for path in (ROOT / each).rglob("__init__.py")]
+    assert len(packages) > 40
+    assert [path for path in packages if not ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))] == []
+
+
+def test_the_glossary_gives_each_word_one_meaning_in_one_sentence():
+    text = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (.+?) \| (.+?) \| (.+?) \|$", text, re.MULTILINE)
+    entries = [(word, meaning) for word, meaning, _ in rows if word != "word"]
+    words = [word for word, _ in entries]
+    assert len(set(words)) == len(words) > 50
+    assert [word for word, meaning in entries if not re.fullmatch(r"[A-Z][^.]*(?:`[^`]*`[^.]*)*\.", meaning)] == []
+
+
 def test_evidence_names_functions_that_production_has():
     """The names of "What each check drives" begin below `production`."""
     text = (ROOT / "docs" / "evidence.md").read_text(encoding="utf-8")

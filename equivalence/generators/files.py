@@ -12,6 +12,7 @@ import zstandard
 from equivalence.generators.choices import Choices
 
 SAMPLE_BYTES = 1 << 14
+SAMPLES = 16
 EDGES = (1 << 11, SAMPLE_BYTES, 1 << 18, 1 << 19, 1 << 21)
 """Bytes at which blocks end: of compressed input, of a sample, of all samples, of a scan, of reading ahead."""
 STRIDE = 1 << 12
@@ -174,6 +175,8 @@ def _draw_large(choices: Choices) -> list[tuple[int, int]]:
         runs.append((choices.integer(1, 3), choices.integer(SHORTEST, 200)))
     if kind == "blocks" and len(runs) > 2:
         runs.append((1100, 512))
+    # Two short lines of other lengths between long ones: they can change places where no sample of the file sees it.
+    runs += [(choices.integer(90, 300), 1024), (1, 150), (1, 250), (choices.integer(90, 300), 1024)]
     return runs
 
 

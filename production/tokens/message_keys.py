@@ -1,4 +1,4 @@
-"""Keys of messages that say what to train, or hold text that nobody renders: honoured or refused by name (SPEC R-KEYS-1 and 2).
+"""Keys of messages that say what to train, or hold text that nobody renders: honoured or refused by name (SPEC R-KEYS-1, R-KEYS-2).
 
 Megatron-LM reads `role` and `content` alone, so a row never honours another key: what it would ignore is refused before it is built.
 """

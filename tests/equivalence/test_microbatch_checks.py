@@ -241,7 +241,7 @@ def test_a_wrong_microbatch_is_found(monkeypatch):
 
 def test_a_wrong_squeeze_is_found(monkeypatch):
     production = microbatches.production
-    squeezed = production.online.bins
+    squeezed = production.squeeze
 
     def without_shift(rectangle, padding):
         row = squeezed(rectangle, padding)

@@ -6,10 +6,10 @@ import json
 import pytest
 import torch
 
-from equivalence.cases import step as model_cases
+from equivalence.cases import store
 from equivalence.cases.difference import Difference
 from equivalence.cases.result import CheckResult, Finding
-from equivalence.cases.step import ModelCase, ModelShape
+from equivalence.cases.step import CHECKS, ModelCase, ModelShape
 from equivalence.generators.models import Layout
 from equivalence.runner import shrink
 from equivalence.runner.counters import Tally
@@ -194,9 +194,9 @@ def test_a_fault_in_a_layout_is_found_counted_and_named(tmp_path):
     run_drawn(job, layout, tally, entered=lambda sizes: ("model_targets:same_rows", sizes))
     assert {each.check for each in tally.differences} >= {"models", "third_witness", "invariance"}
     assert tally.layouts["dp2"]["differing"] == 1
-    saved = model_cases.save(ModelCase.from_json(tally.differences[0].case), "why", folder=tmp_path)
+    case = ModelCase.from_json(tally.differences[0].case)
     again = Tally()
-    run_saved(str(saved), again)
+    run_saved(case, str(store.save(case, "why", folder=tmp_path)), again)
     assert not again.differences, "production has no such fault"
     assert again.layouts["dp2"]["cases"] == 1
 
@@ -236,19 +236,18 @@ def test_a_saved_case_that_cannot_be_read_is_named(tmp_path):
     for text in ("{", '{"schema": 2}', json.dumps({"schema": 1, "rows": [[4]], "masked": [1], "check": "nothing"})):
         (tmp_path / "case.json").write_text(text)
         with pytest.raises(CaseError, match=r"case\.json"):
-            model_cases.read(tmp_path / "case.json")
+            store.read(tmp_path / "case.json")
 
 
 def test_a_step_is_promoted_among_the_permanent_ones(tmp_path, monkeypatch):
     from equivalence.__main__ import main
 
-    monkeypatch.setattr(model_cases, "SAVED", tmp_path / "saved")
-    (tmp_path / "saved").mkdir()
-    fresh = model_cases.save(CASE, "why", folder=tmp_path / "models")
+    monkeypatch.setattr(store, "SAVED", tmp_path / "saved")
+    fresh = store.save(CASE, "why", folder=tmp_path)
     assert main(["promote", str(fresh), "--name", "a-step"]) == 0
     assert not fresh.exists()
-    assert model_cases.read(tmp_path / "saved" / "a-step.json") == dataclasses.replace(CASE, note="why")
-    again = model_cases.save(CASE, "why", folder=tmp_path / "models")
+    assert store.read(tmp_path / "saved" / "models" / "a-step.json") == dataclasses.replace(CASE, note="why")
+    again = store.save(CASE, "why", folder=tmp_path)
     assert main(["promote", str(again), "--name", "a-step"]) == 2
 
 
@@ -268,7 +267,7 @@ def test_steps_of_the_smallest_run_are_equal_in_each_dimension(layout):
 
     preload_models()
     cases = tiny_cases(layout)
-    assert {case.check for case in cases} == set(model_cases.CHECKS)
+    assert {case.check for case in cases} == set(CHECKS)
     # The first one has the third witness.
     ran = list(run_layout([cases[0], *cases[-2:]]))
     assert all(each.equal for each in ran), [each.results for each in ran if not each.equal]

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from equivalence.cases import step
+from equivalence.cases import store
 from equivalence.cases.step import ModelCase
 from equivalence.generators.models import AIMS, FEATURES, STRATEGIES, domain_factor, draw_cases, features, layouts
 from equivalence.runner.plan import SIZES, model_jobs
@@ -85,7 +85,7 @@ def test_a_saved_step_is_the_same_again(tmp_path):
     for check, layout in itertools.product(STRATEGIES, LAYOUTS[::9]):
         (case,) = draw_cases(check, layout, AIMS[1], number=3, examples=1)
         assert ModelCase.from_json(case.to_json()) == case
-        path = step.save(case, "why", folder=tmp_path)
-        assert step.read(path).rows == case.rows
-        assert step.save(case, "another reason", folder=tmp_path) == path, "the same step is one file"
-    assert len(list(step.replay(tmp_path))) >= len(list(tmp_path.glob("*.json"))) > 20
+        path = store.save(case, "why", folder=tmp_path)
+        assert store.read(path).rows == case.rows
+        assert store.save(case, "another reason", folder=tmp_path) == path, "the same step is one file"
+    assert len(list(store.replay(tmp_path, kinds=("models",)))) >= len(list(tmp_path.glob("models/*.json"))) > 20

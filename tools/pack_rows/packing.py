@@ -139,7 +139,7 @@ class Packing:
         return tuple(refusal for refusal in self.refused if asked[refusal.kind == TOO_LONG] == "error")
 
     def counts(self) -> dict[str, int]:
-        """Return what a user must know of the rows, each a number of rows, conversations or tokens."""
+        """Return the counts of the rows by name, in rows, conversations or tokens (R-COUNT-1)."""
         length = self.settings.pack_length
         packed = [conversation for row in self.rows for conversation in row]
         fills = [sum(conversation.padded for conversation in row) for row in self.rows]

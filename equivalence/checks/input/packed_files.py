@@ -18,7 +18,7 @@ from typing import Any
 
 from equivalence.cases.difference import Difference
 from equivalence.cases.result import CheckResult, Finding
-from equivalence.generators.files import BAD_AT, SAMPLE_BYTES, FilesCase, pack
+from equivalence.generators.files import BAD_AT, SAMPLE_BYTES, SAMPLES, FilesCase, pack
 from production.errors import BadInput
 from production.files.source import PackedSource, open_source
 from reference.files import Line, read_lines, rows_of
@@ -274,7 +274,7 @@ def _verify(files: _Files) -> dict[str, tuple[Seen, Seen]]:
     """A change anywhere, of the same size and time, is seen where all bytes are hashed."""
     number, content = _changed(files, anywhere=True)
     files.write(number, content, same_tick=not files.case.files[number].packing)
-    return {"rows": _both(files, lambda: files.open(verify=True))}
+    return {"rows": _both(files, lambda: files.open(verify=True), whole=True)}
 
 
 def _other_key(files: _Files) -> dict[str, tuple[Seen, Seen]]:
@@ -344,13 +344,27 @@ def _changed(files: _Files, *, anywhere: bool = False) -> tuple[int, bytes]:
     places = [place for place, end in enumerate(ends) if anywhere or end + len(lines[0]) < SAMPLE_BYTES]
     odd = [place for place in places if lines[place] != lines[place + 1]]
     moving = [place for place in odd if len(lines[place]) != len(lines[place + 1])]
-    if not anywhere and moving:
+    if anywhere:
+        # Lines of other lengths whose bytes no sample holds: only all bytes tell that they were swapped.
+        moving = [place for place in moving if _is_in_no_sample(content, lines, place)] or moving
+    if moving:
         odd = moving
     if odd:
         place = files.random.choice(odd)
         lines[place : place + 2] = [lines[place + 1], lines[place]]
         return number, b"\n".join(lines)
     return number, content.replace(b"user", b"uses", 1) if b"user" in content else content.replace(b"uses", b"user", 1)
+
+
+def _is_in_no_sample(content: bytes, lines: Sequence[bytes], place: int) -> bool:
+    """Whether lines `place` and the next lie outside the 16 blocks of 16 KiB that are sampled, from the first to the last (R-FILE-4)."""
+    if len(content) <= SAMPLES * SAMPLE_BYTES:
+        return False
+    start = sum(len(line) + 1 for line in lines[:place])
+    end = start + len(lines[place]) + len(lines[place + 1]) + 1
+    last = len(content) - SAMPLE_BYTES
+    blocks = [last * block // (SAMPLES - 1) for block in range(SAMPLES)]
+    return all(end <= block or block + SAMPLE_BYTES <= start for block in blocks)
 
 
 def _compared(name: str, theirs: Seen, ours: Seen) -> list[Finding]:
