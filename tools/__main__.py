@@ -73,7 +73,7 @@ def _help() -> str:
             "",
             *lines,
             "",
-            "Exit status of every command: 0 equal or done, 1 a difference, 2 bad input.",
+            "Exit status: 0 equal or done, 1 a difference, 2 bad input. compare-runs recorded ends with 1 only for a limit that you give.",
         ]
     )
 

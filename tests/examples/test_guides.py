@@ -261,6 +261,8 @@ def test_the_guide_to_ones_own_trainer_is_current():
 @pytest.mark.usefixtures("checkout")
 def test_the_guide_to_a_loss_that_is_off_is_current(capsys):
     """The batch is row 17 of the sample as a trainer has it: Megatron-LM's names, and a mask of bool."""
+    import torch
+    from safetensors.torch import save_file
     from transformers import AutoTokenizer
 
     from production.files.source import open_source
@@ -272,6 +274,16 @@ def test_the_guide_to_a_loss_that_is_off_is_current(capsys):
         row = builder.build(source[17])
     batch = {"input_ids": row.input_ids[None], "labels": row.target_ids[None], "loss_mask": row.token_mask[None].bool()}
     names, done = {"batch": batch | {"position_ids": row.position_ids[None]}}, Counter()
+    # What a trainer dumps whose model shifts labels: the token itself, -100 where it does not train, and no mask.
+    trained = torch.where(row.token_mask != 0, row.target_ids, -100)
+    save_file(
+        {
+            "input_ids": row.input_ids[None],
+            "labels": torch.cat([torch.tensor([-100]), trained[:-1]])[None],
+            "position_ids": row.position_ids[None],
+        },
+        "shifted-by-the-model.safetensors",
+    )
     for number, (language, text) in enumerate(blocks("your-loss-is-off.md")):
         if language == "python":
             run_python(text, names, f"block {number}")
@@ -281,7 +293,7 @@ def test_the_guide_to_a_loss_that_is_off_is_current(capsys):
                 check_command(words, done)
     assert done == {
         "python": 1,
-        "ran tools.diff_row": 3,
+        "ran tools.diff_row": 4,
         "parsed tools.compare_runs": 1,
         "parsed equivalence": 1,
     }

@@ -390,3 +390,24 @@ def test_a_name_can_be_given_for_one_side(tmp_path):
     assert json.loads((tmp_path / "all.json").read_text())["equal"]
     assert main([*files, "--names", "loss=ce"]) == 2
     assert main([*files, "--names", "C:loss=ce"]) == 2
+
+
+# A constant ratio
+
+
+def scaled(tmp_path, factor_of):
+    """The records of `one`, each loss multiplied by what `factor_of` says of its step, against those as they are."""
+    lines = []
+    for line in (RECORDED / "one.metrics.jsonl").read_text().splitlines():
+        record = json.loads(line)
+        if record["kind"] == "step":
+            record["loss"] *= factor_of(record["step"])
+        lines.append(json.dumps(record))
+    (tmp_path / "b.jsonl").write_text("\n".join(lines) + "\n")
+    return compare(ours("one"), read(tmp_path / "b.jsonl"), WINDOW)
+
+
+def test_losses_that_are_off_by_one_ratio_at_all_steps_are_said_to_be(tmp_path):
+    assert "a constant ratio: B's loss is 1.003 times A's" in verdict(scaled(tmp_path, lambda _: 1.003))
+    assert "constant ratio" not in verdict(scaled(tmp_path, lambda step: 1.003 + 0.001 * (step % 2)))
+    assert "constant ratio" not in verdict(compare(ours("one"), ours("one"), WINDOW))

@@ -106,8 +106,8 @@ def test_what_a_dump_leaves_out_is_derived_and_told(tmp_path):
 def test_names_are_mapped_and_labels_may_be_unshifted(tmp_path, run):
     """A trainer whose model shifts dumps `y`, the tokens themselves with -100 where they do not train, and no mask."""
     settings = RowSettings(pack_length=32, prompt_format="nemotron-h-aligned")
-    file = write_rows(tmp_path, [many(3)])
-    row = build(many(3), settings=settings)
+    file = write_rows(tmp_path, [many(2)])
+    row = build(many(2), settings=settings)
     trained = torch.where(row.token_mask != 0, row.target_ids, -100)
 
     def theirs(found):
@@ -121,7 +121,7 @@ def test_names_are_mapped_and_labels_may_be_unshifted(tmp_path, run):
     assert "has no input_ids, target_ids; it has position_ids, x, y" in err
     named = [*common, "--name", "x=input_ids", "--name", "y=target_ids", "--labels", "unshifted"]
     status, out, _ = run(*named)
-    assert status == 1, "labels under prompts and padding are another convention"
+    assert status == 1, "labels under padding are another convention"
     status, out, _ = run(*named, "--only-trained-labels")
     assert status == 0, out
     assert "labels were declared unshifted" in out
@@ -132,6 +132,66 @@ def test_names_are_mapped_and_labels_may_be_unshifted(tmp_path, run):
     assert run(*common, "--name", "x=logits")[0] == 2
     assert run(*common, "--name", "x")[0] == 2
     assert run(*common, "--labels", "twice")[0] == 2
+
+
+def test_names_of_both_kinds_are_known_in_one_dump_and_what_is_not_read_is_told(tmp_path, run):
+    """A mask or boundaries that a dump has are never derived in their place."""
+    file = write_rows(tmp_path, [many(3)])
+    dump = tmp_path / "x.safetensors"
+    common = [file, "--tokenizer", "word", "--prompt-format", "identity", "--dump", dump]
+
+    def mixed(**changed):
+        def change(found):
+            named = {
+                "input_ids": found["input_ids"],
+                "labels": found["target_ids"],
+                "loss_mask": found["token_mask"],
+                "position_ids": found["position_ids"],
+                "cu_seqlens": found["packed_cu_seqlens"],
+                "attention_mask": torch.ones(1, 32),
+            }
+            return named | changed
+
+        return change
+
+    doctored(dump, [build(many(3))], mixed())
+    status, out, _ = run(*common)
+    assert status == 0
+    assert "not read: attention_mask" in out
+    doctored(dump, [build(many(3))], mixed(loss_mask=torch.zeros(1, 32)))
+    assert run(*common)[0] == 1
+    doctored(dump, [build(many(3))], mixed(cu_seqlens=torch.tensor([[0, 32]], dtype=torch.int32)))
+    assert run(*common)[0] == 1
+    doctored(dump, [build(many(3))], mixed(target_ids=build(many(3)).target_ids[None]))
+    status, _, err = run(*common)
+    assert status == 2
+    assert "has labels and target_ids, and both mean target_ids" in err
+
+
+def test_unshifted_labels_differ_nowhere_because_the_last_position_has_none(tmp_path, run):
+    file = write_rows(tmp_path, [many(9)])
+    row = build(many(9))
+    row.token_mask[-1] = 0
+    labels = torch.cat([torch.tensor([-100]), row.target_ids[:-1]])[None]
+    mask = torch.cat([torch.zeros(1), row.token_mask[:-1]])[None]
+    dump = doctored(
+        tmp_path / "x.safetensors", [row], lambda found: {**found, "target_ids": labels, "token_mask": mask}
+    )
+    given = [file, "--tokenizer", "word", "--prompt-format", "identity", "--dump", dump, "--labels", "unshifted"]
+    _, out, _ = run(*given, "--json")
+    differing = json.loads(out)["differing"]
+    assert "target_ids" not in differing, differing
+
+
+def test_another_pack_length_than_the_dumps_is_said_and_not_searched_for(tmp_path, run):
+    file = write_rows(tmp_path, [many(3)])
+    dump = tmp_path / "x.safetensors"
+    write_dump(dump, [build(many(3))])
+    status, _, err = run(
+        file, "--tokenizer", "word", "--prompt-format", "identity", "--dump", dump, "--pack-length", 48
+    )
+    assert status == 2
+    assert "the dump's rows have 32 tokens, and --pack-length says 48" in err
 
 
 def test_a_file_of_torch_save_is_answered_with_the_line_that_converts_it(tmp_path):
@@ -208,7 +268,7 @@ def test_the_dumps_row_is_found_by_its_ids(tmp_path, run):
     [
         (
             lambda tensors: tensors.pop("labels"),
-            "has no labels; it has cu_seqlens, loss_mask, .*--name TENSOR=target_ids",
+            "has no target_ids; it has cu_seqlens, loss_mask, .*--name TENSOR=target_ids",
         ),
         (lambda tensors: tensors.update(tokens=torch.zeros(1, 2, 3)), "a batch is \\[B, P\\]"),
         (lambda tensors: tensors.update(labels=torch.zeros(3, 32)), "one entry a row"),

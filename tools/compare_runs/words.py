@@ -25,6 +25,12 @@ class Row:
     """Whether all values are numbers."""
 
 
+FEWEST_RATIOS = 3
+"""Steps from which on a ratio that stays the same is no accident."""
+MOST_SPREAD = 0.1
+"""How far a constant ratio may range, as a part of how far it is from 1."""
+
+
 def time_rows(comparison: Comparison) -> list[tuple[str, str, str, str]]:
     """System, mean step time, window, relative throughput: the table of the published comparison; empty without times."""
     times = comparison.times
@@ -85,6 +91,7 @@ def findings(comparison: Comparison) -> list[str]:
         return [f"losses that are no numbers: {', '.join(who)}"]
     return [
         *_rounding(comparison),
+        *_ratio(comparison),
         _where(comparison),
         *_by_how_much(comparison),
         *_missing(comparison),
@@ -105,6 +112,23 @@ def _where(comparison: Comparison) -> str:
     which = "" if len(wholes) == 1 else f" in {_names([each for each in wholes if each.first_at == at])}"
     outside = "" if window.first <= at <= window.last else f", outside of the window {window}"
     return f"losses first differ at step {at}{which}, of {every}{outside}"
+
+
+def _ratio(comparison: Comparison) -> list[str]:
+    """Say that the losses differ by one ratio at all steps, where they do: another divisor or mask makes that, other rows do not."""
+    if comparison.whole.beyond_rounding_at is None or comparison.trained_by_one:
+        return []
+    first, second = (run.series["loss"] for run in comparison.runs)
+    steps = [step for step in sorted(first.keys() & second.keys()) if first[step] != 0]
+    ratios = [second[step] / first[step] for step in steps]
+    if len(ratios) < FEWEST_RATIOS or not all(map(math.isfinite, ratios)):
+        return []
+    mean = sum(ratios) / len(ratios)
+    if max(ratios) - min(ratios) > MOST_SPREAD * abs(mean - 1):
+        return []
+    return [
+        f"a constant ratio: B's loss is {mean:.5g} times A's at all {len(steps)} steps (docs/guides/your-loss-is-off.md)"
+    ]
 
 
 def _by_how_much(comparison: Comparison) -> list[str]:

@@ -105,6 +105,9 @@ def find(request: Request) -> Findings:
     if request.only_trained_labels:
         sides, note = _only_trained(sides)
         notes.append(note)
+    elif dump is not None and request.conventions.labels == "unshifted":
+        # The dump cannot have a label there, so one that nobody trains is no difference.
+        sides, _ = _only_trained(sides, last_only=True)
     return findings_of(
         tuple(sides),
         notes=notes,
@@ -229,6 +232,10 @@ def _match(request: Request, dump: Dump, dumped: Mapping[str, Any]) -> Match:
     assert first is not None
     assert request.file is not None
     assert dump.row.input_ids is not None
+    if (length := dump.row.input_ids.numel()) != first.settings.pack_length:
+        raise BadInput(
+            f"the dump's rows have {length:,} tokens, and --pack-length says {first.settings.pack_length:,}: leave --pack-length out"
+        )
     return find_row(dump.row.input_ids, request.file, first.tokenizer, first.settings, chat_key=request.chat_key)
 
 
@@ -238,14 +245,18 @@ def _other_ids(sides: Sequence[Side]) -> bool:
     return len(ids) > 1 and not any(torch.equal(ids[0], other) for other in ids[1:])
 
 
-def _only_trained(sides: Sequence[Side]) -> tuple[list[Side], Flaw]:
-    """The sides with -100 as the label of every position that none of them trains: conventions there differ and train nothing."""
+def _only_trained(sides: Sequence[Side], *, last_only: bool = False) -> tuple[list[Side], Flaw]:
+    """The sides with -100 as the label of every position, or of the last one, that none of them trains: conventions differ there."""
     built = [side for side in sides if side.row.refusal is None]
     sizes = {side.row.target_ids.numel() for side in built if side.row.target_ids is not None}
+    if len(sizes) != 1 and last_only:
+        return list(sides), Flaw(what="rows of several lengths", rule="section 1", count=1, position=None, note=True)
     if len(sizes) != 1:
         raise BadInput("--only-trained-labels: the sides have rows of several lengths: give the dump's --pack-length")
     trained = torch.stack([side.row.token_mask.reshape(-1) != 0 for side in built if side.row.token_mask is not None])
     untrained = ~trained.any(dim=0)
+    if last_only:
+        untrained[:-1] = False
     made = []
     for side in sides:
         row = side.row

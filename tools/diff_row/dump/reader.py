@@ -61,8 +61,10 @@ def read_dump(path: str | Path, row: int = 0, conventions: Conventions | None = 
     """Read row `row` of a dumped batch. Raises BadInput with what is wrong with the file."""
     path, conventions = Path(path), conventions or Conventions()
     _refuse_other_files(path)
-    names, found = _named_tensors(path, conventions)
+    chosen, found, unread = _named_tensors(path, conventions)
     notes: list[Flaw] = []
+    if unread:
+        notes.append(_note(f"not read: {', '.join(unread)} (--name TENSOR=FIELD says what a tensor is)", "section 1"))
     tensors = _split_flattened(found, conventions.pack_length, notes)
     count = _count(tensors["input_ids"], path)
     if not 0 <= row < count:
@@ -70,7 +72,7 @@ def read_dump(path: str | Path, row: int = 0, conventions: Conventions | None = 
     one = {name: _row_of(tensor, name, row, count, path) for name, tensor in tensors.items()}
     lengths = {name: one[name].numel() for name in FIELDS[:4] if name in one}
     if len(set(lengths.values())) > 1 or 0 in lengths.values():
-        sizes = ", ".join(f"{_name_in_file(name, names, conventions)} {size}" for name, size in lengths.items())
+        sizes = ", ".join(f"{chosen[name]} {size}" for name, size in lengths.items())
         raise BadInput(f"{path}: row {row} has {sizes}; each has one value for each of at least one token")
     if "max_seqlen" in one and one["max_seqlen"].numel() != 1:
         raise BadInput(f"{path}: max_seqlen has shape {list(tensors['max_seqlen'].shape)}; one a row")
@@ -90,7 +92,7 @@ def read_dump(path: str | Path, row: int = 0, conventions: Conventions | None = 
             cu_seqlens=cast["cu_seqlens"],
             max_seqlen=longest,
         ),
-        names="your" if conventions.names else names,
+        names=_whose(chosen),
         rows=count,
         notes=tuple(notes),
     )
@@ -129,40 +131,52 @@ def _refuse_other_files(path: Path) -> None:
         )
 
 
-def _named_tensors(path: Path, conventions: Conventions) -> tuple[str, dict[str, torch.Tensor]]:
-    """Whose names the file uses, and its tensors by field."""
+def _named_tensors(path: Path, conventions: Conventions) -> tuple[dict[str, str], dict[str, torch.Tensor], list[str]]:
+    """The name in the file of each field, the tensors by field, and the names of tensors that are none of a row's."""
     try:
         with safe_open(str(path), framework="pt") as file:
             present = list(file.keys())
             if absent := sorted(set(conventions.names) - set(present)):
                 raise BadInput(f"{path} has no tensor {absent[0]} (--name): it has {', '.join(sorted(present))}")
-            names, chosen = _choose_names(present, path, conventions.names)
-            return names, {one: file.get_tensor(called) for one, called in chosen.items()}
+            chosen = _choose_names(present, path, conventions.names)
+            return (
+                chosen,
+                {one: file.get_tensor(called) for one, called in chosen.items()},
+                sorted(set(present) - set(chosen.values())),
+            )
     except (SafetensorError, OSError) as error:
         raise BadInput(f"{path} cannot be read as safetensors ({error}): dump it again") from error
 
 
-def _choose_names(present: Iterable[str], path: Path, mapped: Mapping[str, str]) -> tuple[str, dict[str, str]]:
-    """Field to name in the file: mapped names first, then those of the set of names of which the file has most."""
+def _choose_names(present: Iterable[str], path: Path, mapped: Mapping[str, str]) -> dict[str, str]:
+    """Field to name in the file: a mapped name, else the one name of the field that packproof or Megatron-LM uses and the file has."""
     present = set(present)
     by_field = {field_of(meant): name for name, meant in mapped.items()}
     if len(by_field) < len(mapped):
         raise BadInput("--name: two tensors are mapped to one field: name each field once")
-    free = present - set(mapped)
-    nearest = max(NAMES, key=lambda names: len({one for one, name in NAMES[names].items() if name in free}))
-    chosen = {one: name for one, name in NAMES[nearest].items() if name in free and one not in by_field} | by_field
+    chosen = dict(by_field)
+    for one in FIELDS:
+        known = {one, *(fields[one] for fields in NAMES.values())} & present - set(mapped)
+        if one not in by_field and len(known) > 1:
+            raise BadInput(
+                f"{path} has {' and '.join(sorted(known))}, and both mean {one}: say which with --name TENSOR={one}"
+            )
+        if one not in by_field and known:
+            chosen[one] = known.pop()
     if missing := [one for one in NEEDED if one not in chosen]:
-        wanted = ", ".join(NAMES[nearest][one] for one in missing)
         raise BadInput(
-            f"{path} has no {wanted}; it has {', '.join(sorted(present)) or 'nothing'}: "
+            f"{path} has no {', '.join(missing)}; it has {', '.join(sorted(present)) or 'nothing'}: "
             f"dump that too, or say which tensor it is with --name TENSOR={missing[0]}"
         )
-    return nearest, chosen
+    return chosen
 
 
-def _name_in_file(one: str, names: str, conventions: Conventions) -> str:
-    mapped = {field_of(meant): name for name, meant in conventions.names.items()}
-    return mapped.get(one, NAMES[names][one])
+def _whose(chosen: Mapping[str, str]) -> str:
+    """Whose names a dump uses: packproof, megatron_lm, or "your" where it has some of each or mapped ones."""
+    for names, fields in NAMES.items():
+        if all(fields[one] == name for one, name in chosen.items()):
+            return names
+    return "your"
 
 
 def _split_flattened(

@@ -107,7 +107,7 @@ def _labels(ids: torch.Tensor, targets: torch.Tensor) -> list[Flaw]:
         return []
     inner = labelled[labelled < len(ids) - 2]
     if bool((targets[labelled] == ids[labelled]).all()):
-        what = "labels are the tokens themselves, not shifted"
+        what = "labels are the tokens themselves, not shifted (of a model that shifts them: --labels unshifted)"
     elif len(inner) and bool((targets[inner] == ids[inner + 2]).all()):
         what = "labels are shifted by two"
     else:
