@@ -2,7 +2,7 @@
 
 Nothing here waits for the device: reported numbers stay tensors, one pair per microbatch.
 
-Reference: `reference/step.py`, SPEC section 14.
+Reference: `reference/loss.py`, SPEC section 14.
 """
 
 from __future__ import annotations
