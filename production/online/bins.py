@@ -87,7 +87,7 @@ def choose_padding(
     hybrid_expert_parallel: bool,
     longest_bin: int,
 ) -> Padding:
-    """The padding of a data-parallel rank (R-ONLINE-5). `longest_bin`, that of its own bins (`rectangle.longest_bin`), counts where there is
+    """The padding of a data-parallel rank (R-ONLINE-5). `longest_bin`, that of its own bins (`padded_batch.longest_bin`), counts where there is
     more than one pipeline stage.
 
     Raises PackproofError where the sequences' multiple is none of the domain factor, and for an unknown precision.

@@ -261,8 +261,7 @@ class _Run:
         )
 
     def _report(self) -> Reason | None:
-        """Report the steps since the last report; return why the run ends now, if it does. Collective over the world.
-        """
+        """Report the steps since the last report; return why the run ends now, if it does. Collective over the world."""
         peak = self._job.logger.peak_teraflops or peak_tflops(self._rank.device)
         reported = self._metrics.report(flops_of=self._flops(), peak_tflops=peak, stop_vote=self._shutdown.stop_vote())
         for numbers in reported:

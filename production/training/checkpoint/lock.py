@@ -66,8 +66,7 @@ class FolderLock:
             self._write()
 
     def check(self) -> None:
-        """Raise FolderLocked where another run has taken the folder meanwhile, such as while this process was halted.
-        """
+        """Raise FolderLocked where another run has taken the folder meanwhile, such as while this process was halted."""
         owner = None
         for _ in range(5):  # a sign of life may be half written
             owner = _read(self._path)

@@ -119,8 +119,7 @@ def _product(left: Any, right: Any) -> Any:
 
 
 def defaults(section: type) -> dict[str, Any]:
-    """Return the defaults of a section as plain values: `???` where a value must be set, null where it may be absent.
-    """
+    """Return the defaults of a section as plain values: `???` where a value must be set, null where it may be absent."""
     found: dict[str, Any] = {}
     hints = typing.get_type_hints(section)
     for each in dataclasses.fields(section):

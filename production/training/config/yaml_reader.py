@@ -119,8 +119,7 @@ def read_override(text: str) -> tuple[str, Plain, dict[str, str]]:
 
 
 def leaves(values: Plain, key: str = "") -> Iterator[tuple[str, Plain]]:
-    """Yield dotted key and value of everything that is neither a mapping nor a list, and of empty mappings and lists.
-    """
+    """Yield dotted key and value of everything that is neither a mapping nor a list, and of empty mappings and lists."""
     if isinstance(values, dict) and (values or not key):
         for name, value in values.items():
             yield from leaves(value, f"{key}.{name}" if key else name)

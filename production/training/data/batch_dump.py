@@ -104,8 +104,7 @@ def _fields(value: Any) -> dict[str, torch.Tensor]:
 
 
 def _clear(folder: Path, world_size: int) -> None:
-    """Remove the files that a run of more ranks left for this step: `diff_row` would read them as a part of this run.
-    """
+    """Remove the files that a run of more ranks left for this step: `diff_row` would read them as a part of this run."""
     for path in folder.glob("rank_*"):
         number = path.name.removeprefix("rank_").partition(".")[0]
         if number.isdecimal() and int(number) >= world_size:

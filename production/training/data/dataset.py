@@ -181,8 +181,7 @@ class ConversationBatch:
 
 
 class ConversationData:
-    """Prepares ordinary chat files, one conversation a line (the online path); each rank gets the whole global batch.
-    """
+    """Prepares ordinary chat files, one conversation a line (the online path); each rank gets the whole global batch."""
 
     def __init__(
         self,

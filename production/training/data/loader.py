@@ -96,8 +96,7 @@ class Loader[Item, Made]:
         settings: LoaderSettings,
         consumed_samples: int = 0,
     ) -> None:
-        """Start after `consumed_samples`. `share` is the data-parallel rank and dp, or None for whole global batches.
-        """
+        """Start after `consumed_samples`. `share` is the data-parallel rank and dp, or None for whole global batches."""
         self._steps = _Steps(recipe, order, share)
         self._consumed = consumed_samples
         self._steps.plan(consumed_samples)  # refuses now what it refuses

@@ -133,7 +133,7 @@ def _missing(folder: Path, name: str) -> str:
 
 
 def _damage(path: Path) -> str | None:
-    """What is wrong with one of its files; None where nothing is seen."""
+    """Return the fault of one of its files; None where no fault is seen."""
     if path.suffix not in (".json", ".jinja"):
         return None
     try:

@@ -21,8 +21,7 @@ _PACKAGES = {
 
 
 def missing_packages(job: Job) -> list[SetupRefused]:
-    """Return the packages that a run of this job needs and this machine lacks: refusals of a run, notes of a dry run.
-    """
+    """Return the packages that a run of this job needs and this machine lacks: refusals of a run, notes of a dry run."""
     return [*_missing_packages(Setup(job=job, world_size=1, device=None))]
 
 

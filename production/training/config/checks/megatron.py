@@ -198,8 +198,7 @@ def _error(make: Callable[[Job], Any], job: Job) -> Exception | None:
 
 
 def _blamed(job: Job, kind: Kind, make: Callable[[Job], Any], what: str) -> str | None:
-    """Return the option without which megatron-core accepts the rest; of several, the first that megatron-core names.
-    """
+    """Return the option without which megatron-core accepts the rest; of several, the first that megatron-core names."""
     given = getattr(job.megatron, kind)
     alone = [
         name

@@ -1,5 +1,4 @@
-"""Declare the shape of the model: enough to build the model from nothing, beside megatron-core's own options by name.
-"""
+"""Declare the shape of the model: enough to build the model from nothing, beside megatron-core's own options by name."""
 
 from __future__ import annotations
 
