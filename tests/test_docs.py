@@ -135,11 +135,10 @@ ROOMS = (
 HEADLINE = re.compile(r"\A(What|How|Which|Where|Whether)\b")
 # `rank_stats.Group`, in a docstring: the first part is a module that the package has, or one of these.
 SHORT = re.compile(r"`([a-z_]+)\.(?!(?:jsonl|json|svg|yaml|py)`)([A-Za-z_]+)(?:\(\))?`")
-NOT_MODULES = frozenset(
-    "checkpointing cluster data logger loss policy sft model "  # sections of a job
-    "megatron multi_token_prediction os pg_collection self_attention tokenizers torch "  # names of libraries
-    "tables device subjects generators equivalence production reference tools".split()  # attributes and packages
-)
+# Sections of a job, then names of libraries, then attributes and packages.
+NOT_MODULES = {"checkpointing", "cluster", "data", "logger", "loss", "policy", "sft", "model"}
+NOT_MODULES |= {"megatron", "multi_token_prediction", "os", "pg_collection", "self_attention", "tokenizers", "torch"}
+NOT_MODULES |= {"tables", "device", "subjects", "generators", *PACKAGES}
 
 
 def docstrings(room):
