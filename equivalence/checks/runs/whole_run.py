@@ -23,7 +23,9 @@ NAME = "whole_run"
 LOGGED = {"run": 2, "end": 2}
 """Lines of these kinds in the log of a run that was stopped once."""
 _SECONDS = 1e-6
-"""How far a rate times its seconds may be from the number that it was made of, relatively: both are float32 in a message."""
+"""Relative distance that a rate times its seconds may have from the number that it was made of: both are float32 in a
+message.
+"""
 
 Parts = Sequence[RunOutcome]
 """Records of one rank, before the stop and after it."""
