@@ -125,3 +125,64 @@ def test_evidence_names_functions_that_production_has():
     names = [name for name in re.findall(r"`(\w+\.[\w.]+)`", driven) if name.split(".")[0] in rooms]
     assert len(names) > 30
     assert [name for name in names if not is_there(f"production.{name}")] == []
+
+
+ROOMS = (
+    *(f"production/{name}" for name in ("tokens", "rows", "online", "parallel", "files", "model", "training")),
+    "equivalence/runner",
+    "equivalence/checks",
+)
+HEADLINE = re.compile(r"\A(What|How|Which|Where|Whether)\b")
+# `rank_stats.Group`, in a docstring: the first part is a module that the package has, or one of these.
+SHORT = re.compile(r"`([a-z_]+)\.(?!(?:jsonl|json|svg|yaml|py)`)([A-Za-z_]+)(?:\(\))?`")
+# Sections of a job, then names of libraries, then attributes and packages.
+NOT_MODULES = {"checkpointing", "cluster", "data", "logger", "loss", "policy", "sft", "model"}
+NOT_MODULES |= {"megatron", "multi_token_prediction", "os", "pg_collection", "self_attention", "tokenizers", "torch"}
+NOT_MODULES |= {"tables", "device", "subjects", "generators", *PACKAGES}
+
+
+def docstrings(room):
+    """File, owner and text of each docstring below a folder; the strings under fields have no owner."""
+    for path in sorted((ROOT / room).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            body = getattr(node, "body", None)
+            for at, each in enumerate(body if isinstance(body, list) else []):
+                if isinstance(each, ast.Expr) and isinstance(each.value, ast.Constant):
+                    yield path.relative_to(ROOT).as_posix(), node if at == 0 else None, str(each.value.value)
+
+
+@cache
+def modules_by_stem(package):
+    """The dotted names of a package's modules, by the last part."""
+    stems = {}
+    for path in modules():
+        if path.startswith(f"{package}/"):
+            stems.setdefault(Path(path).stem, []).append(path.removesuffix(".py").replace("/", "."))
+    return stems
+
+
+def absent_names(package, text):
+    """Each path or dotted name of ours in a docstring that is not there; a short name is looked for in its package."""
+    absent = [*missing_paths(text), *(name for name in DOTTED.findall(text) if not is_there(name))]
+    for module, name in SHORT.findall(text):
+        places = modules_by_stem(package).get(module, [])
+        if module not in NOT_MODULES and not any(name in defined_in(each) for each in places):
+            absent.append(f"{module}.{name}")
+    return absent
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_docstring_says_what_is_done_and_names_only_what_is_there(room):
+    texts = list(docstrings(room))
+    assert len(texts) > 50
+    assert [f"{file}: {text}" for file, owner, text in texts if owner and HEADLINE.match(text)] == []
+    absent = [(file, name) for file, _, text in texts for name in absent_names(room.split("/")[0], text)]
+    assert absent == []
+
+
+def test_a_headline_that_is_a_noun_clause_and_a_short_name_that_is_not_there_are_found():
+    assert HEADLINE.match("What a rank holds.")
+    assert not HEADLINE.match("Return what a rank holds.")
+    assert absent_names("production", "as `padded_batch.fill_bins`, `sft.seed` and `padded_batch.no_such`") == [
+        "padded_batch.no_such"
+    ]

@@ -1,4 +1,6 @@
-"""Tells whose error an exception is: one in production or in a subject is a difference, one of a witness or of the suite ends the run."""
+"""Tell whose error an exception is: one in production or in a subject is a difference, one of a witness or of the
+suite ends the run.
+"""
 
 from __future__ import annotations
 
@@ -40,5 +42,5 @@ def told(error: BaseException) -> str:
 
 
 def _is_own(frame: FrameSummary) -> bool:
-    """Whether a frame is neither the suite's nor a library's, so that a reader can mend it."""
+    """Return whether a frame is neither the suite's nor a library's, so that a reader can fix the frame's code."""
     return not frame.filename.startswith((_SUITE, *_LIBRARIES, "<"))

@@ -7,7 +7,7 @@ import re
 from equivalence.checks.registry import CHECKS
 
 UNNAMED = "other"
-"""What a check writes that leaves the class to this module. No report shows it."""
+"""Written by a check that leaves the class to this module. No report shows it."""
 _NAMES: tuple[tuple[str, str], ...] = (
     (r"^refusal", "refusal"),
     (r"^names", "names"),

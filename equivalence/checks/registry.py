@@ -1,4 +1,4 @@
-"""The one list of checks: what each is called, what kind of case it takes, what a case costs, and what a difference of it is.
+"""List all checks: the name of each, its kind of case, the cost of a case, and the class of a difference.
 
 Everything that lists checks (plan, jobs, counters, reports, kill matrices) reads this table, so a new check is one entry here and what runs it.
 """

@@ -1,4 +1,5 @@
-"""Replays a saved case alone: in a process forked from one that has run nothing, so that what an earlier case left behind shows as missing.
+"""Replay a saved case alone: in a process forked from one that has run nothing, so that what an earlier case left
+behind shows as missing.
 
 A fault with memory (a cache, a counter) is shrunk in a process that ran other cases; its smallest case may be equal by itself.
 """
@@ -19,7 +20,7 @@ from equivalence.checks.blame import is_of_production, raised, told
 from equivalence.subjects.protocol import Subject
 
 SECONDS = 60.0
-"""What one replay may take."""
+"""Seconds that one replay may take."""
 DIFFERENT, EQUAL = "different", "equal"
 _FORK = multiprocessing.get_context("fork")
 

@@ -1,4 +1,4 @@
-"""What a run counted: plain counters that workers fill and the parent adds up, and what differed."""
+"""Count what a run did: workers fill plain counters, the parent adds them up, and differences are kept beside them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from equivalence.checks.kinds import named
 from equivalence.checks.registry import names
 
 MODEL_CHECKS = names("step")
-"""Checks of training steps, whose cases are `model_cases.ModelCase`."""
+"""Checks of training steps, whose cases are `equivalence.cases.step.ModelCase`."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""One way out of every command line: an exit status that says what it means, whatever the terminal can show."""
+"""End every command line alike: with an exit status that has a meaning, whatever the terminal can show."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""One piece of a run, small enough for a few seconds of one worker, and deterministic by its own fields."""
+"""Define a job: one piece of a run, small enough for a few seconds of one worker, and deterministic by its own
+fields.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,7 @@ class Job:
     layout: Layout | None = None
     """Of `models`."""
     counts: tuple[int, ...] = ()
-    """Of `models`: cases for each of model_cases.CHECKS; `examples` in all, and `first` says which of AIMS the first one has."""
+    """Of `models`: cases for each of `equivalence.cases.step.CHECKS`; `examples` in all, and `first` says which of AIMS the first one has."""
     is_own: bool = False
     """Of `sample`: whether the settings are the file's own, so that its rows count as compared."""
     restriction: Restriction = EVERYTHING
@@ -45,7 +47,7 @@ class Job:
 
     @property
     def title(self) -> str:
-        """What a person calls it."""
+        """Return the job's title for people."""
         parts = (
             "own" if self.is_own else self.kind,
             self.aim or "",

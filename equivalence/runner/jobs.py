@@ -1,4 +1,4 @@
-"""The jobs of a run, each small enough for a few seconds of one worker, and deterministic by its own fields.
+"""Run the jobs of a run, each small enough for a few seconds of one worker, and deterministic by its own fields.
 
 Worker or parent makes no difference: a job carries its seed, and counts into a tally.
 """
@@ -144,7 +144,7 @@ def _from_file(side: Subject, rows: Any, number: int) -> Row | Finding:
 
 
 def _asked(job: Job, built: Mapping[str, object]) -> list[str]:
-    """How the sides that built a row were asked for: a subject's own name loads nothing."""
+    """Return how the sides that built a row were asked for: a subject's own name loads nothing."""
     return [name for name in job.subjects if subject(name).name in built]
 
 

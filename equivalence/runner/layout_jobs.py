@@ -1,4 +1,6 @@
-"""Layouts of the main job: drawn rows are cut, shifted, packed and made microbatches and losses by every side, and shrunk where they differ."""
+"""Run the layout jobs: every side cuts, shifts and packs drawn rows, and makes microbatches and losses of them;
+differences are shrunk.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Runs cases with a model in one layout and checks what comes out: the one entry for the main job, the bench and faults put in.
+"""Run cases with a model in one layout and check the results: the one entry for the main job, the bench and planted
+faults.
 
     preload_models()
     for ran in run_layout(cases):                       # all of one layout; in a world of one rank, then in the layout's
@@ -56,7 +57,7 @@ MODULES = (
     "production.model.weights",
     "megatron.core.models.mimo.model.base",
 )
-"""What a rank needs beside megatron-core, and what that itself imports only where it makes an optimizer."""
+"""Modules that a rank needs beside megatron-core, and that megatron-core imports only where it makes an optimizer."""
 CASE_SECONDS = 300.0
 """A hang is found by its idleness long before; a machine that is shared by many only makes a case slow."""
 WITNESS = "third_witness"
@@ -75,7 +76,7 @@ class Ran:
 
     @property
     def equal(self) -> bool:
-        """Whether nothing differs in any check."""
+        """Return whether no check differs."""
         return all(each.equal for each in self.results)
 
 
@@ -90,7 +91,7 @@ def plain_layout(sizes: ParallelSizes) -> tuple[str, Any]:
 
 
 def has_witness(case: ModelCase) -> bool:
-    """Whether Megatron-LM itself divides losses so: it knows no `global_valid_tokens`, and weights by rank."""
+    """Return whether Megatron-LM itself divides losses so: it knows no `global_valid_tokens`, and weights by rank."""
     return case.check == "models" and case.normalization != "global_valid_tokens" and case.mtp_weights == "rank"
 
 
@@ -167,7 +168,7 @@ def _take(seat: int) -> bool:
 
 
 Judge = Callable[[], list[CheckResult]]
-"""What is left to do with a case once its ranks have run."""
+"""Function that checks a case once its ranks have run."""
 
 
 def _asked(cases: Sequence[ModelCase], entered: Entered) -> Iterator[tuple[Judge | Failure, float]]:
@@ -190,7 +191,10 @@ def _asked(cases: Sequence[ModelCase], entered: Entered) -> Iterator[tuple[Judge
 def _on_one_rank(
     cases: Sequence[ModelCase], entered: Entered
 ) -> list[tuple[list[RankOutcome] | Failure | None, float]]:
-    """What each case of `models` gives on one rank, None where it is not asked; the last one is the first that fails. Seconds of each."""
+    """Run each case of `models` on one rank, None where it is not asked; the last is the first that fails.
+
+    Return results and seconds.
+    """
     found: list[tuple[list[RankOutcome] | Failure | None, float]] = []
     enter, entry = entered(ParallelSizes())
     with reopening_world(1, enter=enter, entry=entry) as world:

@@ -1,4 +1,4 @@
-"""A run from its options to its outcome: the order of its jobs, what is saved, what makes it fail."""
+"""Take a run from its options to its outcome: order its jobs, save cases, and decide whether the run fails."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ MOST_TIES = 0.05
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What a run was asked for."""
+    """Options of a run."""
 
     size: str
     seed: int
@@ -82,18 +82,20 @@ class Options:
 
     @property
     def is_whole(self) -> bool:
-        """Whether nothing of the plan was left to others, so that everything aimed at must have been hit."""
+        """Return whether no part of the plan was left to others, so that everything aimed at must have been hit."""
         return self.shard == (1, 1) and not self.restriction.is_any and self.job is None
 
     @property
     def holds_production(self) -> bool:
-        """Whether the run is about production at all: checks of data, steps and runs hold it, whoever builds rows."""
+        """Return whether the run is about production at all: checks of data, steps and runs hold it, whoever builds
+        rows.
+        """
         return "production" in self.subjects
 
 
 @dataclass(kw_only=True)
 class Outcome:
-    """What a run found."""
+    """Outcome of a run."""
 
     options: Options
     witnesses: list[Witness]
@@ -112,7 +114,7 @@ class Outcome:
 
     @property
     def unhit(self) -> list[str]:
-        """What was aimed at and never hit, in words. Only a whole run is held to it."""
+        """Return in words what was aimed at and never hit. Only a whole run must hit everything."""
         if self.interrupted or self.stopped or self.tally.errors or self.options.restriction.is_any:
             return []
         missed = [
@@ -230,7 +232,9 @@ def _run_some(some: list[Job], outcome: Outcome, progress: Progress, started: fl
 
 
 def _planned(outcome: Outcome, size: Size) -> Iterator[Job]:
-    """What tells most in least time comes first: saved cases, the file's rows in their own settings, one-rank steps, generated rows."""
+    """Yield first what tells most in least time: saved cases, the file's rows in their own settings, one-rank steps,
+    generated rows.
+    """
     options, own = outcome.options, outcome.own
     subjects, taken = options.subjects, options.restriction
     runs_steps = options.models and options.holds_production
@@ -384,7 +388,7 @@ def _sides(differing: Differing, case: store.Case, options: Options) -> list[str
 
 
 def _is_alike(one: Differing, other: Differing) -> bool:
-    """Whether two differences are of one kind, so that one replay alone speaks for both."""
+    """Return whether two differences are of one kind, so that one replay alone speaks for both."""
     return (one.check, one.left, one.right, one.first["class"], one.case is None) == (
         other.check, other.left, other.right, other.first["class"], other.case is None,
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""The settings that a packed file's rows are for: what its manifest says, what is given, and else the defaults."""
+"""Find the settings of a packed file's rows: those of its manifest, those given, and else the defaults."""
 
 from __future__ import annotations
 

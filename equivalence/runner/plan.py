@@ -1,4 +1,4 @@
-"""What a run does: its jobs in order, from a size, a seed and a shard, the same on any number of workers."""
+"""Plan a run: its jobs in order, from a size, a seed and a shard, the same on any number of workers."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ FEW_LAYOUTS = 7
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """How much a run does."""
+    """Amount of work of a run."""
 
     rows_per_class: int
     """Generated rows for each fault class and format, of a class of weight 1."""
@@ -69,7 +69,7 @@ class Size:
     models: Mapping[int, Steps]
     """Training steps of models, by the number of ranks."""
     trainer: Mapping[str, tuple[int, ...]]
-    """Runs of twenty steps: for each of training_runs.KINDS the numbers of ranks whose layouts are all trained in; 0: a few of two ranks."""
+    """Runs of twenty steps: for each of `run_jobs.KINDS` the numbers of ranks whose layouts are all trained in; 0: a few of two ranks."""
     whole_runs: tuple[int, ...]
     """Whole runs of the training job on both paths: the numbers of ranks in whose layouts; 0: in dp 2 alone."""
     sample_witnessed: int
@@ -143,8 +143,7 @@ SIZES = {
 KINDS = {"layouts": "context_parallel", "own": "sample"}
 """Kinds of jobs that cost what a check of another name does."""
 MODEL_COST = {1: 30.0, 2: 70.0, 4: 140.0, 8: 250.0}
-"""What a training step costs, by the number of ranks."""
-"""What an example costs, in generated rows; to tell the time left."""
+"""Cost of an example of a training step by the number of ranks, in generated rows, to estimate the time left."""
 
 
 def cost(job: Job) -> float:

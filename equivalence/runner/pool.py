@@ -1,4 +1,4 @@
-"""Workers that run jobs: forked from a parent that has imported and loaded everything, since a cold import takes 13 s.
+"""Run jobs in workers, forked from a parent that has imported and loaded everything, since a cold import takes 13 s.
 
 A worker that dies ends the run with an error instead of a hang; Ctrl-C leaves it to the parent to say what ran.
 """

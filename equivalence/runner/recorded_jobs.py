@@ -1,4 +1,6 @@
-"""The main job's part with recorded outcomes: which of them a job takes, what each is held to, and how a difference is told."""
+"""Check recorded outcomes in the main job: which outcomes a job takes, what each is compared with, and how a
+difference is reported.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What of formats, context parallel sizes and semantics a run is restricted to."""
+"""Restrict a run to some formats, context parallel sizes and semantics."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ class Restriction:
 
     @property
     def is_any(self) -> bool:
-        """Whether anything is restricted."""
+        """Return whether anything is restricted."""
         return bool(self.prompt_formats or self.context_parallel_sizes or self.semantics)
 
     def takes_format(self, prompt_format: str) -> bool:
-        """Whether a format is taken."""
+        """Return whether a format is taken."""
         return not self.prompt_formats or prompt_format in self.prompt_formats
 
     def takes(self, settings: RowSettings) -> bool:
-        """Whether settings are taken."""
+        """Return whether settings are taken."""
         return (
             self.takes_format(settings.prompt_format)
             and (not self.context_parallel_sizes or settings.context_parallel_size in self.context_parallel_sizes)

@@ -1,4 +1,6 @@
-"""What a saved row case is checked by: its sides against each other, in a batch, between presets, or against the registry's prediction."""
+"""Check a saved row case: its sides against each other, in a batch, between presets, or against the registry's
+prediction.
+"""
 
 from __future__ import annotations
 

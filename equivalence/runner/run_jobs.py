@@ -1,4 +1,5 @@
-"""Runs of twenty steps in the main job: a kind of model trained in several layouts, each against one run of the reference where all layouts train alike.
+"""Train runs of twenty steps in the main job: a kind of model in several layouts, each against one run of the
+reference where all layouts train alike.
 
 A kind costs one reference run of five times twenty steps, a second or two of the processor for the smallest model, and each layout about as much.
 """
@@ -32,7 +33,7 @@ from reference.trainer_bounds import Trained
 KINDS = ("dense", "experts", "hybrid", "float32")
 """`float32` holds clipping and the distributed optimizer to the reference and to the plain one; the others are in float64."""
 RUN_SECONDS = 900.0
-"""What a world may take for twenty steps: eight ranks of tp 8 took 341 s beside other work."""
+"""Seconds that a world may take for twenty steps: eight ranks of tp 8 took 341 s beside other work."""
 FEW: dict[str, tuple[Layout, ...]] = {
     "dense": (Layout(sizes=ParallelSizes(tensor=2), data_size=1), Layout(sizes=ParallelSizes(context=2), data_size=1)),
     "experts": (Layout(sizes=ParallelSizes(expert=2), data_size=2),),

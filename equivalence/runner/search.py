@@ -1,4 +1,6 @@
-"""One Hypothesis search: draws cases, counts them, and shrinks the first that differs to the smallest that still does."""
+"""Run one Hypothesis search: draw cases, count them, and shrink the first that differs to the smallest that still
+does.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Makes a training step that differs small: the cheapest layout that still shows it, then fewer and shorter rows, then a plainer model.
+"""Shrink a training step that differs: to the cheapest layout that still shows it, then fewer and shorter rows, then
+a plainer model.
 
 Greedy, one change at a time, since each try opens worlds: some tens of tries in the time it is given.
 """
@@ -47,7 +48,7 @@ def shrink(
 
 
 def signature(results: Results) -> frozenset[tuple[str, object]]:
-    """What differs, so that one fault is not made into another: the checks, and how a rank failed."""
+    """Return the checks that differ, and how a rank failed, so that one fault is not shrunk into another."""
     return frozenset(
         (result.check, each.left if each.kind == "failed" else None)
         for result in results
@@ -148,7 +149,7 @@ def _plainer(case: ModelCase) -> Iterator[ModelCase]:
 
 
 def _can_run(case: ModelCase) -> bool:
-    """What a change of one field can break of the others."""
+    """Return whether a changed field leaves the other fields valid."""
     shape, sizes = case.shape, case.sizes
     try:
         sizes.data(case.world_size)

@@ -1,4 +1,4 @@
-"""The main job's part with models: draws and replays training steps, counts them by layout, and makes small what differs."""
+"""Draw, replay and count training steps by layout in the main job, and shrink steps that differ."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["cases_of", "preload_models", "run_drawn", "run_saved", "tiny_cases",
 
 
 def tiny_cases(layout: Layout, *, seed: int = 0) -> list[ModelCase]:
-    """What the smallest run does in a layout; empty for one of eight ranks that it leaves out."""
+    """Training-step cases that `--size tiny` runs for a layout; empty if that size skips the layout."""
     return [
         case for job in model_jobs(SIZES["tiny"], seed, ()) if job.layout == layout for case in cases_of(job, layout)
     ]
@@ -84,5 +84,5 @@ def count(ran: Ran, tally: Tally) -> None:
 
 
 def witness_facts() -> dict[str, object]:
-    """What the third witness of training steps is made of, for the report."""
+    """Return what the third witness of training steps is made of, for the report."""
     return {"upstream": list(megatron_step.UPSTREAM), "stand_ins": dict(megatron_step.STAND_INS)}

@@ -1,4 +1,6 @@
-"""The main job's part with whole runs of the training job: both paths, a stop in the middle, a resume, against the reference."""
+"""Check whole runs of the training job in the main job: both paths, a stop in the middle, a resume, against the
+reference.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ ENTER = "equivalence.mutants.layouts:enter_alone"
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Performed:
-    """What the ranks made of a case."""
+    """Holds the ranks' results of a case."""
 
     outcomes: list[list[RunOutcome]]
     """[rank][part]."""
@@ -109,7 +111,7 @@ def short_case(path: str, layout: Layout, *, seed: int) -> RunCase:
 
 @functools.lru_cache(maxsize=4)
 def sound_run(case: RunCase) -> tuple[Performed, ExpectedRun]:
-    """What ranks without a fault make of a case, and the reference's run from the weights that they begin with.
+    """Return the results of ranks without a fault, and the reference's run from the weights that they begin with.
 
     SuiteError where the two differ, or cannot be compared.
     """

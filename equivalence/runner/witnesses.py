@@ -1,4 +1,4 @@
-"""Which sides a run compares, which versions they are, and what had to be stood in for."""
+"""List the sides that a run compares, their versions, and what had to be stood in for."""
 
 from __future__ import annotations
 

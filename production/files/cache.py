@@ -1,4 +1,4 @@
-"""Where indexes and unpacked copies are kept, and how they get there: whole or not at all."""
+"""Place indexes and unpacked copies in a cache, and write each file whole or not at all."""
 
 import contextlib
 import os
@@ -11,7 +11,7 @@ import xxhash
 
 
 def cache_places(path: Path, suffix: str, cache_folder: Path | None) -> list[Path]:
-    """Where the file for `path` with this suffix may be, best first (SPEC R-FILE-3).
+    """Return the possible places of the file for `path` with this suffix, best first (SPEC R-FILE-3).
 
     In `cache_folder` alone if one is given; else beside the file; else, for folders that cannot be written to, under
     `$XDG_CACHE_HOME/packproof` or `~/.cache/packproof`. Names begin with a dot, so that globs over rows pass them by.
@@ -27,7 +27,9 @@ def cache_places(path: Path, suffix: str, cache_folder: Path | None) -> list[Pat
 
 @contextlib.contextmanager
 def atomic_file(target: Path) -> Iterator[BinaryIO]:
-    """A new file, readable and writable, that becomes `target` when the block ends well and is gone otherwise."""
+    """Open a new file, readable and writable, that becomes `target` when the block ends well and is removed
+    otherwise.
+    """
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = target.with_name(f"{target.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
     try:

@@ -1,4 +1,5 @@
-"""Unpacks gzip and Zstandard files once, into a cache, so that rows can be read at random in bounded memory (R-FILE-9).
+"""Unpack gzip and Zstandard files once, into a cache, so that rows can be read at random in bounded memory
+(R-FILE-9).
 
 The price is disk: the unpacked copy stays until the cache is removed.
 """
@@ -26,17 +27,17 @@ _CHECK_SPACE_BYTES = 1 << 26
 
 
 def is_compressed(path: Path) -> bool:
-    """Whether the file's name says that it must be unpacked first."""
+    """Return whether the file's name says that it must be unpacked first."""
     return path.suffix.lower() in _SUFFIXES
 
 
 def compression_of(path: Path) -> str | None:
-    """What the file's name says that it is packed with; None for nothing."""
+    """Return the compression that the file's name says; None without compression."""
     return _SUFFIXES.get(path.suffix.lower())
 
 
 def unpack(target: Path, descriptor: int, *, suffix: str, name: str) -> Identity:
-    """Write the unpacked bytes of the open file to `target`, atomically; the identity of the compressed file.
+    """Write the unpacked bytes of the open file to `target`, atomically; return the identity of the compressed file.
 
     The copy takes the original's time, so that all who unpack it at once make the same file. BadInput
     `truncated_compressed`, `corrupt_compressed`, `no_space`, `file_changed`; OSError where `target` cannot be written.
@@ -120,7 +121,7 @@ def _need_space(folder: Path, size: int, name: str) -> None:
 
 
 def _placed(file: BinaryIO, kind: str, what: str, name: str) -> BadInput:
-    """The fault at the end of what could be unpacked."""
+    """Return the fault at the end of what could be unpacked."""
     file.seek(0)
     size = newlines = 0
     while chunk := file.read(_CHUNK_BYTES):

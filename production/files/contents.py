@@ -1,4 +1,4 @@
-"""What a file holds that is no JSON lines, told by its first bytes, and what a row looks like that is no row (R-FILE-11, R-FILE-12)."""
+"""Recognize files that are not JSON lines by their first bytes, and rows of another shape (R-FILE-11, R-FILE-12)."""
 
 from __future__ import annotations
 
@@ -66,7 +66,10 @@ def check_packed(first: bytes, expected: str | None, *, file: str) -> None:
 
 
 def check_contents(first: bytes, *, file: str) -> None:
-    """Refuse what is no JSON lines by its first bytes. Raises BadInput `other_format`, `bom`, `json_array` or `indented_json`."""
+    """Refuse a file that is not JSON lines by its first bytes.
+
+    Raises BadInput `other_format`, `bom`, `json_array` or `indented_json`.
+    """
     for magic, what, mend in _MAGIC:
         if first.startswith(magic):
             kind = "bom" if magic in _BYTE_ORDER_MARKS else "other_format"
@@ -82,7 +85,9 @@ def check_contents(first: bytes, *, file: str) -> None:
 
 
 def likeness(row: dict[str, Any], chat_key: str) -> tuple[str, str] | None:
-    """What a row without the chat key looks like, and how to mend it; None where it looks like nothing known."""
+    """Return the format that a row without the chat key resembles, and the fix; None where it resembles no known
+    format.
+    """
     for key, value in row.items():
         first = value[0] if isinstance(value, list) and value else None
         if isinstance(first, dict) and {"role", "content"} <= first.keys():
@@ -102,7 +107,7 @@ def likeness(row: dict[str, Any], chat_key: str) -> tuple[str, str] | None:
 
 
 def message_likeness(message: dict[str, Any], chat_key: str) -> tuple[str, str] | None:
-    """The same of a message without role or content."""
+    """Return the same of a message without role or content."""
     return ("it looks like ShareGPT", _of_sharegpt(chat_key)) if {"from", "value"} <= message.keys() else None
 
 
@@ -117,7 +122,9 @@ def _of_pair(chat_key: str, asked: str, answered: str) -> str:
 
 
 def _is_array_of_rows(line: bytes, *, is_whole: bool, more: bool) -> bool:
-    """Whether a line that begins with a bracket begins an array of rows, and is no row that is a list itself."""
+    """Return whether a line that begins with a bracket begins an array of rows, and is not a row that is a list
+    itself.
+    """
     if not is_whole:
         return line[1:].lstrip()[:1] in (b"{", b"[")
     try:

@@ -1,4 +1,4 @@
-"""Every way a packed file can be bad: one kind each, with what a person does about it; kinds are part of the interface."""
+"""List every fault of a packed file: one kind each, with the fix; kinds are part of the interface."""
 
 from production.errors import BadInput
 
@@ -57,9 +57,9 @@ class LineError(ValueError):
         """0-based byte within the line."""
         self.what = what
         self.mend = MENDS[kind] if mend is None else mend
-        """What a person does about it."""
+        """Fix for the fault."""
         self.at_end = at_end
-        """Nothing is wrong but that the line ends too early."""
+        """Whether the only fault is that the line ends too early."""
 
 
 def bad_line(fault: LineError, *, file: str, line: int, start: int) -> BadInput:
@@ -68,5 +68,5 @@ def bad_line(fault: LineError, *, file: str, line: int, start: int) -> BadInput:
 
 
 def bad_file(kind: str, what: str, *, file: str, line: int | None = None, byte: int | None = None) -> BadInput:
-    """A fault of the file as a whole."""
+    """Return a fault of the file as a whole."""
     return BadInput(kind=kind, what=what, mend=MENDS[kind], file=file, line=line, byte=byte)

@@ -1,4 +1,6 @@
-"""Whether a file is still the one that was indexed: size, time and sampled blocks at each opening, all bytes on request."""
+"""Check that a file is still the one that was indexed: size, time and sampled blocks at each opening, all bytes on
+request.
+"""
 
 import os
 import stat
@@ -22,7 +24,7 @@ _CLOCK_TICK_NS = 20_000_000
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Identity:
-    """What a file was when it was read."""
+    """Identity of a file at the time when it was read."""
 
     size: int
     """In bytes."""
@@ -34,31 +36,36 @@ class Identity:
     """xxh3-128 of all bytes."""
 
     layout: ClassVar[struct.Struct] = struct.Struct("<qq16s16s")
-    """How it is written in an index: size, time, sample, content."""
+    """Format in an index: size, time, sample, content."""
 
     @property
     def stamp(self) -> tuple[int, int]:
-        """Size and time: what can be compared at each access."""
+        """Return size and time, which can be compared at each access."""
         return self.size, self.mtime_ns
 
     def pack(self) -> bytes:
-        """As `layout` bytes."""
+        """Return the identity as `layout` bytes."""
         return self.layout.pack(self.size, self.mtime_ns, self.sample, self.content)
 
     @classmethod
     def unpack(cls, data: bytes) -> Self:
-        """The inverse of `pack`."""
+        """Return the identity of these bytes: the inverse of `pack`."""
         size, mtime_ns, sample, content = cls.layout.unpack(data)
         return cls(size=size, mtime_ns=mtime_ns, sample=sample, content=content)
 
 
 def is_there(path: str | Path) -> bool:
-    """Whether there is something of this name; False for a name that nothing can have, such as one that is too long or holds a NUL byte."""
+    """Return whether a file of this name exists; False for an impossible name, such as one that is too long or holds
+    a NUL byte.
+    """
     return os.path.exists(path)  # noqa: PTH110 - Path.exists raises for some of them
 
 
 def open_for_reading(path: Path, name: str) -> int:
-    """A descriptor of a regular file; `name` is what errors call it. Raises BadInput where there is none to be read."""
+    """Open a regular file and return its descriptor; `name` is its name in errors.
+
+    Raises BadInput where no such file can be read.
+    """
     try:
         mode = path.stat().st_mode
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC) if stat.S_ISREG(mode) else None
@@ -77,12 +84,12 @@ def open_for_reading(path: Path, name: str) -> int:
 
 
 def stamp_of(status: os.stat_result) -> tuple[int, int]:
-    """Size and time of a file, comparable with `Identity.stamp`."""
+    """Return size and time of a file, comparable with `Identity.stamp`."""
     return status.st_size, status.st_mtime_ns
 
 
 def sample_of(descriptor: int, size: int) -> bytes:
-    """The hash of sampled blocks, 256 KiB at most."""
+    """Return the hash of sampled blocks, 256 KiB at most."""
     digest = xxhash.xxh3_128()
     last = max(0, size - _SAMPLE_BYTES)
     if size <= _SAMPLES * _SAMPLE_BYTES:
@@ -95,7 +102,9 @@ def sample_of(descriptor: int, size: int) -> bytes:
 
 
 def content_of(descriptor: int, each: Callable[[bytearray, int], None] | None = None) -> bytes:
-    """The hash of all bytes, from the first; `each` is shown the buffer of every block and how much of it is filled."""
+    """Return the hash of all bytes, from the first; `each` gets the buffer of every block and the number of bytes in
+    it.
+    """
     digest = xxhash.xxh3_128()
     buffer = bytearray(BLOCK_BYTES)
     view = memoryview(buffer)

@@ -1,4 +1,6 @@
-"""Lines of a file one after the other, without an index: for packing, and for the first rows that are looked at before a run."""
+"""Read lines of a file one after the other, without an index: for packing, and for the first rows that are checked
+before a run.
+"""
 
 from __future__ import annotations
 

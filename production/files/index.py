@@ -1,4 +1,4 @@
-"""The index of a file: where each line begins, as int64 on disk, with the identity of what was indexed and checksums.
+"""Index a file: the first byte of each line, as int64 on disk, with the identity of the indexed file and checksums.
 
 Built in one pass at 1.7 times the cost of reading the bytes (5 times where lines have 300 bytes); never in memory as a whole, neither when built nor when used (R-FILE-3, R-FILE-4).
 """
@@ -30,19 +30,19 @@ _PENDING = 1 << 12
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class IndexHeader:
-    """What an index says before its offsets; equal bytes for equal files, whoever built it."""
+    """Holds an index's facts before its offsets; equal bytes for equal files, whoever built the index."""
 
     origin: Identity
     """The file as the user named it."""
     plain: Identity
     """The file that the offsets count in: the unpacked copy where the origin is compressed, else the origin itself."""
     lines: int
-    """How many; offsets are one more, the last of them the size."""
+    """Number of lines; offsets are one more, the last of them the size."""
     body: bytes
     """xxh3-128 of the offsets."""
 
     def pack(self) -> bytes:
-        """As `HEADER_BYTES` bytes that end in their own checksum."""
+        """Return the header as `HEADER_BYTES` bytes that end in their own checksum."""
         data = (
             _PREFIX.pack(_MAGIC, _VERSION)
             + self.origin.pack()
@@ -53,7 +53,9 @@ class IndexHeader:
 
     @classmethod
     def unpack(cls, data: bytes) -> Self | None:
-        """The inverse of `pack`; None where the bytes are no such header, whole and of this version."""
+        """Return the header of these bytes, the inverse of `pack`; None where they are not a complete header of this
+        version.
+        """
         content, digest = data[:-_DIGEST_BYTES], data[-_DIGEST_BYTES:]
         if len(data) != HEADER_BYTES or xxhash.xxh3_128_digest(content) != digest:
             return None
@@ -95,7 +97,7 @@ def build_index(target: Path, descriptor: int, *, name: str, origin: Identity | 
 
 
 def load_index(path: Path) -> IndexHeader | None:
-    """The header of an index that is whole, its offsets checked against their checksum; None for any other file."""
+    """Return the header of a complete index, its offsets checked against their checksum; None for any other file."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
@@ -112,7 +114,7 @@ def load_index(path: Path) -> IndexHeader | None:
 
 
 def read_offsets(descriptor: int, first: int, count: int) -> list[int]:
-    """`count` offsets from the open index: no mapping, whose pages would count as resident."""
+    """Return `count` offsets from the open index: no mapping, whose pages would count as resident."""
     data = os.pread(descriptor, OFFSET_BYTES * count, HEADER_BYTES + OFFSET_BYTES * first)
     offsets: list[int] = np.frombuffer(data, "<i8").tolist()
     return offsets
@@ -133,7 +135,7 @@ class _LineWriter:
         self._put(np.zeros(1, dtype="<i8"))
 
     def add(self, block: bytearray, filled: int) -> None:
-        """The offsets behind the newlines of the next block."""
+        """Add the offsets behind the newlines of the next block."""
         if self._dense:
             ends = self._find_by_mask(block, filled)
             self._put(ends + self.end)

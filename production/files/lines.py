@@ -1,4 +1,5 @@
-"""One file as numbered lines: finds or builds its index, and reads any line by two positioned reads (R-FILE-1, R-FILE-5).
+"""Read one file as numbered lines: find or build its index, and read any line by two positioned reads (R-FILE-1,
+R-FILE-5).
 
 Nothing is mapped: mapped pages would count as resident, and a file cut short under a mapping kills the process.
 """
@@ -26,14 +27,14 @@ _OFFSETS_AT_A_TIME = 1 << 12
 
 
 class LineFile:
-    """A file's lines by number from 0; may be pickled, forked, and used by several threads."""
+    """Gives a file's lines by number from 0; may be pickled, forked, and used by several threads."""
 
     name: str
     """The path as the user wrote it."""
     header: IndexHeader
-    """What its index says of the file."""
+    """Header of the file's index."""
     index_path: Path
-    """Where the index lies."""
+    """Place of the index."""
     plain_path: Path
     """The file that is read: the unpacked copy where the named one is compressed."""
     built: bool
@@ -55,12 +56,14 @@ class LineFile:
         return self.header.lines
 
     def bounds(self, line: int) -> tuple[int, int]:
-        """First byte of line `line`, and the byte behind it and its newline."""
+        """Return the first byte of line `line`, and the byte behind it and its newline."""
         start, end = read_offsets(self._open("index"), line, 2)
         return start, end
 
     def read(self, line: int) -> bytes:
-        """Line `line` with its newline if it has one; LineError `line_too_long`; BadInput where the file changed."""
+        """Return line `line` with its newline if it has one; LineError `line_too_long`; BadInput where the file
+        changed.
+        """
         start, end = self.bounds(line)
         _check_length(start, end)
         data = self._read(start, end)
@@ -69,7 +72,7 @@ class LineFile:
         return data
 
     def read_all(self) -> Iterator[tuple[int, int, bytes | LineError]]:
-        """Number, first byte and bytes of every line in order, read by megabytes."""
+        """Yield number, first byte and bytes of every line in order, read by megabytes."""
         for first in range(0, len(self), _OFFSETS_AT_A_TIME):
             count = min(_OFFSETS_AT_A_TIME, len(self) - first)
             offsets = read_offsets(self._open("index"), first, count + 1)
@@ -143,7 +146,7 @@ class LineFile:
         return descriptor
 
     def _try_open(self, which: Literal["index", "rows"]) -> int | None:
-        """A descriptor of the very file that was opened first, as far as can be told at once; else None."""
+        """Return a descriptor of the very file that was opened first, as far as can be told at once; else None."""
         path = self.index_path if which == "index" else self.plain_path
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)

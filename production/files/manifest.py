@@ -1,6 +1,6 @@
-"""What the manifest beside a packed file says that its rows were packed for; `tools.pack_rows` writes one.
+"""Read the manifest beside a packed file, which names the settings of its rows; `tools.pack_rows` writes one.
 
-Whether it belongs to the file is told by the file's size: its hash would read the whole file for one row.
+The file's size tells whether the manifest belongs to the file: a hash would read the whole file for one row.
 """
 
 from __future__ import annotations
@@ -21,20 +21,21 @@ _PACKED = (".gz", ".zst")
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """A manifest."""
+    """Holds a manifest."""
 
     path: Path
-    """Where it stands."""
+    """Place of the manifest."""
     settings: Mapping[str, Any]
     """Fields of RowSettings that it names: pack_length, prompt_format, context_parallel_size, semantics."""
     tokenizer: Mapping[str, str]
-    """SHA-256 of each file of the tokenizer that it was packed with, by name; empty where it does not say."""
+    """SHA-256 of each file of the tokenizer that packed the rows, by name; empty where the manifest does not say."""
 
 
 def read_manifest(file: Path) -> Manifest | None:
-    """The manifest `FILE.manifest.json` beside a packed file, also without `.gz` or `.zst`; None where there is none.
+    """Return the manifest `FILE.manifest.json` beside a packed file, also without `.gz` or `.zst`; None without a
+    manifest.
 
-    Raises BadInput (kind `manifest`) for one that cannot be read, or that is of a file of another size.
+    Raises BadInput (kind `manifest`) for a manifest that cannot be read, or that is of a file of another size.
     """
     if not is_there(file) or not file.name:
         return None  # told by whoever opens it
@@ -62,7 +63,7 @@ def read_manifest(file: Path) -> Manifest | None:
 
 
 def other_files(manifest: Manifest, tokenizer: Path) -> list[str]:
-    """Names of the files by which a tokenizer's folder is not the one that the rows were packed with."""
+    """Return the files by which a tokenizer's folder differs from the one that packed the rows."""
     return [
         name
         for name, digest in manifest.tokenizer.items()

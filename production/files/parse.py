@@ -1,4 +1,5 @@
-"""One line of a packed file to its messages: msgspec where its answer is provably the strict parser's, else that parser.
+"""Parse one line of a packed file: with msgspec where its answer is provably the strict parser's, else with that
+parser.
 
 msgspec takes the last of two equal keys without a word. Counting the keys written finds them, at half of the decoding time.
 """
@@ -24,7 +25,7 @@ _BYTE_ORDER_MARKS = {b"\xef\xbb\xbf": "UTF-8", b"\xff\xfe": "UTF-16", b"\xfe\xff
 
 
 def parse_row(line: bytes, *, chat_key: str, unterminated: bool = False) -> list[Message]:
-    """The messages of a row, every key kept (SPEC R-FILE-6); the rest as `parse_record`."""
+    """Return the messages of a row, every key kept (SPEC R-FILE-6); otherwise as `parse_record`."""
     messages: list[Message] = parse_record(line, chat_key=chat_key, unterminated=unterminated)[chat_key]
     return messages
 
@@ -32,7 +33,7 @@ def parse_row(line: bytes, *, chat_key: str, unterminated: bool = False) -> list
 def parse_record(
     line: bytes, *, chat_key: str, unterminated: bool = False, takes_tool_calls: bool = False
 ) -> dict[str, Any]:
-    """The whole object of a row, whose `chat_key` holds its messages (SPEC R-FILE-6).
+    """Return the whole object of a row, whose `chat_key` holds its messages (SPEC R-FILE-6).
 
     `line` is without its newline; `unterminated` says that it never had one, as only a file's last line may (R-FILE-2).
     `takes_tool_calls` lets a message with `tool_calls` have a null content or none, as chat files have it (R-FILE-14).
@@ -67,7 +68,7 @@ def _parse_strictly(line: bytes, chat_key: str, *, takes_tool_calls: bool) -> di
 
 
 def _looks_like(row: Any, kind: str, path: tuple[str | int, ...], chat_key: str) -> tuple[str, str] | None:
-    """What a row of another shape looks like, and how to mend it."""
+    """Return the format that a row of another shape resembles, and the fix."""
     if kind == "missing_chat_key":
         return likeness(row, chat_key)
     if kind in ("missing_role", "missing_content"):
@@ -99,7 +100,9 @@ def _text(line: bytes) -> str:
 def _check_shape(
     row: Any, chat_key: str, *, takes_tool_calls: bool
 ) -> tuple[tuple[str, str, tuple[str | int, ...]] | None, int]:
-    """The first fault of shape as kind, text and path, and how many keys all objects of the row have together."""
+    """Return the first fault of shape as kind, text and path, and the number of keys of all objects of the row
+    together.
+    """
     if type(row) is not dict:
         return ("row_not_object", f"the row is {_name(row)}, not an object", ()), 0
     if chat_key not in row:
@@ -123,7 +126,7 @@ def _check_shape(
 
 
 def _only_calls(message: Any) -> bool:
-    """Whether a message says nothing but calls tools, for which chat files have a null content or none."""
+    """Return whether a message only calls tools; chat files then have a null content or no content."""
     if type(message) is not dict or type(message.get("role")) is not str or message.get("content") is not None:
         return False
     calls = message.get("tool_calls")
@@ -145,7 +148,7 @@ def _fault_of_message(message: Any, chat_key: str, index: int) -> tuple[str, str
 
 
 def _count_keys(value: Any, depth: int) -> int:
-    """Keys of all objects in `value`, which stands `depth` levels deep."""
+    """Return the keys of all objects in `value`, which stands `depth` levels deep."""
     if type(value) is dict:
         if depth > MAX_DEPTH:
             raise RecursionError
@@ -158,7 +161,8 @@ def _count_keys(value: Any, depth: int) -> int:
 
 
 def _count_written_keys(line: bytes) -> int:
-    """How many keys valid JSON `line`, an object, writes, equal ones counted each; -1 for white space without measure.
+    """Return the number of keys that valid JSON `line`, an object, writes, equal keys counted each; -1 for unbounded
+    white space.
 
     In valid JSON backslashes stand in texts only, and escape in pairs from the left: with those pairs out, a quote is
     part of a text just where a backslash precedes it. The others open and close texts in turn, and the texts that a

@@ -1,6 +1,8 @@
-"""Packed JSONL files of any size as one sequence of rows, read at random by byte offsets in bounded memory.
+"""Read packed JSONL files of any size as one sequence of rows, at random by byte offsets in bounded memory.
 
 Rows are checked when they are read; `on_bad_row="skip"` pays one full pass for numbers that leave bad lines out.
+
+Reference: `reference/files.py`, R-FILE-1 to 14.
 """
 
 import operator
@@ -22,12 +24,12 @@ from production.files.verdicts import BadLine, load_verdicts, save_verdicts, ver
 
 type OnBadRow = Literal["error", "skip"]
 type Progress = Callable[[int, int], None]
-"""Called with the bytes read so far and the bytes there are."""
+"""Called with the bytes read so far and the bytes in all."""
 _PROGRESS_BYTES = 1 << 24
 
 
 class Location(NamedTuple):
-    """Where a row stands."""
+    """Location of a row."""
 
     file: str
     """The path as the user wrote it."""
@@ -40,7 +42,7 @@ class Location(NamedTuple):
 
 
 class SkippedRow(NamedTuple):
-    """A line that `on_bad_row="skip"` left out."""
+    """Names a line that `on_bad_row="skip"` left out."""
 
     file: str
     """The path as the user wrote it."""
@@ -79,7 +81,10 @@ def open_source(
 
 
 class PackedSource:
-    """Rows by number. May be pickled, forked, and read by several threads; a file that changes meanwhile raises BadInput."""
+    """Gives rows by number.
+
+    May be pickled, forked, and read by several threads; a file that changes meanwhile raises BadInput.
+    """
 
     def __init__(
         self, files: Sequence[LineFile], *, chat_key: str, on_bad_row: OnBadRow, takes_tool_calls: bool = False
@@ -97,12 +102,12 @@ class PackedSource:
         return self._ends[-1]
 
     def __getitem__(self, row: int) -> list[Message]:
-        """The messages of row `row`, every key kept; BadInput names the file, line and byte of a fault."""
+        """Return the messages of row `row`, every key kept; BadInput names the file, line and byte of a fault."""
         messages: list[Message] = self.record(row)[self.chat_key]
         return messages
 
     def record(self, row: int) -> dict[str, Any]:
-        """The whole object of row `row`, with the keys beside its messages; BadInput as for the messages."""
+        """Return the whole object of row `row`, with the keys beside its messages; BadInput as for the messages."""
         file, row_of_file = self._find(row)
         return file.parse(file.line_of(row_of_file))
 
@@ -114,18 +119,18 @@ class PackedSource:
                 yield found
 
     def raw(self, row: int) -> bytes:
-        """The row's line as it stands in the file, with its newline."""
+        """Return the row's line as it stands in the file, with its newline."""
         file, row_of_file = self._find(row)
         return file.read(file.line_of(row_of_file))
 
     def locate(self, row: int) -> Location:
-        """Where row `row` stands."""
+        """Return the location of row `row`."""
         file, row_of_file = self._find(row)
         line = file.line_of(row_of_file)
         return Location(file.lines.name, line + 1, *file.lines.bounds(line))
 
     def faults(self, progress: Progress | None = None) -> Iterator[BadInput]:
-        """Read every line and give each fault found, the skipped ones too."""
+        """Read every line and yield each fault, faults of skipped lines too."""
         total, before = sum(file.size for file in self._files), 0
         for file in self._files:
             for done, fault in file.faults():
@@ -136,7 +141,7 @@ class PackedSource:
             before += file.size
 
     def validate(self, progress: Progress | None = None) -> None:
-        """Read every row, and raise the first fault; rows that are skipped are known, and are none."""
+        """Read every row, and raise the first fault; skipped rows are known and raise nothing."""
         skipped = {(row.file, row.line) for row in self.skipped}
         for fault in self.faults(progress):
             if (fault.file, fault.line) not in skipped:
@@ -144,19 +149,21 @@ class PackedSource:
 
     @property
     def skipped(self) -> list[SkippedRow]:
-        """The lines left out, in order; always empty with `on_bad_row="error"`."""
+        """Return the lines left out, in order; always empty with `on_bad_row="error"`."""
         return [SkippedRow(file.lines.name, *bad) for file in self._files for bad in file.bad]
 
     @property
     def fingerprint(self) -> str:
-        """32 hex digits that say which rows stand under which numbers: equal for copies, also packed ones, under any name (R-FILE-10)."""
+        """Return 32 hex digits of the rows and their numbers: equal for copies, also packed ones, under any name
+        (R-FILE-10).
+        """
         states: list[object] = [[file.size, file.lines.header.plain.content.hex()] for file in self._files]
         if self.takes_tool_calls:
             states.append("tool calls")
         return xxhash.xxh3_128_hexdigest(msgspec.json.encode([self.chat_key, self.on_bad_row, states]))
 
     def describe(self) -> dict[str, object]:
-        """What was opened, for people and for logs: plain JSON."""
+        """Return the files that were opened, for people and for logs: plain JSON."""
         return {
             "rows": len(self),
             "skipped": sum(len(file.bad) for file in self._files),
@@ -188,7 +195,7 @@ class PackedSource:
 
 
 class _RowFile:
-    """A file's lines as rows, without those to skip."""
+    """Gives a file's lines as rows, without those to skip."""
 
     def __init__(self, lines: LineFile, *, chat_key: str, skip: bool, takes_tool_calls: bool) -> None:
         self.lines = lines
@@ -230,7 +237,7 @@ class _RowFile:
                 yield found if isinstance(found, BadInput) else found[self._chat_key]
 
     def faults(self) -> Iterator[tuple[int, BadInput | None]]:
-        """Bytes read, and a fault or None where only progress is told, each 16 MiB and at the end."""
+        """Yield bytes read, and a fault or None for progress alone, each 16 MiB and at the end."""
         told = 0
         for line, start, data in self.lines.read_all():
             if start - told >= _PROGRESS_BYTES:

@@ -1,4 +1,5 @@
-"""JSON read strictly, with the place of every value: the definition of what a row says, and what names a fault (R-FILE-7).
+"""Read JSON strictly, with the place of every value: the definition of what a row says, and the source of a fault's
+name (R-FILE-7).
 
 About 20 times slower than msgspec, so `parse` comes here only with lines that failed or look suspicious.
 """
@@ -27,10 +28,10 @@ _NO_JSON = ("NaN", "Infinity", "-Infinity")
 
 
 class StrictJson:
-    """One line, parsed: `value` is what it says, `offset_of` where each part of it stands."""
+    """Holds one parsed line: `value` is its content, `offset_of` gives the place of each part."""
 
     value: Any
-    """What the line says, as Python's own types."""
+    """Content of the line, as Python's own types."""
 
     def __init__(self, text: str) -> None:
         """Parse `text`; LineError for the first thing that is not JSON, a duplicate key or half of a surrogate pair."""
@@ -43,7 +44,9 @@ class StrictJson:
             raise self._fault(end, "the line goes on after the row's end")
 
     def offset_of(self, *path: str | int) -> int:
-        """Byte within the line at which the value under `path` (keys and indices from the row down) begins."""
+        """Return the byte within the line at which the value under `path` (keys and indices from the row down)
+        begins.
+        """
         value, place = self.value, self._start
         for step in path:
             place = self._places[id(value), step]

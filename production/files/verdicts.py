@@ -1,4 +1,4 @@
-"""Remembers which lines of a file are bad, so that a source that skips them pays for the search only once (R-FILE-8)."""
+"""Remember which lines of a file are bad, so that a source that skips them pays for the search only once (R-FILE-8)."""
 
 import contextlib
 from pathlib import Path
@@ -11,12 +11,12 @@ from production.files.cache import atomic_file
 from production.files.index import IndexHeader
 
 _VERSION = 1
-"""Raised whenever a rule about rows changes: older verdicts are void then."""
+"""Version of the verdicts, raised whenever a rule about rows changes: older verdicts are void then."""
 _DIGEST_BYTES = 16
 
 
 class BadLine(NamedTuple):
-    """A line that is no row."""
+    """Names a line that is not a row."""
 
     line: int
     """1-based."""
@@ -35,19 +35,19 @@ class _Verdicts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def verdicts_path(index_path: Path, chat_key: str) -> Path:
-    """Beside the index, one file for each chat key."""
+    """Return the path beside the index, one file for each chat key."""
     return index_path.with_name(f"{index_path.name}.{xxhash.xxh3_64_hexdigest(chat_key.encode())}.bad")
 
 
 def save_verdicts(path: Path, header: IndexHeader, chat_key: str, bad: list[BadLine]) -> None:
-    """Keep what a full pass has found; a folder that has become read-only only costs the next opening a pass."""
+    """Save the verdicts of a full pass; a folder that has become read-only costs the next opening another pass."""
     data = msgspec.json.encode(_Verdicts(version=_VERSION, chat_key=chat_key, index=header.pack(), bad=bad))
     with contextlib.suppress(OSError), atomic_file(path) as file:
         file.write(xxhash.xxh3_128_digest(data) + data)
 
 
 def load_verdicts(path: Path, header: IndexHeader, chat_key: str) -> list[BadLine] | None:
-    """What was found; None where it is not known for this very file, key and set of rules."""
+    """Return the saved verdicts; None without verdicts for this very file, key and set of rules."""
     try:
         content = path.read_bytes()
         if xxhash.xxh3_128_digest(content[_DIGEST_BYTES:]) != content[:_DIGEST_BYTES]:

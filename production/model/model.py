@@ -1,6 +1,9 @@
-"""megatron-core's GPTModel or HybridModel from a config: dense or with experts, multi-token prediction, rotary positions.
+"""Build megatron-core's GPTModel or HybridModel from a config: dense or with experts, multi-token prediction, rotary
+positions.
 
-The models are megatron-core's own, unmodified; only the modules they are made of are chosen (`device.layer_specs`).
+The models are megatron-core's own, unmodified; only their modules are chosen (`device.layer_specs`).
+
+Reference: `reference/model.py`.
 """
 
 from __future__ import annotations
@@ -51,7 +54,10 @@ Architecture = Literal["gpt", "hybrid"]
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSettings:
-    """A model's shape. Raises PackproofError where megatron-core has no such option, it follows from the layout, or is one of NOT_BUILT."""
+    """Holds a model's shape.
+
+    Raises PackproofError where megatron-core has no such option, it follows from the layout, or is one of NOT_BUILT.
+    """
 
     vocab_size: int
     """Rows of the embedding; must be a multiple of tp."""
@@ -71,7 +77,7 @@ class ModelSettings:
     """Fields of megatron-core's TransformerConfig by name, without DERIVED."""
 
     def __post_init__(self) -> None:
-        """Refuse what contradicts itself before anything is built."""
+        """Refuse a shape that contradicts itself before anything is built."""
         known = {each.name: each.default for each in dataclasses.fields(TransformerConfig)}
         for name, value in self.transformer.items():
             told = {"where": f"model.transformer.{name}", "mend": "leave it out"}
@@ -91,14 +97,17 @@ class ModelSettings:
 
     @property
     def mtp_num_layers(self) -> int:
-        """D, the depths of multi-token prediction."""
+        """Return D, the depths of multi-token prediction."""
         if self.hybrid_layer_pattern is not None:
             return self.hybrid_layer_pattern.count("/")
         return self.transformer.get("mtp_num_layers") or 0
 
 
 def transformer_config(settings: ModelSettings, sizes: ParallelSizes) -> TransformerConfig:
-    """megatron-core's config of this model in this layout. Raises PackproofError with what megatron-core says against it."""
+    """Return megatron-core's config of this model in this layout.
+
+    Raises PackproofError with megatron-core's own objection.
+    """
     given = dict(settings.transformer)
     if settings.hybrid_layer_pattern is not None:
         main = settings.hybrid_layer_pattern.split("/")[0].replace("|", "")
@@ -129,13 +138,16 @@ def transformer_config(settings: ModelSettings, sizes: ParallelSizes) -> Transfo
 
 
 def reason_of(error: BaseException) -> str:
-    """What megatron-core says against something; the condition that does not hold, where it asserts without a word."""
+    """Return megatron-core's objection; the condition that does not hold, where megatron-core asserts without a
+    message.
+    """
     frames = traceback.extract_tb(error.__traceback__)
     return str(error) or (frames[-1].line if frames else "") or type(error).__name__
 
 
 def build_model(settings: ModelSettings, sizes: ParallelSizes) -> torch.nn.Module:
-    """The part of the model that this rank holds, on its device, in `params_dtype`; needs the parallel state (`production.parallel.sizes`).
+    """Return the part of the model that this rank holds, on its device, in `params_dtype`; needs the parallel state
+    (`production.parallel.sizes`).
 
     Weights are drawn from torch's generator, or on CUDA from megatron-core's tracked ones
     (`model_parallel_cuda_manual_seed`); `production.model.weights` fills them otherwise. Raises PackproofError as `transformer_config`,

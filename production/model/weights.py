@@ -1,4 +1,6 @@
-"""A rank's parameters as parts of the whole model's, by megatron-core's own sharding metadata, so that layouts share one set of weights."""
+"""Read and fill a rank's parameters as parts of the whole model's, by megatron-core's sharding metadata, so that
+layouts share one set of weights.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +20,14 @@ from production.errors import PackproofError
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Shard:
-    """One rank's part of one tensor of the whole model."""
+    """Holds one rank's part of one tensor of the whole model."""
 
     name: str
     """The parameter's name in the unsharded model (tp, pp and ep 1), as its `named_parameters` has it."""
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """Shape of the whole tensor."""
     part: tuple[slice, ...]
-    """Where this rank's values lie in it."""
+    """Place of this rank's values in the whole tensor."""
     values: torch.Tensor
     """This rank's values, of any shape and dtype, a view: writing changes the model."""
     is_main: bool
@@ -35,7 +37,9 @@ class Shard:
 def shards(
     model: torch.nn.Module, *, of: Callable[[torch.nn.Parameter], torch.Tensor] | None = None
 ) -> Iterator[Shard]:
-    """The parts of this rank's model; `of` takes something else of any shape that a parameter has, such as its gradient."""
+    """Return the parts of this rank's model; `of` takes something else of any shape that a parameter has, such as its
+    gradient.
+    """
     inner = unwrap(model)
     parameters = dict(inner.named_parameters())
     for local_name, entry in inner.sharded_state_dict().items():
@@ -74,7 +78,9 @@ def fill(model: torch.nn.Module, whole: Callable[[str, tuple[int, ...]], torch.T
 
 
 def drawn(seed: int, *, scale: float = 0.02) -> Callable[[str, tuple[int, ...]], torch.Tensor]:
-    """Weights of any shape by name from a seed, the same in every layout: float64, norms around 1, others around 0."""
+    """Return weights of any shape by name from a seed, the same in every layout: float64, norms around 1, others
+    around 0.
+    """
 
     def draw(name: str, shape: tuple[int, ...]) -> torch.Tensor:
         generator = torch.Generator().manual_seed(_mix(seed, name))
@@ -87,7 +93,10 @@ def drawn(seed: int, *, scale: float = 0.02) -> Callable[[str, tuple[int, ...]],
 def assemble(
     parts: Mapping[str, list[tuple[tuple[int, ...], tuple[slice, ...], torch.Tensor]]],
 ) -> dict[str, torch.Tensor]:
-    """Whole tensors of any shape from the parts of all ranks: shape, part and values by name. Raises PackproofError where some is missing."""
+    """Return whole tensors of any shape from the parts of all ranks: shape, part and values by name.
+
+    Raises PackproofError for a missing part.
+    """
     whole = {}
     for name, pieces in parts.items():
         shape, dtype = pieces[0][0], pieces[0][2].dtype
@@ -106,14 +115,14 @@ def assemble(
 
 
 def unwrap(model: torch.nn.Module) -> Any:
-    """The model within its wrappers (DDP, mixed precision)."""
+    """Return the model within its wrappers (DDP, mixed precision)."""
     while not hasattr(model, "sharded_state_dict") or hasattr(model, "module"):
         model = model.module  # type: ignore[assignment]
     return model
 
 
 def _pieces(entry: Any) -> Iterator[ShardedTensor]:
-    """A factory, such as that of a gated MLP's two halves, gives several."""
+    """Return the pieces of a factory, such as that of a gated MLP's two halves, which gives several."""
     if isinstance(entry, ShardedTensorFactory):
         entry = entry.build()
     if isinstance(entry, ShardedTensor):
@@ -128,7 +137,9 @@ _EXPERT = re.compile(r"\.local_experts\.(\d+)\.")
 
 
 def _global_name(model: Any, name: str) -> str:
-    """With the layer's number in the whole model instead of the stage's, and the expert's instead of the rank's."""
+    """Return the name with the layer's number in the whole model instead of the stage's, and the expert's instead of
+    the rank's.
+    """
     if name == "output_layer.weight" and model.share_embeddings_and_output_weights:
         return "embedding.word_embeddings.weight"  # the last stage's copy, where the first has the embedding
     if match := _LAYER.match(name):
@@ -142,5 +153,5 @@ def _global_name(model: Any, name: str) -> str:
 
 
 def _mix(seed: int, name: str) -> int:
-    """A seed of its own for each name, the same everywhere."""
+    """Return a seed of its own for each name, the same everywhere."""
     return int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:6], "big")

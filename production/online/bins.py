@@ -1,6 +1,9 @@
-"""The online path's squeeze: the sequences of one bin end to end, with every padding that NeMo-RL gives them (R-ONLINE-4, R-ONLINE-5).
+"""Squeeze the sequences of one bin into a row, end to end, with every padding that NeMo-RL adds (R-ONLINE-4,
+R-ONLINE-5).
 
-Vectorised: one gather out of the rectangle and one index for labels, whatever the number of sequences.
+The squeeze is one gather out of the padded batch and one index for labels, whatever the number of sequences.
+
+Reference: `reference/microbatches.py`, R-ONLINE-4 and 5.
 """
 
 from __future__ import annotations
@@ -15,24 +18,24 @@ from production.online.padded_batch import PAD_TOKEN_ID, Rectangle, round_up
 
 Precision = Literal["unquantized", "fp8_blockwise", "fp8_mxfp8", "fp8_other"]
 ROW_MULTIPLES: dict[str, int] = {"unquantized": 1, "fp8_blockwise": 128, "fp8_mxfp8": 32, "fp8_other": 16}
-"""What the kernels of a precision need a rank's share of the row to be a multiple of."""
+"""Multiple that the kernels of a precision need of a rank's share of the row."""
 HYBRID_EXPERT_MULTIPLE = 128
-"""The same of the flex dispatcher with the HybridEP backend."""
+"""Multiple that the flex dispatcher with the HybridEP backend needs."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Padding:
-    """What lengths the online path pads to; `choose_padding` derives it from a job's layout."""
+    """Lengths to which the online path pads; `choose_padding` derives them from a job's layout."""
 
     sequence_multiple: int = 1
-    """Of each sequence: `make_sequence_length_divisible_by`."""
+    """Multiple of each sequence: `make_sequence_length_divisible_by`."""
     row_multiple: int = 1
-    """Of the whole row, which its last sequence takes."""
+    """Multiple of the whole row; the row's last sequence takes the padding."""
     row_length: int | None = None
     """`pad_packed_seq_to`: the one length of all rows of a data-parallel rank, where there is more than one pipeline stage."""
 
     def __post_init__(self) -> None:
-        """Refuse what no row could satisfy."""
+        """Refuse lengths that no row could satisfy."""
         if min(self.sequence_multiple, self.row_multiple) < 1 or (self.row_length is not None and self.row_length < 1):
             raise PackproofError(what=f"{self}", where="padding", mend="give at least 1")
         if self.row_length is not None and self.row_length % self.row_multiple:
@@ -45,7 +48,7 @@ class Padding:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Squeezed:
-    """The sequences of a bin as one row of T tokens."""
+    """Holds the sequences of a bin as one row of T tokens."""
 
     input_ids: torch.Tensor
     """[1, T] int64, 0 in padding."""
@@ -66,7 +69,9 @@ class Squeezed:
 
 
 def domain_factor(*, context_parallel_size: int, tensor_parallel_size: int, sequence_parallel: bool) -> int:
-    """What each sequence's length must be a multiple of: 2·cp where cp > 1, times tp with sequence parallelism (R-ONLINE-4)."""
+    """Return the number that must divide each sequence's length: 2·cp where cp > 1, times tp with sequence
+    parallelism (R-ONLINE-4).
+    """
     factor = 2 * context_parallel_size if context_parallel_size > 1 else 1
     return factor * tensor_parallel_size if sequence_parallel else factor
 
@@ -82,7 +87,7 @@ def choose_padding(
     hybrid_expert_parallel: bool,
     longest_bin: int,
 ) -> Padding:
-    """The padding of a data-parallel rank (R-ONLINE-5). `longest_bin`, that of its own bins (`rectangle.longest_bin`), counts where there is
+    """The padding of a data-parallel rank (R-ONLINE-5). `longest_bin`, that of its own bins (`padded_batch.longest_bin`), counts where there is
     more than one pipeline stage.
 
     Raises PackproofError where the sequences' multiple is none of the domain factor, and for an unknown precision.
@@ -114,7 +119,9 @@ def choose_padding(
 
 
 def squeeze(rectangle: Rectangle, padding: Padding) -> Squeezed:
-    """The sequences end to end (R-ONLINE-4, R-ONLINE-5). Raises PackproofError where they exceed `row_length`."""
+    """Squeeze the sequences end to end (R-ONLINE-4, R-ONLINE-5). Raises PackproofError where they exceed
+    `row_length`.
+    """
     lengths = rectangle.input_lengths
     padded = (lengths + padding.sequence_multiple - 1) // padding.sequence_multiple * padding.sequence_multiple
     total = int(padded.sum())

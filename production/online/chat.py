@@ -43,7 +43,7 @@ OnLong = Literal["mask_out", "refuse"]
 
 @dataclass(frozen=True, kw_only=True)
 class ChatSettings:
-    """How conversations become tokens; the values of a job's section `data`."""
+    """Settings that turn conversations into tokens; the values of a job's section `data`."""
 
     prompt_format: str = "default"
     """One of `prompts.FORMATS`; `default` is the tokenizer's chat template."""
@@ -54,14 +54,18 @@ class ChatSettings:
     add_generation_prompt: bool = False
     """Whether the template opens the assistant's turn behind a user or tool message; that header then belongs to the prompt."""
     on_unjoined_pieces: OnUnjoined = "refuse"
-    """What a template does that renders earlier messages otherwise once more follow (R-ONLINE-9): `allow` feeds what NeMo-RL feeds."""
+    """Treatment of a template that renders earlier messages otherwise once more follow (R-ONLINE-9): `allow` feeds
+    what NeMo-RL feeds.
+    """
     max_length: int | None = None
     """A conversation of so many tokens or more is too long (R-ONLINE-8); None: any length."""
     on_long_conversation: OnLong = "mask_out"
-    """What a conversation does that is too long: `mask_out` cuts it to a stub that counts nowhere, as NeMo-RL does; `refuse` refuses it."""
+    """Treatment of a conversation that is too long: `mask_out` cuts it to a stub that counts nowhere, as NeMo-RL
+    does; `refuse` refuses it.
+    """
 
     def __post_init__(self) -> None:
-        """Refuse what contradicts itself."""
+        """Refuse settings that contradict each other."""
         if self.prompt_format not in FORMATS:
             raise PackproofError(
                 what=f"unknown prompt format {self.prompt_format!r}; the nearest is {nearest(self.prompt_format, FORMATS)!r}",
@@ -80,7 +84,7 @@ class ChatSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class Chat:
-    """A line of a chat file."""
+    """Holds a line of a chat file."""
 
     messages: Sequence[Any]
     """Its messages, every key kept."""
@@ -101,12 +105,15 @@ class ChatTokenizer:
 
     @property
     def missing_tokens(self) -> list[str]:
-        """Keys of the settings that ask for a token which the tokenizer lacks, so that nothing is added."""
+        """Return the keys of settings that ask for a token which the tokenizer lacks, so that nothing is added."""
         asked = {"add_bos": (self._settings.add_bos, self._bos), "add_eos": (self._settings.add_eos, self._eos)}
         return [key for key, (is_asked, token) in asked.items() if is_asked and token is None]
 
     def tokenize(self, conversations: Sequence[Chat | Sequence[Any]]) -> list[Conversation]:
-        """Token ids and mask of each conversation, a line or its messages. Raises RowRefused (`bad_message`, `bad_content`, `bad_text`, …)."""
+        """Return token ids and mask of each conversation, a line or its messages.
+
+        Raises RowRefused (`bad_message`, `bad_content`, `bad_text`, …).
+        """
         chats = [each if isinstance(each, Chat) else Chat(messages=each) for each in conversations]
         texts = [self._texts(chat, number) for number, chat in enumerate(chats)]
         try:
@@ -152,7 +159,7 @@ class ChatTokenizer:
         return repr(self._tokenizer.convert_ids_to_tokens(int(ids[place]))) if place < len(ids) else "nothing"
 
     def _conversation(self, ids: Any, lengths: Any, chat: Chat, number: int) -> Conversation:
-        """The conversation, or its stub (R-ONLINE-8)."""
+        """Return the conversation, or its stub (R-ONLINE-8)."""
         trained = _trained(chat.messages)
         longest, weight = self._settings.max_length, 1.0
         if longest is not None and len(ids) >= longest:
@@ -173,7 +180,7 @@ class ChatTokenizer:
         )
 
     def _texts(self, chat: Chat, number: int) -> list[str]:
-        """The text of each message, which together are what the conversation renders to."""
+        """Return the text of each message; joined, the texts are the rendered conversation."""
         if not len(chat.messages):
             return []
         row = split_conversations(chat.messages)
@@ -220,7 +227,7 @@ class ChatTokenizer:
             raise refusal("tools_not_rendered", what, conversation=number)
 
     def _other_text(self, messages: Sequence[Message], tools: Any, number: int) -> str | None:
-        """The text without some part of the line; None where the template asks for that part."""
+        """Return the text without some part of the line; None where the template asks for that part."""
         try:
             return render_template(messages, self._tokenizer, number, tools=tools)
         except RowRefused:

@@ -1,7 +1,9 @@
-"""Which sequences of the online path share a bin: the four packers and the rule of the number of bins (SPEC section 13).
+"""Pack the sequences of the online path into bins: the four packers and the rule of the number of bins.
 
-Bins are found by a tree over free room and sequences by bisection, so 100,000 sequences take about a second where trying each
-bin in turn takes minutes.
+Bins are found by a tree over free room and sequences by bisection, so 100,000 sequences take about a second where
+trying each bin in turn takes minutes.
+
+Reference: `reference/packing.py`, R-PACK-1 to 6, SPEC section 13.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ Bins = list[list[int]]
 def pack(
     lengths: Sequence[int], capacity: int, *, algorithm: str, multiple_of: int = 1, seed: int | None = None
 ) -> Bins:
-    """Bins of at most `capacity` tokens by the packer of this name, their number raised to a multiple (R-PACK-5).
+    """Return bins of at most `capacity` tokens by the packer of this name, their number raised to a multiple
+    (R-PACK-5).
 
     `lengths` are tokens per sequence; `multiple_of` is the data-parallel size. `first_fit_shuffle` needs a `seed`, and
     the others take none. Raises PackproofError naming the sequence that is too long or has no token.
@@ -43,7 +46,7 @@ def pack(
 
 
 def concatenative(lengths: Sequence[int], capacity: int) -> Bins:
-    """In order; a new bin when the next sequence does not fit (R-PACK-1)."""
+    """Pack in order; open a new bin when the next sequence does not fit (R-PACK-1)."""
     check_lengths(lengths, capacity)
     bins: Bins = []
     room = 0
@@ -57,13 +60,16 @@ def concatenative(lengths: Sequence[int], capacity: int) -> Bins:
 
 
 def first_fit_decreasing(lengths: Sequence[int], capacity: int) -> Bins:
-    """From the longest, of equal lengths the larger index first, each into the first bin with room (R-PACK-2)."""
+    """Pack from the longest, of equal lengths the larger index first, each into the first bin with room (R-PACK-2)."""
     order = sorted(range(len(lengths)), key=lambda index: (lengths[index], index), reverse=True)
     return first_fit(lengths, capacity, order=order)
 
 
 def first_fit(lengths: Sequence[int], capacity: int, *, order: Iterable[int]) -> Bins:
-    """In the order given, each into the first bin with room: with `shuffled`, R-PACK-3. Raises PackproofError for an order that is none."""
+    """Pack in the order given, each into the first bin with room: with `shuffled`, R-PACK-3.
+
+    Raises PackproofError for an order that is not a permutation.
+    """
     check_lengths(lengths, capacity)
     order = list(order)
     if sorted(order) != list(range(len(lengths))):
@@ -83,14 +89,14 @@ def first_fit(lengths: Sequence[int], capacity: int, *, order: Iterable[int]) ->
 
 
 def shuffled(count: int, *, seed: int) -> list[int]:
-    """The order of `first_fit_shuffle`: for one seed always the same, on every rank and machine."""
+    """Return the order of `first_fit_shuffle`: for one seed always the same, on every rank and machine."""
     order = list(range(count))
     random.Random(seed).shuffle(order)  # noqa: S311 - not for secrets
     return order
 
 
 def modified_first_fit_decreasing(lengths: Sequence[int], capacity: int) -> Bins:
-    """Large sequences first, each with what fills its bin best (R-PACK-4)."""
+    """Pack large sequences first, each with what fills its bin best (R-PACK-4)."""
     check_lengths(lengths, capacity)
     large, medium, small, tiny = _classes(lengths, capacity)
     bins: Bins = [[index] for index in large]
@@ -123,7 +129,7 @@ PACKERS: dict[str, Callable[[Sequence[int], int], Bins]] = {
 
 
 def raise_bin_count(bins: Bins, multiple_of: int) -> Bins:
-    """The bins, and as many more as make their number a multiple (R-PACK-5); bins given are not changed.
+    """Return the bins, and as many more as make their number a multiple (R-PACK-5); the given bins are not changed.
 
     The given bin with the most sequences gives its last ones away, one to each new bin, until it has one left; then the next
     fullest does. Raises PackproofError for fewer sequences than bins.
@@ -146,7 +152,10 @@ def raise_bin_count(bins: Bins, multiple_of: int) -> Bins:
 
 
 def take_rank(bins: Bins, *, rank: int, size: int) -> Bins:
-    """The bins of data-parallel rank `rank` of `size`: `rank, rank + size, …` (R-PACK-6). Raises PackproofError where `size` does not divide them."""
+    """Return the bins of data-parallel rank `rank` of `size`: `rank, rank + size, …` (R-PACK-6).
+
+    Raises PackproofError where `size` does not divide them.
+    """
     if not 0 <= rank < size:
         raise PackproofError(
             what=f"rank {rank} of {size}", where="data-parallel rank", mend="give one from 0 to size - 1"
@@ -173,7 +182,7 @@ def check_lengths(lengths: Sequence[int], capacity: int) -> None:
 
 
 def _classes(lengths: Sequence[int], capacity: int) -> tuple[list[int], list[int], list[int], list[int]]:
-    """Large, medium, small and tiny sequences, the first two from the longest, the others from the shortest."""
+    """Return large, medium, small and tiny sequences, the first two from the longest, the others from the shortest."""
     found: tuple[list[int], ...] = ([], [], [], [])
     for index, length in enumerate(lengths):
         found[0 if 2 * length > capacity else 1 if 3 * length > capacity else 2 if 6 * length > capacity else 3].append(
@@ -194,7 +203,9 @@ def _put(bins: Bins, rooms: list[int], lengths: Sequence[int], number: int, inde
 
 
 def _least_filled(lengths: Sequence[int], capacity: int, leftovers: Iterable[int]) -> Bins:
-    """Each into the least-filled bin if it fits there, else into a new one; from the least to the most filled."""
+    """Put each sequence into the least-filled bin if it fits there, else into a new one; return bins from the least
+    to the most filled.
+    """
     # A stamp of the last change orders equally filled bins.
     filled: list[tuple[int, int, list[int]]] = []
     for stamp, index in enumerate(leftovers):
@@ -208,7 +219,7 @@ def _least_filled(lengths: Sequence[int], capacity: int, leftovers: Iterable[int
 
 
 class _Rooms:
-    """Free room of `count` bins, all of them open from the start: the empty ones are found last, in their order."""
+    """Tracks the free room of `count` bins, all open from the start: the empty bins are found last, in their order."""
 
     def __init__(self, count: int, capacity: int) -> None:
         self._leaves = 1 << max(count - 1, 0).bit_length()
@@ -216,7 +227,7 @@ class _Rooms:
         self._most = [capacity] * (2 * self._leaves)
 
     def take(self, length: int) -> int:
-        """The first bin with this much room, which loses it."""
+        """Return the first bin with this much room, and take the room from it."""
         most, node = self._most, 1
         while node < self._leaves:
             node *= 2
@@ -234,7 +245,7 @@ class _Rooms:
 
 
 class _Longest:
-    """Sequences from the longest to the shortest, of which the first that fits is taken."""
+    """Holds sequences from the longest to the shortest, of which the first that fits is taken."""
 
     def __init__(self, lengths: Sequence[int], order: list[int]) -> None:
         self._order = order
@@ -243,7 +254,7 @@ class _Longest:
         self._next = list(range(len(order) + 1))
 
     def take(self, room: int) -> int | None:
-        """The first sequence of at most `room` tokens."""
+        """Return the first sequence of at most `room` tokens."""
         place = _walk(self._next, bisect_left(self._keys, -room))
         if place == len(self._order):
             return None
@@ -251,12 +262,14 @@ class _Longest:
         return self._order[place]
 
     def left(self) -> list[int]:
-        """Those that were not taken, in order."""
+        """Return the sequences that were not taken, in order."""
         return [index for place, index in enumerate(self._order) if self._next[place] == place]
 
 
 class _Pairs:
-    """Sequences from the shortest to the longest, taken two at a time: the shortest, and the longest that then fits."""
+    """Holds sequences from the shortest to the longest, taken two at a time: the shortest, and the longest that then
+    fits.
+    """
 
     def __init__(self, lengths: Sequence[int], order: list[int]) -> None:
         self._order = order
@@ -266,7 +279,7 @@ class _Pairs:
         self._after = list(range(len(order) + 1))
 
     def take(self, room: int) -> tuple[int, int] | None:
-        """A pair, if the two shortest fit together."""
+        """Return a pair, if the two shortest fit together."""
         first = _walk(self._after, 0)
         second = _walk(self._after, min(first + 1, len(self._order)))
         if second == len(self._order) or self._keys[first] + self._keys[second] > room:
@@ -278,7 +291,7 @@ class _Pairs:
         return self._order[first], self._order[place]
 
     def left(self) -> list[int]:
-        """Those that were not taken, in order."""
+        """Return the sequences that were not taken, in order."""
         return [index for place, index in enumerate(self._order) if self._after[place] == place]
 
     def _remove(self, place: int) -> None:

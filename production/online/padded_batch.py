@@ -1,6 +1,10 @@
-"""The online path before it is squeezed: tokenized conversations as a right-padded rectangle, and which of them share a row (SPEC section 15).
+"""Hold tokenized conversations as a right-padded batch before they are squeezed, and pack them into bins (SPEC
+section 15).
 
-A rectangle of B sequences holds B times the longest; it is kept as NeMo-RL keeps it, since its masks and divisor are defined on it.
+A padded batch of B sequences holds B times the longest; the form is NeMo-RL's, since NeMo-RL's masks and divisor are
+defined on it.
+
+Reference: `reference/microbatches.py`, R-ONLINE-2 and 3.
 """
 
 from __future__ import annotations
@@ -15,12 +19,12 @@ from production.errors import PackproofError
 from production.online.packing import Bins, pack
 
 PAD_TOKEN_ID = 0
-"""What stands in the padding of a squeezed row, whatever the tokenizer's pad token is (R-ONLINE-4)."""
+"""Id in the padding of a squeezed row, whatever the tokenizer's pad token is (R-ONLINE-4)."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Conversation:
-    """A tokenized conversation with the mask of its messages (`chat.ChatTokenizer` makes them)."""
+    """Holds a tokenized conversation with the mask of its messages (`chat.ChatTokenizer` makes them)."""
 
     token_ids: torch.Tensor
     """[L] int64."""
@@ -32,7 +36,9 @@ class Conversation:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Rectangle:
-    """B sequences of at most S tokens, right-padded, on the host. It has no `packed_cu_seqlens`: it is not packed yet."""
+    """Holds B sequences of at most S tokens, right-padded, on the host, without `packed_cu_seqlens`: they are not
+    packed yet.
+    """
 
     input_ids: torch.Tensor
     """[B, S] int64, padded with the tokenizer's pad token. Nothing reads the padding: a squeezed row has its own."""
@@ -44,16 +50,19 @@ class Rectangle:
     """[B] float32: the weight of each sequence, 0 for one that does not count."""
 
     def valid_tokens(self) -> torch.Tensor:
-        """The part of these sequences in the loss's divisor (R-ONLINE-6): Σ token_mask[:, 1:] · sample_mask, a scalar float64."""
+        """Return the part of these sequences in the loss's divisor (R-ONLINE-6): Σ token_mask[:, 1:] · sample_mask, a
+        scalar float64.
+        """
         return (self.token_mask[:, 1:].sum(dim=1, dtype=torch.float64) * self.sample_mask).sum()
 
 
 def build_rectangle(
     conversations: Sequence[Conversation], *, make_sequence_length_divisible_by: int, pad_token_id: int = PAD_TOKEN_ID
 ) -> Rectangle:
-    """The conversations as a rectangle whose width is a multiple, with their weights as `sample_mask` (R-ONLINE-2).
+    """Return the conversations as a padded batch whose width is a multiple, with their weights as `sample_mask`
+    (R-ONLINE-2).
 
-    Raises PackproofError for none, or one of no token.
+    Raises PackproofError for no conversation, or a conversation of no token.
     """
     multiple = _multiple(make_sequence_length_divisible_by)
     lengths = torch.tensor([len(each.token_ids) for each in conversations], dtype=torch.int64)
@@ -79,7 +88,8 @@ def fill_bins(
     data_parallel_size: int,
     seed: int | None = None,
 ) -> Bins:
-    """One packing for the global batch, over lengths rounded up to the multiple (R-ONLINE-3); `packing.take_rank` deals the bins.
+    """Pack the global batch once, over lengths rounded up to the multiple (R-ONLINE-3); `packing.take_rank` deals the
+    bins.
 
     `capacity` is in tokens of a row. Raises PackproofError as `packing.pack`.
     """
@@ -89,7 +99,10 @@ def fill_bins(
 
 
 def take_sequences(rectangle: Rectangle, members: Sequence[int]) -> Rectangle:
-    """The sequences of one bin, in its order: what `process_microbatch` takes. Raises PackproofError for an empty bin."""
+    """Return the sequences of one bin, in its order: the input of `process_microbatch`.
+
+    Raises PackproofError for an empty bin.
+    """
     if not members:
         raise PackproofError(what="an empty bin", where="bin", mend="leave it out (raise_bin_count makes none)")
     index = torch.tensor(members, dtype=torch.int64)
@@ -98,7 +111,8 @@ def take_sequences(rectangle: Rectangle, members: Sequence[int]) -> Rectangle:
 
 
 def longest_bin(rectangle: Rectangle, bins: Bins, *, make_sequence_length_divisible_by: int) -> int:
-    """Tokens of the fullest bin, each sequence rounded up: what rows are padded to where pipeline stages need one length.
+    """Return the tokens of the fullest bin, each sequence rounded up: rows are padded to it where pipeline stages
+    need one length.
 
     `bins` are those of one data-parallel rank (`packing.take_rank`): ranks are padded to lengths of their own (R-ONLINE-5).
     """
@@ -108,7 +122,7 @@ def longest_bin(rectangle: Rectangle, bins: Bins, *, make_sequence_length_divisi
 
 
 def round_up(length: int, multiple: int) -> int:
-    """The next multiple that is at least `length`."""
+    """Return the next multiple that is at least `length`."""
     return -(-length // multiple) * multiple
 
 

@@ -1,7 +1,9 @@
-"""Cuts rows among context-parallel ranks with one vectorised index, and puts them together again (SPEC section 11).
+"""Cut rows among context-parallel ranks with one vectorised index, and gather them again.
 
-No Python loop over segments: a rank's index into 1,000 segments of a row of 262,144 tokens takes 0.1 ms at cp 16. On CUDA
-Transformer Engine's kernel makes the index where it is installed; that branch has not been run here.
+No Python loop over segments: a rank's index into 1,000 segments of a row of 262,144 tokens takes 0.1 ms at cp 16. On
+CUDA Transformer Engine's kernel makes the index where it is installed; that branch has not been run here.
+
+Reference: `reference/context_parallel.py`, R-CP-1 to 5, SPEC section 11.
 """
 
 from __future__ import annotations
@@ -21,17 +23,17 @@ from production.errors import BatchRefused, PackproofError
 from production.rows.batch import Batch, FlatBatch, flatten
 
 ROW_TENSORS = ("input_ids", "target_ids", "token_mask", "position_ids")
-"""What a rank gets its own part of; everything else of a batch stays that of the whole row (R-CP-2)."""
+"""Tensors of which a rank gets its own part; everything else of a batch stays that of the whole row (R-CP-2)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """How a sequence is cut: each unit into equal pieces, and which of them a rank owns, in that order."""
+    """Defines how a sequence is cut: each unit into equal pieces, and the pieces that a rank owns, in that order."""
 
     name: str
-    """What configurations call it."""
+    """Name in configurations."""
     unit: Literal["segment", "row"]
-    """What is cut into pieces; its length must be divisible by their number."""
+    """Unit that is cut into pieces; its length must be divisible by their number."""
     pieces: Callable[[int], int]
     """Number of pieces of a unit, of cp."""
     owned: Callable[[int, int], tuple[int, ...]]
@@ -72,14 +74,15 @@ def shard_index(
     total_tokens: int | None = None,
     check: bool = True,
 ) -> torch.Tensor:
-    """The positions that rank `rank` of `size` owns, in its order: [T / size] int64, on the device of `cu_seqlens`.
+    """Return the positions that rank `rank` of `size` owns, in its order: [T / size] int64, on the device of
+    `cu_seqlens`.
 
-    `cu_seqlens` [K] are the boundaries of one sequence of T tokens, which may be `rows` flattened rows of equal length
-    (R-BATCH-2). Segments of length 0 are passed over. Raises BatchRefused, of kind `indivisible_segment` with row,
-    segment and length (R-CP-3), or `cu_start`, `cu_order`, `cu_end` where they are no boundaries of T tokens.
+    `cu_seqlens` [K] are the boundaries of one sequence of T tokens, which may be `rows` flattened rows of equal
+    length (R-BATCH-2). Segments of length 0 are passed over. Raises BatchRefused, of kind `indivisible_segment` with
+    row, segment and length (R-CP-3), or `cu_start`, `cu_order`, `cu_end` where they are not boundaries of T tokens.
 
     On CUDA the check waits for the device, and so does reading T where `total_tokens` is not given: leave the check
-    out only where the host has seen the same boundaries (`batches.collate_checked`).
+    out only where the host has seen the same boundaries (`batch.collate_checked`).
     """
     how = find_layout(layout)
     _check_rank(rank, size)
@@ -102,7 +105,8 @@ def shard_index(
 def shard_batch[Rows: (Batch, FlatBatch)](
     batch: Rows, rank: int, size: int, *, layout: str | Layout = "zigzag"
 ) -> Rows:
-    """The batch with its row tensors cut to rank `rank` of `size`, all with one index: [B, P / size] each (R-CP-2).
+    """Return the batch with its row tensors cut to rank `rank` of `size`, all with one index: [B, P / size] each
+    (R-CP-2).
 
     Boundaries, longest segments and lengths stay those of the whole rows. Raises BatchRefused as `shard_index`.
     """
@@ -128,9 +132,10 @@ def shard_tensors(
     rows: int = 1,
     check: bool = True,
 ) -> dict[str, torch.Tensor]:
-    """Rank `rank`'s part of each tensor, all with one index (R-CP-2): [rows, P] to [rows, P / size], [P] to [P / size].
+    """Return rank `rank`'s part of each tensor, all with one index (R-CP-2): [rows, P] to [rows, P / size], [P] to [P
+    / size].
 
-    `cu_seqlens` are those of the rows flattened, as `batches.flatten` gives them. Raises BatchRefused as `shard_index`.
+    `cu_seqlens` are those of the rows flattened, as `batch.flatten` gives them. Raises BatchRefused as `shard_index`.
     """
     totals = {name: tensor.numel() for name, tensor in tensors.items()}
     if len(set(totals.values())) != 1:
@@ -146,7 +151,7 @@ def shard_tensors(
 
 
 def select(tensor: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """The values at `index` (of `shard_index`, over all rows): [rows, P] to [rows, P / size]."""
+    """Return the values at `index` (of `shard_index`, over all rows): [rows, P] to [rows, P / size]."""
     # Flattened first: over a second dimension torch selects three times as slowly.
     return tensor.reshape(-1).index_select(0, index).view(*tensor.shape[:-1], -1)
 
@@ -154,7 +159,7 @@ def select(tensor: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
 def gather(
     shards: Sequence[torch.Tensor], cu_seqlens: torch.Tensor, *, layout: str | Layout = "zigzag", rows: int = 1
 ) -> torch.Tensor:
-    """The whole of what the ranks hold, given in order of their ranks (R-CP-5): [rows, P / size] to [rows, P].
+    """Return the whole rows from the ranks' shares, given in order of ranks (R-CP-5): [rows, P / size] to [rows, P].
 
     Raises PackproofError where a shard has another shape than the first, BatchRefused as `shard_index`.
     """
@@ -174,7 +179,7 @@ def gather(
 
 
 def find_layout(layout: str | Layout) -> Layout:
-    """The layout of this name. Raises PackproofError for an unknown one."""
+    """Return the layout of this name. Raises PackproofError for an unknown one."""
     if isinstance(layout, Layout):
         return layout
     if layout not in LAYOUTS:
@@ -187,7 +192,8 @@ def find_layout(layout: str | Layout) -> Layout:
 
 
 def partitioned_indices(cu_seqlens: torch.Tensor, total_tokens: int, size: int, rank: int) -> torch.Tensor:
-    """What Transformer Engine's kernel `thd_get_partitioned_indices` gives, in torch on any device: [T / size] int32.
+    """Return the indices of Transformer Engine's kernel `thd_get_partitioned_indices`, in torch on any device: [T /
+    size] int32.
 
     Unlike the kernel it refuses segments that do not divide (R-CP-3).
     """
@@ -195,7 +201,9 @@ def partitioned_indices(cu_seqlens: torch.Tensor, total_tokens: int, size: int, 
 
 
 def check_boundaries(boundaries: torch.Tensor, pieces: int, *, rows: int, total: int) -> None:
-    """Refuse `boundaries` [K] int64 that are none of `rows` rows and `total` tokens in segments that `pieces` divides: BatchRefused."""
+    """Refuse `boundaries` [K] int64 that are not those of `rows` rows and `total` tokens in segments that `pieces`
+    divides: BatchRefused.
+    """
     ends = boundaries[:: max(len(boundaries) - 1, 1)].tolist()
     is_torn = ends != [0, total] or int(boundaries.diff().amin()) < 0
     if rows > 1:
@@ -208,7 +216,7 @@ def check_boundaries(boundaries: torch.Tensor, pieces: int, *, rows: int, total:
 
 @contextlib.contextmanager
 def index_for_megatron() -> Iterator[None]:
-    """Lets megatron-core cut its batches per document without Transformer Engine or without CUDA; undone on exit.
+    """Let megatron-core cut its batches per document without Transformer Engine or without CUDA; undone on exit.
 
     `megatron.core.utils._get_batch_on_this_cp_rank_per_document_balancing` asks its module's name `tex` for the
     kernel; that one name is set. Where the kernel can run nothing is touched.
@@ -225,7 +233,7 @@ def index_for_megatron() -> Iterator[None]:
 
 
 def _expand(boundaries: torch.Tensor, owned: tuple[int, ...], pieces: int, count: int) -> torch.Tensor:
-    """The positions of the owned pieces of each unit, unit after unit: [count] int64."""
+    """Return the positions of the owned pieces of each unit, unit after unit: [count] int64."""
     scaled = boundaries // pieces
     length = scaled.diff()
     # Within a piece, position minus place in the index is constant: the piece begins at scaled·pieces + length·piece,
@@ -257,7 +265,7 @@ def _check_rows(pieces: int, *, size: int, rows: int, total: int) -> None:
 
 
 def _refused(boundaries: torch.Tensor, pieces: int, *, rows: int, total: int) -> BatchRefused:
-    """The first fault of boundaries that have one."""
+    """Return the refusal of the first fault of boundaries that have one."""
     lengths = boundaries.diff()
     if boundaries[0] != 0:
         return _boundary_refused("cu_start", f"cu_seqlens begins at {int(boundaries[0])}, not at 0")
@@ -290,7 +298,7 @@ def _boundary_refused(kind: str, what: str) -> BatchRefused:
 
 @functools.cache
 def _kernel() -> Callable[..., Any] | None:
-    """Transformer Engine's kernel, asked for only when a tensor lies on CUDA."""
+    """Return Transformer Engine's kernel, asked for only when a tensor lies on CUDA."""
     try:
         importlib.import_module("transformer_engine.pytorch")  # loads the library that the next import needs
         kernel: Callable[..., Any] = importlib.import_module("transformer_engine_torch").thd_get_partitioned_indices

@@ -1,4 +1,5 @@
-"""Gathers what context-parallel ranks hold over their process group, with gradients: one message forward, at most one back.
+"""Gather the shares of context-parallel ranks over their process group, with gradients: one message forward, at most
+one back.
 
 Which gradient is right depends on the losses, not on the gather, so it is named. Let rank r hold x_r, let all ranks hold the
 whole W = gather(x_0 … x_{n-1}), and let rank r's loss be l_r(W). Where every rank's loss is another part of the job's loss,
@@ -20,7 +21,7 @@ from production.parallel.context_parallel import Layout, find_layout, shard_inde
 
 @dataclass(frozen=True, kw_only=True)
 class Exchange:
-    """How the ranks' shares [t, ...] and the whole row [T, ...], T = size · t, become each other. Not differentiable."""
+    """Exchanges the ranks' shares [t, ...] and the whole row [T, ...], T = size · t. Not differentiable."""
 
     group: distributed.ProcessGroup
     """The ranks that share the row."""
@@ -32,7 +33,10 @@ class Exchange:
     """[T] int64: the positions that rank 0 owns, then those of rank 1, and so on."""
 
     def gather(self, share: torch.Tensor) -> torch.Tensor:
-        """Every position of the row, from all ranks' shares (R-CP-5): [t, ...] to [T, ...]. All ranks must call it."""
+        """Return every position of the row, from all ranks' shares (R-CP-5): [t, ...] to [T, ...].
+
+        All ranks must call it.
+        """
         together = share.new_empty(self.size * len(share), *share.shape[1:])
         # Newer versions of torch warn of the older name.
         gather = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
@@ -40,11 +44,11 @@ class Exchange:
         return torch.empty_like(together).index_copy_(0, self.order, together)
 
     def own(self, whole: torch.Tensor) -> torch.Tensor:
-        """What the whole has at the positions of this rank: [T, ...] to [t, ...]; no message."""
+        """Return the values of the whole row at the positions of this rank: [T, ...] to [t, ...]; no message."""
         return whole.index_select(0, self.order.view(self.size, -1)[self.rank])
 
     def summed(self, whole: torch.Tensor) -> torch.Tensor:
-        """The sum over ranks at this rank's positions: [T, ...] to [t, ...]. All ranks must call it.
+        """Return the sum over ranks at this rank's positions: [T, ...] to [t, ...]. All ranks must call it.
 
         Added here, so that the result does not hang on the backend; torch adds half precision in float32.
         """
@@ -63,7 +67,7 @@ def exchange(
     rows: int = 1,
     device: torch.device | None = None,
 ) -> Exchange:
-    """The exchange of one sequence of `total_tokens` with these boundaries [K] among the ranks of `group`.
+    """Return the exchange of one sequence of `total_tokens` with these boundaries [K] among the ranks of `group`.
 
     Raises BatchRefused as `context_parallel.shard_index`: where the boundaries do not divide, or are not those of a
     sequence of this length.
@@ -93,7 +97,8 @@ def gather_ranks(
     rows: int = 1,
     gradient: Literal["sum", "own"],
 ) -> torch.Tensor:
-    """The whole row from all ranks' shares of it, on every rank, in row order: t tokens along `dim` to T = size · t.
+    """Return the whole row from all ranks' shares of it, on every rank, in row order: t tokens along `dim` to T =
+    size · t.
 
     `tensor` is this rank's share (of any dtype, with `dim` of t tokens), `cu_seqlens` [K] the boundaries of the whole
     row, which may be `rows` flattened rows. All ranks of `group` must call it with equal shapes. With `gradient="sum"`

@@ -1,7 +1,10 @@
-"""Where the direct and the online path meet: one microbatch, cut for a rank, as megatron-core takes it (SPEC sections 15 and 17).
+"""Make one microbatch of either path, cut for a rank, in the form that megatron-core takes.
 
-All checks happen on the host before anything is copied; then each tensor moves to the device once. Every pipeline stage gets
-everything: boundaries reach the middle ones without a broadcast, at the price of copies that a middle stage does not read.
+All checks happen on the host before anything is copied; then each tensor moves to the device once. Every pipeline
+stage gets everything: boundaries reach the middle stages without a broadcast, at the price of copies that a middle
+stage does not read.
+
+Reference: `reference/microbatches.py`, SPEC sections 15 and 17.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ Mtp = Literal["tables", "upstream_roll"]
 
 @dataclass(frozen=True, kw_only=True)
 class MicrobatchSettings:
-    """What a microbatch is made for: this rank's place, and how multi-token prediction gets its tensors."""
+    """Settings of a microbatch: this rank's place, and the way in which multi-token prediction gets its tensors."""
 
     context_parallel_rank: int = 0
     """Which share of the row, from 0."""
@@ -41,14 +44,14 @@ class MicrobatchSettings:
     mtp: Mtp = "tables"
     """`tables` needs `multi_token_feed.rolls_from_tables` around the step; `upstream_roll` is megatron-core's own."""
     weights: Weights = "rank"
-    """What a multi-token loss is divided by (R-MTP-3): `rank` is megatron-core's; `rows` needs `tables`."""
+    """Divisor of a multi-token loss (R-MTP-3): `rank` is megatron-core's; `rows` needs `tables`."""
     stage: Stage = "embedding_and_loss"
     """Which parts of multi-token prediction this pipeline stage holds."""
     verify: bool = False
     """Whether the feed holds the values of every roll against its tables, which on CUDA waits for the device."""
 
     def __post_init__(self) -> None:
-        """Refuse what contradicts itself."""
+        """Refuse settings that contradict each other."""
         if self.depths < 0:
             raise PackproofError(what=f"{self.depths} depths", where="mtp_num_layers", mend="give 0 or more")
         if self.depths and self.mtp == "upstream_roll" and self.weights == "rows":
@@ -62,7 +65,7 @@ class MicrobatchSettings:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class OnlineRow:
-    """The whole row that the online path's loss is computed over, the same on every cp rank."""
+    """Holds the whole row over which the online path's loss is computed, the same on every cp rank."""
 
     input_ids: torch.Tensor
     """[1, T] int64."""
@@ -78,7 +81,7 @@ class OnlineRow:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Microbatch:
-    """One sequence of T tokens, of which this rank holds n = T / cp, on the device."""
+    """Holds one sequence of T tokens, of which this rank holds n = T / cp, on the device."""
 
     input_ids: torch.Tensor
     """[1, n] int64."""
@@ -104,7 +107,8 @@ class Microbatch:
 def process_microbatch(
     batch: Batch | Rectangle, settings: MicrobatchSettings, *, device: torch.device | str | None = None
 ) -> Microbatch:
-    """The microbatch of these rows for one rank: with `packed_cu_seqlens` their boundaries are reused, else they are packed now.
+    """Return the microbatch of these rows for one rank: with `packed_cu_seqlens` their boundaries are reused, else
+    they are packed now.
 
     `batch` is one or more rows of the direct path (flattened, R-BATCH-2) or the sequences of one bin of the online path, on
     the host. With `device` everything moves there once, without waiting. Raises BatchRefused (as `shard_index`, and
@@ -116,7 +120,7 @@ def process_microbatch(
 
 
 def _direct(batch: Batch, settings: MicrobatchSettings, device: torch.device | str | None) -> Microbatch:
-    """Stored boundaries, every tensor cut with one index (R-MEET-1)."""
+    """Cut the stored rows, every tensor with one index (R-MEET-1)."""
     _check_host({name: getattr(batch, name) for name in _DIRECT_FIELDS})
     rank, size = settings.context_parallel_rank, settings.context_parallel_size
     # A row that only fills a validation batch counts nowhere: not in the loss, nor in multi-token prediction.
@@ -147,7 +151,9 @@ def _direct(batch: Batch, settings: MicrobatchSettings, device: torch.device | s
 def _direct_with_tables(
     flat: FlatBatch, tables: DepthTables, settings: MicrobatchSettings, device: torch.device | str | None
 ) -> Microbatch:
-    """Depth 0 of the tables is what the model is given, so that its rolls can be answered from the others."""
+    """Cut the stored rows into tables; depth 0 is the model's input, so that its rolls can be answered from the
+    others.
+    """
     tables = _moved(tables, device)
     total = tables.input_ids[0].numel()
     params = _thd_with_tables(flat, tables, settings, total, device)
@@ -165,7 +171,9 @@ def _direct_with_tables(
 
 
 def _online(batch: Rectangle, settings: MicrobatchSettings, device: torch.device | str | None) -> Microbatch:
-    """Squeezed now; labels and mask stay outside the model, but for the mask that multi-token prediction needs (R-ONLINE-7)."""
+    """Squeeze the sequences; labels and mask stay outside the model, but for the mask that multi-token prediction
+    needs (R-ONLINE-7).
+    """
     _check_host({field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)})
     row = squeeze(batch, settings.padding)
     whole = {name: getattr(row, name) for name in ("input_ids", "target_ids", "target_mask")}
@@ -211,7 +219,7 @@ _TABLES = ("input_ids", "position_ids", "target_ids", "token_mask", "rank_counts
 
 
 def _one_row(tables: DepthTables) -> DepthTables:
-    """Tables of several rows as those of the one sequence that the model is given: [D + 1, 1, B·n]."""
+    """Return tables of several rows as those of the one sequence that the model is given: [D + 1, 1, B·n]."""
     names = ("input_ids", "position_ids", "target_ids", "token_mask")
     given = {name: tensor for name in names if (tensor := getattr(tables, name)) is not None}
     flat: dict[str, Any] = {name: tensor.reshape(tables.depths + 1, 1, -1) for name, tensor in given.items()}
@@ -227,7 +235,7 @@ def _moved(tables: DepthTables, device: torch.device | str | None) -> DepthTable
 def _thd_with_tables(
     flat: FlatBatch, tables: DepthTables, settings: MicrobatchSettings, total: int, device: torch.device | str | None
 ) -> MultiTokenParams:
-    """The boundaries four times with the tables that lie on the device."""
+    """Return the boundaries four times with the tables that lie on the device."""
     plain = _thd(flat.cu_seqlens, flat.max_seqlen, total, device)
     params = multi_token_params(
         dataclasses.replace(flat, cu_seqlens=plain.cu_seqlens_q),
@@ -241,7 +249,9 @@ def _thd_with_tables(
 
 
 def _thd(cu_seqlens: torch.Tensor, max_seqlen: int, total: int, device: torch.device | str | None) -> PackedSeqParams:
-    """The boundaries four times. Made on the host, since `total_tokens` lets megatron-core expand them, which waits on a device."""
+    """Return the boundaries four times, made on the host: `total_tokens` lets megatron-core expand them, which waits
+    on a device.
+    """
     params = PackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=cu_seqlens,

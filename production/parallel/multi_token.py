@@ -1,7 +1,10 @@
-"""What multi-token prediction reads at every depth, from the whole row and without a message (SPEC section 12).
+"""Compute the input of multi-token prediction at every depth, from the whole row and without a message.
 
-megatron-core rolls the cut tensors, one segment and two messages at a time; here one index per depth into the whole row, taken
-at a rank's positions, gives its ids, positions, labels and masks of all depths at once: D + 1 times the memory of its cut.
+megatron-core rolls the cut tensors, one segment and two messages at a time; here one index per depth into the whole
+row, taken at a rank's positions, gives its ids, positions, labels and masks of all depths at once: D + 1 times the
+memory of its cut.
+
+Reference: `reference/multi_token.py`, R-MTP-1 to 3, SPEC section 12.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from production.rows.batch import Batch, FlatBatch, flatten
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class DepthTables:
-    """One rank's tensors at depths 0 to D; depth 0 is the cut that the model itself is given, n = P / size."""
+    """Holds one rank's tensors at depths 0 to D; depth 0 is the cut that the model itself is given, n = P / size."""
 
     input_ids: torch.Tensor
     """[D + 1, B, n] int64."""
@@ -41,7 +44,7 @@ class DepthTables:
 
     @property
     def depths(self) -> int:
-        """D, the number of layers that predict further."""
+        """Return D, the number of layers that predict further."""
         return len(self.input_ids) - 1
 
 
@@ -55,7 +58,8 @@ def depth_tables(
     padding_mask: torch.Tensor | None = None,
     has_positions: bool = True,
 ) -> DepthTables:
-    """The tables of rank `rank` of `size` for `depths` layers: at depth k `x[i + k]` inside the segment of i, else 0 (R-MTP-1).
+    """Return the tables of rank `rank` of `size` for `depths` layers: at depth k `x[i + k]` inside the segment of i,
+    else 0 (R-MTP-1).
 
     `batch` holds whole rows; each depth is cut with the rank's one index (R-MTP-2). `padding_mask` [B, P] bool is
     shifted along; `has_positions` says whether the model is given positions. Raises PackproofError for a number of depths below 0, BatchRefused as `context_parallel.shard_index`.
@@ -114,7 +118,9 @@ def derive_labels(row: Squeezed) -> FlatBatch:
 
 
 def _row_counts(mask: torch.Tensor, boundaries: torch.Tensor, depths: int) -> torch.Tensor:
-    """The mask's sums over whole rows at depths 0 to D: each depth loses one more target at the front of each segment."""
+    """Return the mask's sums over whole rows at depths 0 to D: each depth loses one more target at the front of each
+    segment.
+    """
     fronts = boundaries[:-1] + torch.arange(depths, device=boundaries.device)[:, None]  # [D, N]
     lost = mask[fronts.clamp(max=len(mask) - 1)].masked_fill_(fronts >= boundaries[1:], 0).sum(dim=1)
     return mask.sum() - torch.cat([lost.new_zeros(1), lost.cumsum(0)])

@@ -1,4 +1,5 @@
-"""Feeds the tables of `production.parallel.multi_token` to megatron-core's own multi-token prediction block, which then sends no message.
+"""Feed the tables of `production.parallel.multi_token` to megatron-core's own multi-token prediction block, which
+then sends no message.
 
 One name of megatron-core is replaced, `multi_token_prediction.roll_tensor`, by one that hands the tables out in the order of its
 calls: the tensors are cloned on the way, so only the order tells them apart. It fails closed where a call cannot be the one
@@ -31,7 +32,9 @@ TOKEN_SUMS = "packproof_token_sums"
 
 @dataclass
 class MultiTokenParams(PackedSeqParams):  # type: ignore[misc] # megatron-core has no types
-    """Boundaries of a microbatch with what its rolls are answered with; without a feed, megatron-core's own roll runs."""
+    """Holds the boundaries of a microbatch with the tables that answer its rolls; without a feed, megatron-core's own
+    roll runs.
+    """
 
     feed: DepthFeed | None = None
     """The microbatch's tables. megatron-core copies these parameters by field, so that copies share it."""
@@ -57,7 +60,9 @@ class DepthFeed:
         stage: Stage = "embedding_and_loss",
         verify: bool = False,
     ) -> None:
-        """`stage` says which of the two a pipeline stage holds; `verify` holds the values of each call against the tables."""
+        """Feed the tables; `stage` says which of the two a pipeline stage holds; `verify` compares the values of each
+        call with the tables.
+        """
         self.tables = tables
         self.verify = verify
         # With one rank both weights are the same, to the bit.
@@ -95,7 +100,7 @@ class DepthFeed:
 
     @property
     def _counting_mask(self) -> torch.Tensor:
-        """[B, n] float32: the mask of depth 0 as the loss must see it."""
+        """Return [B, n] float32: the mask of depth 0 as the loss must see it."""
         if self._scale == 1:
             return self.tables.token_mask[0]
         # The mask of each depth is handed out times cp, so that reported losses average to those of the rows.
@@ -105,13 +110,13 @@ class DepthFeed:
 
     @property
     def expected(self) -> str:
-        """What the next call must be."""
+        """Return the description of the next call."""
         name, depth = self._slots[self._next]
         return f"{name} at depth {depth} (call {self._next + 1} of {len(self._slots)})"
 
     @property
     def is_between(self) -> bool:
-        """Whether no pass has begun that has not ended."""
+        """Return whether the feed stands between two passes."""
         return self._next == 0
 
     def answer(
@@ -157,7 +162,7 @@ class DepthFeed:
         dims: int,
         size: int,
     ) -> str | None:
-        """Why this call cannot be the one expected."""
+        """Return why this call cannot be the one expected."""
         has_table = getattr(self.tables, name) is not None
         if tensor is None or not has_table:
             return None if tensor is None and not has_table else _missing(tensor, name)
@@ -178,7 +183,7 @@ class DepthFeed:
         return None
 
     def _before(self, name: str, depth: int) -> torch.Tensor:
-        """What a call for this depth must bring."""
+        """Return the tensor that a call for this depth must bring."""
         origin, at = _origin(name, depth)
         if origin != "token_mask" or self._scale == 1:
             return cast("torch.Tensor", getattr(self.tables, origin)[at])
@@ -186,14 +191,14 @@ class DepthFeed:
 
 
 def _origin(name: str, depth: int) -> tuple[str, int]:
-    """The table, and its depth, that megatron-core rolls to get this one."""
+    """Return the table, and its depth, that megatron-core rolls to get this one."""
     if depth:
         return name, depth - 1
     return ("input_ids", 0) if name == "target_ids" else ("own_mask", 0)
 
 
 def multi_token_params(batch: FlatBatch, tables: DepthTables, **options: Any) -> MultiTokenParams:
-    """The thd parameters of these whole rows with the rank's tables; `options` are those of DepthFeed."""
+    """Return the thd parameters of these whole rows with the rank's tables; `options` are those of DepthFeed."""
     boundaries = batch.cu_seqlens
     return MultiTokenParams(
         qkv_format="thd",

@@ -1,4 +1,4 @@
-"""How many ranks share a model and its rows, by dimension, and megatron-core's parallel state for them."""
+"""Define the ranks of each dimension, and enter megatron-core's parallel state for them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from production.errors import PackproofError
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelSizes:
-    """Ranks of each dimension; the data-parallel size is what the world leaves."""
+    """Holds the ranks of each dimension; the data-parallel size is what the world leaves."""
 
     tensor: int = 1
     """tp; with more than one, sequence parallelism is on (megatron-core's experts need it too)."""
@@ -28,18 +28,18 @@ class ParallelSizes:
     """etp."""
 
     def __post_init__(self) -> None:
-        """Raises PackproofError for a size below 1."""
+        """Refuse a size below 1: raises PackproofError."""
         for field in dataclasses.fields(self):
             if (size := getattr(self, field.name)) < 1:
                 raise PackproofError(what=f"{field.name} parallel size {size}", where="layout", mend="give at least 1")
 
     @property
     def of_a_replica(self) -> int:
-        """Ranks that one replica of the model and its row take: tp·cp·pp."""
+        """Return the ranks of one replica of the model and its row: tp·cp·pp."""
         return self.tensor * self.context * self.pipeline
 
     def data(self, world_size: int) -> int:
-        """dp, the replicas in a world. Raises PackproofError where the world is not made of whole ones."""
+        """Return dp, the replicas in a world. Raises PackproofError where the world is not made of whole replicas."""
         if world_size % self.of_a_replica:
             raise PackproofError(
                 what=f"{world_size} ranks are no multiple of tp {self.tensor} · cp {self.context} · pp {self.pipeline}",
@@ -58,35 +58,35 @@ class ParallelSizes:
 
 @dataclass(frozen=True, kw_only=True)
 class RankCoordinates:
-    """Where this rank stands in each dimension."""
+    """Holds this rank's coordinates in each dimension."""
 
     rank: int
-    """In the world."""
+    """Rank in the world."""
     world_size: int
     """Ranks of the world."""
     tensor_rank: int
-    """Among the ranks that share each layer's weights."""
+    """Rank among those that share each layer's weights."""
     context_rank: int
-    """Among the ranks that share a row."""
+    """Rank among those that share a row."""
     context_size: int
     """cp."""
     data_rank: int
-    """Which replica of the model, and so which rows."""
+    """Number of the model's replica, which decides the rows."""
     data_size: int
     """dp."""
     pipeline_rank: int
-    """Which stage."""
+    """Number of the pipeline stage."""
     pipeline_size: int
     """pp."""
 
     @property
     def is_first_stage(self) -> bool:
-        """Whether this rank embeds tokens."""
+        """Return whether this rank embeds tokens."""
         return self.pipeline_rank == 0
 
     @property
     def is_last_stage(self) -> bool:
-        """Whether this rank computes losses."""
+        """Return whether this rank computes losses."""
         return self.pipeline_rank == self.pipeline_size - 1
 
 
@@ -124,7 +124,7 @@ def parallel(sizes: ParallelSizes, *, timeout_seconds: float | None = None) -> I
 
 
 def place() -> RankCoordinates:
-    """Where this rank stands in megatron-core's parallel state."""
+    """Return this rank's coordinates in megatron-core's parallel state."""
     from megatron.core import parallel_state  # noqa: PLC0415
 
     return RankCoordinates(

@@ -1,7 +1,10 @@
-"""Rows to batches (SPEC section 8): collate, flatten, the data-parallel stride, validation padding and the loss's divisor.
+"""Collate rows into batches: collate, flatten, the data-parallel stride, validation padding and the loss's divisor.
 
-`collate_checked` is for training: its guards run on the host, before any copy to a device (0.3 ms a row of 262,144 tokens
-and 1,024 segments, next to 4 ms for stacking it). `collate` alone takes what Megatron-LM takes, empty segments too.
+`collate_checked` is for training: its guards run on the host, before any copy to a device (0.3 ms a row of 262,144
+tokens and 1,024 segments, next to 4 ms for stacking it). `collate` alone takes what Megatron-LM takes, empty segments
+too.
+
+Reference: `reference/batches.py`, R-BATCH-1 to 5.
 """
 
 from __future__ import annotations
@@ -33,7 +36,7 @@ CU_SEQLENS_FILL = -1
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Batch:
-    """`B` rows of one length (R-BATCH-1), on the host."""
+    """Holds `B` rows of one length (R-BATCH-1), on the host."""
 
     input_ids: torch.Tensor
     """[B, P] int64."""
@@ -57,7 +60,7 @@ class Batch:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class FlatBatch:
-    """The rows of a batch as one THD sequence of B·P tokens (R-BATCH-2)."""
+    """Holds the rows of a batch as one THD sequence of B·P tokens (R-BATCH-2)."""
 
     input_ids: torch.Tensor
     """[1, B·P] int64."""
@@ -83,7 +86,7 @@ def collate_checked(rows: Sequence[Row | Sample], settings: BatchSettings) -> Ba
 
 
 def collate(rows: Sequence[Row | Sample]) -> Batch:
-    """The batch of these rows as they are (R-BATCH-1), without any guard: for comparing, not for training."""
+    """Return the batch of these rows as they are (R-BATCH-1), without any guard: for comparing, not for training."""
     fields = [as_fields(row) for row in rows]
     stacked = {
         name: torch.stack([row[name] for row in fields])
@@ -102,7 +105,10 @@ def collate(rows: Sequence[Row | Sample]) -> Batch:
 
 
 def flatten(batch: Batch) -> FlatBatch:
-    """The batch as one sequence (R-BATCH-2): rows keep their boundaries and never merge. Raises ValueError where those leave int32."""
+    """Return the batch as one sequence (R-BATCH-2): rows keep their boundaries and never merge.
+
+    Raises ValueError where boundaries exceed int32.
+    """
     count, length = batch.input_ids.shape
     entries = torch.arange(batch.packed_cu_seqlens.shape[1])
     is_own = entries < batch.packed_cu_seqlens_lengths[:, None]
@@ -121,7 +127,10 @@ def flatten(batch: Batch) -> FlatBatch:
 
 
 def take_rank(batch: Batch, *, rank: int, size: int) -> Batch:
-    """The rows of data-parallel rank `rank` of `size`: `rank, rank + size, …` (R-BATCH-3), as views. Raises ValueError where `size` does not divide them."""
+    """Return the rows of data-parallel rank `rank` of `size`: `rank, rank + size, …` (R-BATCH-3), as views.
+
+    Raises ValueError where `size` does not divide them.
+    """
     if not 0 <= rank < size:
         raise ValueError(f"data-parallel rank {rank} of {size}: ranks run from 0 to {size - 1}")
     count = len(batch.sample_mask)
@@ -131,7 +140,10 @@ def take_rank(batch: Batch, *, rank: int, size: int) -> Batch:
 
 
 def pad_validation(batch: Batch, *, size: int) -> Batch:
-    """The batch with its last row repeated, at sample_mask 0, to a multiple of `size` ranks (R-BATCH-4). Before it is sharded."""
+    """Return the batch with its last row repeated, at sample_mask 0, to a multiple of `size` ranks (R-BATCH-4).
+
+    Call it before sharding.
+    """
     missing = -len(batch.sample_mask) % size
     if not missing:
         return batch
@@ -143,7 +155,7 @@ def pad_validation(batch: Batch, *, size: int) -> Batch:
 
 
 def count_trained(batch: Batch) -> torch.Tensor:
-    """The loss's divisor (R-BATCH-5): Σ token_mask · sample_mask of the global batch, a scalar float64.
+    """Return the loss's divisor (R-BATCH-5): Σ token_mask · sample_mask of the global batch, a scalar float64.
 
     float64, because float32 counts exactly only up to 16,777,216: a global batch of 64 rows of 262,144 tokens.
     """

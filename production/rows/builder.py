@@ -1,6 +1,9 @@
-"""One packed row from its messages, as Megatron-LM builds it (SPEC sections 5 and 6), in array operations over whole rows.
+"""Build one packed row from its messages, as Megatron-LM does, in array operations over whole rows.
 
-Conversations are tokenized ahead of need in bounded runs, so those that a full row never reaches are neither paid for nor refused.
+Conversations are tokenized ahead of need in bounded runs, so that conversations which a full row never reaches are
+neither paid for nor refused.
+
+Reference: `reference/rows.py`, R-LAYOUT-1 to 7, SPEC sections 5 and 6.
 """
 
 from __future__ import annotations
@@ -26,9 +29,11 @@ from production.tokens.prompts import FORMATS, RowMessages, check_row_ends, coun
 from production.tokens.turn_tokens import IGNORE_INDEX
 
 GROUP_TOKENS = 32_768
-"""Rows of fewer tokens are built together in build_many: what a row costs besides its tokens is a tenth of a row of 4096."""
+"""Tokens below which rows are built together in build_many: the fixed cost of a row is a tenth of a row of 4096."""
 AHEAD = 1.5
-"""How much more text is tokenized at once than probably fills the row: most rows fit, and one call is better than two."""
+"""Factor by which more text is tokenized at once than probably fills the row: most rows fit, and one call is better
+than two.
+"""
 
 
 LONGEST = 1 << 31
@@ -37,7 +42,7 @@ LONGEST = 1 << 31
 
 @dataclass(frozen=True, kw_only=True)
 class RowSettings:
-    """What a row is built for. Raises PackproofError where no row could be built (SPEC section 9)."""
+    """Settings of a row. Raises PackproofError where no row could be built (SPEC section 9)."""
 
     pack_length: int
     """P: tokens a row has in the model."""
@@ -46,7 +51,7 @@ class RowSettings:
     context_parallel_size: int = 1
     """cp: segments are padded to multiples of 2·cp where it exceeds 1."""
     semantics: Semantics = dataclasses.field(default_factory=Semantics)
-    """Which behaviour holds where published paths differ."""
+    """Choice of behaviour where published paths differ."""
     pad_token: str | None = None
     """Override of the format's pad token."""
     assistant_prefix_len: int | None = None
@@ -87,7 +92,7 @@ class RowSettings:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Row:
-    """A packed row (SPEC section 1) and what it lost on the way (section 6)."""
+    """Holds a packed row (SPEC section 1) and the report of its losses (section 6)."""
 
     input_ids: torch.Tensor
     """[P] int64."""
@@ -125,20 +130,24 @@ class RowBuilder:
             reuse_equal_turns=reuse_equal_turns,
         )
         self._characters_per_token = 2.0
-        """Of the rows so far: a guess at how much text fills a row. It decides how much is tokenized ahead, never what comes out."""
+        """Characters per token of the rows so far, which decides how much text is tokenized ahead and never changes a
+        row.
+        """
 
     def build(self, messages: Sequence[Any]) -> Row:
-        """The row of these messages. Raises RowRefused with the kind that SPEC section 9 names."""
+        """Return the row of these messages. Raises RowRefused with the kind that SPEC section 9 names."""
         (row,) = self.build_group([messages])
         if isinstance(row, RowRefused):
             raise row
         return row
 
     def build_many(self, rows: Iterable[Sequence[Any]], *, workers: int = 1) -> Iterator[Row | RowRefused]:
-        """The rows in order, a refused one as its refusal; short rows are built some at a time, which takes a fifth less.
+        """Yield the rows in order, a refused row as its refusal; short rows are built some at a time, which takes a
+        fifth less.
 
-        Each of `workers` threads builds ahead while the caller works. The tokenizer lets go of the interpreter while it encodes,
-        so with two of them some rows are rendered and laid out while others are encoded. With 0 all is done in the caller's thread.
+        Each of `workers` threads builds ahead while the caller works. The tokenizer releases the interpreter while it
+        encodes, so that with two threads some rows are rendered and laid out while others are encoded. With 0 all
+        work is done in the caller's thread.
         """
         groups = itertools.batched(rows, max(1, GROUP_TOKENS // self._settings.pack_length))
         if not workers:
@@ -154,7 +163,9 @@ class RowBuilder:
                 yield from waiting.popleft().result()
 
     def build_group(self, rows: Sequence[Sequence[Any]]) -> list[Row | RowRefused]:
-        """These rows, each or its refusal, their conversations encoded in one batch as far as they probably fill them."""
+        """Return these rows, each or its refusal, with conversations encoded in one batch as far as they probably
+        fill the rows.
+        """
         opened = [_or_refusal(self._open, messages) for messages in rows]
         good = [row for row in opened if isinstance(row, RowMessages)]
         first = self._conversations.tokenize_all(
@@ -169,7 +180,7 @@ class RowBuilder:
         ]
 
     def _open(self, messages: Sequence[Any]) -> RowMessages:
-        """The row by conversations, after all checks that come before tokenization."""
+        """Split the row into conversations, after all checks that come before tokenization."""
         semantics = self._semantics
         if self._format.render is None and semantics.default_format == "refuse":
             raise refusal("unsupported_format", f"the prompt format {self._format.name} under default_format=refuse")
@@ -187,7 +198,7 @@ class RowBuilder:
         return self._finish(self._lay_out(row, first), row)
 
     def _most(self, row: RowMessages) -> int:
-        """How many conversations may be begun (R-LAYOUT-5)."""
+        """Return how many conversations may be begun (R-LAYOUT-5)."""
         stops = self._semantics.boundaries_beyond_pack_length == "stop"
         return min(row.count, self._settings.pack_length) if stops else row.count
 
@@ -196,11 +207,13 @@ class RowBuilder:
 
     @property
     def pad_token_id(self) -> int | None:
-        """The id that padding gets, and targets of padding (R-PAD-1); None where the tokenizer has none to give."""
+        """Return the id of padding and of its targets (R-PAD-1); None where the tokenizer has no pad token."""
         return self._pad
 
     def _lay_out(self, row: RowMessages, found: Tokenized) -> Laid:
-        """Conversation after conversation until the row is full (R-LAYOUT-1 to 5); the first of them are found already."""
+        """Lay out conversation after conversation until the row is full (R-LAYOUT-1 to 5); the first are tokenized
+        already.
+        """
         length, granularity = self._settings.pack_length, self._granularity()
         full = length if self._semantics.exact_fill == "stop" else length + 1
         most = self._most(row)
@@ -230,7 +243,7 @@ class RowBuilder:
         return 2 * cp if cp > 1 else 1
 
     def _finish(self, laid: Laid, row: RowMessages) -> Row:
-        """Padding, checks of the whole row, shift, mask, boundaries and report."""
+        """Finish the row: padding, checks of the whole row, shift, mask, boundaries and report."""
         length, semantics = self._settings.pack_length, self._semantics
         if not len(laid.tokens):
             raise refusal("empty_row", "no conversation of the row has a token")
@@ -279,7 +292,7 @@ class RowBuilder:
         )
 
     def _check_whole(self, boundaries: Ids, losses: dict[str, int | None]) -> None:
-        """R-LAYOUT-7, after the pad id."""
+        """Apply R-LAYOUT-7, after the pad id."""
         semantics, length = self._semantics, self._settings.pack_length
         if semantics.boundaries_beyond_pack_length == "refuse" and len(boundaries) > length + 1:
             raise refusal("too_many_boundaries", f"{len(boundaries)} boundaries in a row of {length} tokens")
@@ -299,12 +312,12 @@ class RowBuilder:
 
 @dataclass(frozen=True, kw_only=True)
 class Pad:
-    """The token that padding gets (R-PAD-1)."""
+    """Names the token that padding gets (R-PAD-1)."""
 
     token: str | None
-    """Its text; None where the tokenizer has none to give."""
+    """Text of the token; None where the tokenizer has no pad token."""
     id: int | None
-    """Its id, the unknown one where the vocabulary lacks it; None where there is none."""
+    """Id of the token, the unknown token's where the vocabulary lacks it; None without a token."""
     is_known: bool
     """Whether the vocabulary has the token itself."""
 

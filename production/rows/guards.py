@@ -1,6 +1,8 @@
-"""What a batch must not be, found on the host before any copy to a device (R-GUARD-1), in whole-batch operations.
+"""Refuse faulty batches on the host before any copy to a device, in whole-batch operations.
 
-A guard that needs a device would stop its stream for every batch, so rows that lie on one are refused too.
+A guard that needs a device would stop its stream for every batch, so rows that lie on a device are refused too.
+
+Reference: `reference/guards.py`, R-GUARD-1.
 """
 
 from __future__ import annotations
@@ -24,25 +26,27 @@ TOKEN_FIELDS = {
     "token_mask": torch.float32,
     "position_ids": torch.int64,
 }
-"""The tensors of [P], and their dtypes."""
+"""Tensors of [P], and their dtypes."""
 FIELDS = (*TOKEN_FIELDS, "cu_seqlens", "max_seqlen", "context_parallel_size")
-"""What a row must have."""
+"""Fields that a row must have."""
 OPTIONAL_FIELDS = ("report",)
-"""What it may have besides."""
+"""Fields that a row may have besides."""
 _PACKED_FIELDS = ("cu_seqlens", "max_seqlen")
-"""What only a packed row has."""
+"""Fields that only a packed row has."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchSettings:
-    """What the job that takes a batch expects of it."""
+    """Holds what the job that takes a batch expects of the batch."""
 
     context_parallel_size: int
     """cp of the job; segments must be multiples of 2·cp where it exceeds 1."""
     data_parallel_size: int
     """dp: must divide the number of rows, unless a validation batch is padded afterwards."""
     global_batch_size: int | None
-    """Rows of a global batch; None where any number may come, as in validation, whose last batch is padded afterwards."""
+    """Rows of a global batch; None where any number may come, as in validation, whose last batch is padded
+    afterwards.
+    """
     multi_token_prediction: bool = False
     """Whether the mask is rolled with the targets and so must be theirs."""
     pad_token_id: int | None = None
@@ -63,7 +67,7 @@ class BatchSettings:
 
 
 def as_fields(row: Row | Sample) -> dict[str, Any]:
-    """The fields of a row by name."""
+    """Return the fields of a row by name."""
     if isinstance(row, Row):
         return {field.name: getattr(row, field.name) for field in dataclasses.fields(row)}
     return dict(row)
@@ -135,7 +139,7 @@ def _check_dtypes(fields: list[dict[str, Any]]) -> None:
 
 
 def _check_boundaries(fields: list[dict[str, Any]], length: int) -> None:
-    """cu_start, cu_order, cu_end, max_seqlen: over the boundaries of all rows at once."""
+    """Check cu_start, cu_order, cu_end and max_seqlen over the boundaries of all rows at once."""
     counts = torch.tensor([len(row["cu_seqlens"]) for row in fields])
     entries = torch.cat([row["cu_seqlens"] for row in fields]).long()
     owner = torch.repeat_interleave(torch.arange(len(fields)), counts)
@@ -188,7 +192,9 @@ def _check_counts(count: int, settings: BatchSettings) -> None:
 
 
 def _check_target_mask(fields: list[dict[str, Any]], pad: int | None) -> None:
-    """1 only where there is a target, and 0 only where there is none or padding; nothing else, so no other row's mask passes."""
+    """Check that the mask is 1 only where there is a target, and 0 only at padding or without a target, so that no
+    other row's mask passes.
+    """
     for index, row in enumerate(fields):
         mask, targets = row["token_mask"], row["target_ids"]
         untrained = targets == IGNORE_INDEX
@@ -206,7 +212,7 @@ def _is_integer(value: Any) -> bool:
 
 
 def _first(is_wrong: torch.Tensor) -> int | None:
-    """The first True; the usual answer, None, costs one pass."""
+    """Return the first True; the usual answer, None, costs one pass."""
     return int(is_wrong.nonzero()[0, 0]) if is_wrong.any() else None
 
 

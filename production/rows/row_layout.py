@@ -1,4 +1,4 @@
-"""Where the tokens of conversations lie in a row (SPEC section 5), and what of them does not (R-REPORT-1)."""
+"""Place the tokens of conversations in a row, and count the tokens that the row loses (SPEC section 5, R-REPORT-1)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from production.tokens.encoder import Ids
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Laid:
-    """The conversations of a row that were begun, before padding."""
+    """Holds the conversations of a row that were begun, before padding."""
 
     tokens: Ids
     """[T] int64: the conversations' tokens, end to end."""
@@ -23,7 +23,7 @@ class Laid:
     """[C]: length of the row after each, cp padding included."""
 
     def first(self, count: int) -> Laid:
-        """The first `count` of them."""
+        """Return the first `count` conversations."""
         own = int(self.lengths[:count].sum())
         return Laid(
             tokens=self.tokens[:own], targets=self.targets[:own], lengths=self.lengths[:count], ends=self.ends[:count]
@@ -31,7 +31,7 @@ class Laid:
 
 
 def joined(parts: list[Laid]) -> Laid:
-    """One after the other."""
+    """Join conversations one after the other."""
     return Laid(
         tokens=np.concatenate([part.tokens for part in parts]),
         targets=np.concatenate([part.targets for part in parts]),
@@ -41,13 +41,15 @@ def joined(parts: list[Laid]) -> Laid:
 
 
 def own_places(starts: Ids, lengths: Ids, kept: int) -> Ids | slice:
-    """Where the kept tokens of conversations lie in the row: as they are, where no padding lies between."""
+    """Return the places of the conversations' kept tokens in the row: as they are, where no padding lies between."""
     shift = starts - lengths.cumsum() + lengths
     return shift.repeat(lengths)[:kept] + np.arange(kept) if shift.any() else slice(0, kept)
 
 
 def positions(starts: Ids, ends: Ids, length: int) -> Ids:
-    """Positions count from each conversation that has a token, on through all padding after it."""
+    """Return positions, which restart at each conversation that has a token and count on through all padding after
+    it.
+    """
     restarts = starts[(ends > starts) & (starts < length)]
     ends = np.append(restarts[1:], length)
     positions: Ids = np.arange(length) - restarts.repeat(ends - restarts)
@@ -55,7 +57,9 @@ def positions(starts: Ids, ends: Ids, length: int) -> Ids:
 
 
 def count_losses(lengths: Ids, room: Ids, conversations: int) -> tuple[dict[str, int | None], int]:
-    """R-REPORT-1, and the tokens of conversations that are in the row; `room` [C] is at most a conversation's length."""
+    """Count losses by R-REPORT-1, and the tokens of conversations that are in the row; `room` [C] is at most a
+    conversation's length.
+    """
     in_row = np.maximum(room, 0)
     total, kept = int(lengths.sum()), int(in_row.sum())
     whole, truncated = len(lengths), 0

@@ -1,6 +1,7 @@
-"""What of a tokenizer, a format and a file makes tokens other than their author may have meant: told, and counted (SPEC R-TOLD-1 and 2).
+"""Note and count tokens that differ from what their author may have meant, by tokenizer, format and file (SPEC
+R-TOLD-1 and 2).
 
-None of it changes a row: rows are Megatron-LM's. SPEC section 22 says what `strict` does about each.
+No note changes a row: rows are Megatron-LM's. SPEC section 22 says what `strict` does about each.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ _MARKER_IN_TEMPLATE = re.compile(r"<\|[A-Za-z0-9_]+\|>|<SPECIAL_\d+>|<(?:start|e
 
 @dataclass(frozen=True, kw_only=True)
 class Note:
-    """One thing that is told."""
+    """Holds one note for the user."""
 
     kind: str
-    """One word for it."""
+    """One word for the note's kind."""
     text: str
-    """What is so, and how to change it."""
+    """The fact, and how to change it."""
 
 
 def tokenizer_notes(tokenizer: Any, settings: RowSettings) -> list[Note]:
@@ -124,7 +125,7 @@ class ControlTokens:
         return found
 
     def count(self, messages: Sequence[Message]) -> int:
-        """Return how many stand in the contents of these messages."""
+        """Return the number of control tokens in the contents of these messages."""
         contents = (message.get("content") for message in messages)
         return sum(len(self.find(content)) for content in contents if isinstance(content, str))
 

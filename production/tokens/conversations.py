@@ -1,6 +1,8 @@
-"""Conversations to tokens and targets (R-ENCODE-1, SPEC section 4), in array operations over all that are tokenized at once.
+"""Turn conversations into tokens and targets, in array operations over all conversations that are tokenized at once.
 
-Only where something is odd, be it to be refused or not, are conversations taken turn by turn (`turns`).
+Conversations are taken turn by turn (`turn_tokens`) only where something is odd, whether refused or not.
+
+Reference: `reference/prompts.py`, R-ENCODE-1, SPEC section 4.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ from production.tokens.turn_tokens import IGNORE_INDEX, TurnRules
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Tokenized:
-    """Conversations in the order given, up to the first that is refused or to the number of characters asked for."""
+    """Holds conversations in the order given, up to the first that is refused or to the number of characters asked
+    for.
+    """
 
     tokens: Ids
     """[N]: of all conversations, one after the other."""
@@ -33,13 +37,13 @@ class Tokenized:
     lengths: Ids
     """[C]: tokens of each conversation."""
     characters: int
-    """Length of what they render to."""
+    """Characters of the rendered conversations."""
     refused: RowRefused | None
     """Why the conversation after these is refused; None if it was not looked at."""
 
 
 class ConversationTokenizer:
-    """Tokens and targets in one prompt format, under one choice of semantics."""
+    """Makes tokens and targets in one prompt format, under one choice of semantics."""
 
     def __init__(
         self,
@@ -67,16 +71,17 @@ class ConversationTokenizer:
         )
 
     def tokenize(self, row: RowMessages, *, first: int, last: int, characters: int) -> Tokenized:
-        """Conversation `first` and those after it, before `last`, until they render to `characters`.
+        """Tokenize conversation `first` and those after it, before `last`, until they render to `characters`.
 
-        A refusal ends them and is handed back, not raised: whether that conversation is needed is not known here.
+        A refusal ends the conversations and is returned, not raised: the caller knows whether the refused
+        conversation is needed.
         """
         return self.tokenize_all([row], first=first, lasts=[last], characters=characters)[0]
 
     def tokenize_all(
         self, rows: Sequence[RowMessages], *, first: int, lasts: Sequence[int], characters: int
     ) -> list[Tokenized]:
-        """The same of several rows, all encoded in one batch."""
+        """Tokenize the conversations of several rows, all encoded in one batch."""
         plans = [
             self._planner.plan(row, first=first, last=last, characters=characters)
             for row, last in zip(rows, lasts, strict=True)
@@ -113,7 +118,7 @@ class ConversationTokenizer:
         return self._with_targets(result, row, plan, encoded)
 
     def _with_targets(self, result: Tokenized, row: RowMessages, plan: Plan, encoded: EncodedTexts) -> Tokenized:
-        """The result with its targets, cut at the first conversation whose turns are refused."""
+        """Return the result with its targets, cut at the first conversation whose turns are refused."""
         first, last = plan.first, plan.last
         if not self._checks_roles:
             return self._cut_at_empty(result, first)
@@ -137,7 +142,7 @@ class ConversationTokenizer:
         return self._cut_at_empty(dataclasses.replace(result, targets=targets), first)
 
     def _mask_prompts(self, result: Tokenized, counts: Ids, turn_lengths: Ids, prompts: NDArray[np.bool_]) -> Ids:
-        """R-TARGET-1 for conversations of `counts` turns in which nothing is odd."""
+        """Apply R-TARGET-1 to conversations of `counts` turns in which nothing is odd."""
         is_ignored = prompts.repeat(turn_lengths)
         prefix = min(self._prefix, len(is_ignored))
         if prefix:
@@ -152,7 +157,7 @@ class ConversationTokenizer:
     def _walk(
         self, result: Tokenized, row: RowMessages, first: int, turn_tokens: Ids | None, turn_lengths: Ids | None
     ) -> Tokenized:
-        """The same where something is odd: conversation by conversation, turn by turn."""
+        """Apply R-TARGET-1 where something is odd: conversation by conversation, turn by turn."""
         tokens = np.split(result.tokens, np.cumsum(result.lengths)[:-1])
         turns = None
         if turn_tokens is not None and turn_lengths is not None:
@@ -179,7 +184,7 @@ class ConversationTokenizer:
 
 
 def _sums(values: Ids, counts: Sequence[int] | Ids) -> Ids:
-    """Sums of runs of values; each run has at least one."""
+    """Return the sums of runs of values; each run has at least one value."""
     if len(values) == len(counts):
         return values
     ends = np.cumsum(np.array(counts, dtype=np.int64), dtype=np.int64)
@@ -193,7 +198,7 @@ def _nothing(refused: RowRefused | None) -> Tokenized:
 
 
 def _cut(result: Tokenized, count: int, refused: RowRefused) -> Tokenized:
-    """The first `count` conversations, and why there are no more."""
+    """Return the first `count` conversations, and the refusal after them."""
     length = int(result.lengths[:count].sum())
     return dataclasses.replace(
         result,

@@ -20,11 +20,11 @@ from production.tokens.text_splits import HardBoundaries, has_plain_backend
 Ids = NDArray[np.int64]
 
 JOINED_CHARACTERS = 2000
-"""Length of a joined text: longer ones leave threads idle and the cache behind, shorter ones cost more calls."""
+"""Characters of a joined text: longer texts leave threads idle and the cache behind, shorter texts cost more calls."""
 
 
 class UnencodableError(ValueError):
-    """A text that the tokenizer refuses; `index` is its place in the list."""
+    """A text cannot be encoded by the tokenizer; `index` is the text's place in the list."""
 
     def __init__(self, index: int, reason: str) -> None:
         super().__init__(reason)
@@ -33,7 +33,7 @@ class UnencodableError(ValueError):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class EncodedTexts:
-    """The ids of a list of texts."""
+    """Holds the ids of a list of texts."""
 
     ids: Ids
     """[N]: the ids of the texts that were encoded, one after the other."""
@@ -42,10 +42,10 @@ class EncodedTexts:
     lengths: Ids
     """[T]: how many ids each text has."""
     shares: bool
-    """Whether any do."""
+    """Whether texts share ids."""
 
     def take(self, indices: Ids | None) -> Ids:
-        """The ids of these texts, or of all, one after the other."""
+        """Return the ids of these texts, or of all, one after the other."""
         if indices is None and not self.shares:
             return self.ids
         starts = self.starts if indices is None else self.starts[indices]
@@ -57,7 +57,7 @@ class EncodedTexts:
         return taken
 
     def part(self, start: int, end: int) -> EncodedTexts:
-        """Those of the texts from `start` to before `end`."""
+        """Return the texts from `start` to before `end`."""
         if end - start == len(self.lengths):
             return self
         starts, lengths = self.starts[start:end], self.lengths[start:end]
@@ -81,13 +81,18 @@ class TextEncoder:
             self._settle()  # now, since it cannot be while another thread encodes
 
     def encode_all(self, lists: Sequence[list[str]]) -> list[EncodedTexts]:
-        """The ids of several lists of texts in one batch; an UnencodableError counts on through all of them."""
+        """Return the ids of several lists of texts, encoded in one batch; the index of an UnencodableError counts
+        through all lists.
+        """
         encoded = self.encode([text for texts in lists for text in texts] if len(lists) != 1 else lists[0])
         ends = itertools.accumulate(map(len, lists))
         return [encoded.part(end - len(texts), end) for texts, end in zip(lists, ends, strict=True)]
 
     def encode(self, texts: list[str]) -> EncodedTexts:
-        """The ids of the texts, equal ones encoded once. Raises UnencodableError for the first that cannot be encoded."""
+        """Return the ids of the texts, equal texts encoded once.
+
+        Raises UnencodableError for the first that cannot be encoded.
+        """
         if not texts:
             none = np.empty(0, dtype=np.int64)
             return EncodedTexts(ids=none, starts=none, lengths=none, shares=False)
@@ -104,7 +109,7 @@ class TextEncoder:
         return EncodedTexts(ids=ids, starts=(lengths.cumsum() - lengths)[index], lengths=lengths[index], shares=True)
 
     def _encode(self, texts: list[str]) -> tuple[Ids, Ids]:
-        """Ids of all texts in a row [N], and each one's number of them [T]."""
+        """Return the ids of all texts in a row [N], and the number of ids of each text [T]."""
         try:
             if not self._has_backend:
                 return _concatenated([self._tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts])
@@ -117,7 +122,9 @@ class TextEncoder:
             raise UnencodableError(index, str(error)) from error
 
     def _encode_joined(self, texts: list[str]) -> tuple[Ids, Ids] | None:
-        """The same through few long texts; None if the separator stands in a text, so that nothing could be told apart."""
+        """Return the same through few long texts; None if the separator stands in a text, so that texts could not be
+        told apart.
+        """
         assert self._separator is not None
         groups = np.fromiter(map(len, texts), dtype=np.int64, count=len(texts)).cumsum() // JOINED_CHARACTERS
         cuts = (groups[1:] != groups[:-1]).nonzero()[0] + 1
@@ -140,7 +147,9 @@ class TextEncoder:
         return encodings
 
     def _settle(self) -> None:
-        """No truncation and no padding: transformers leaves these as the last call set them, and sets them before each call."""
+        """Switch off truncation and padding, which transformers leaves as the last call set them, and sets before
+        each call.
+        """
         backend = self._tokenizer.backend_tokenizer
         if backend.truncation is not None:
             backend.no_truncation()
@@ -167,11 +176,13 @@ def _concatenated(ids: list[list[int]]) -> tuple[Ids, Ids]:
 
 
 def _array(ids: list[int]) -> Ids:
-    """An array of a list, through the standard library's: 20 ns an id instead of numpy's 35."""
+    """Return an array of a list, through the standard library's: 20 ns an id instead of numpy's 35."""
     return np.frombuffer(array("q", ids), dtype=np.int64)
 
 
 def _is_steady(tokenizer: Any) -> bool:
-    """Whether a text is encoded the same each time, as far as one can ask: dropout and sampling are the exceptions."""
+    """Return whether a text is encoded the same each time, as far as can be asked: dropout and sampling are the
+    exceptions.
+    """
     model = tokenizer.backend_tokenizer.model if has_plain_backend(tokenizer) else None
     return not (getattr(model, "dropout", None) or getattr(model, "alpha", None) or getattr(model, "nbest_size", None))

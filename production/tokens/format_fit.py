@@ -1,4 +1,4 @@
-"""Whether a prompt format and a tokenizer were made for each other (SPEC R-FIT-1 and 2), found before any row is built.
+"""Check that a prompt format and a tokenizer were made for each other, before any row is built (SPEC R-FIT-1 and 2).
 
 A tokenizer without the format's markers encodes them as ordinary text: the row is built, and trains the marker's letters.
 """
@@ -40,11 +40,11 @@ def misfit_text(prompt_format: str, misfits: Sequence[str]) -> str:
 
 
 MISFIT_MEND = "use the tokenizer that the format was made for, or another prompt format"
-"""How a user mends a misfit."""
+"""Fix for a misfit."""
 
 
 def _marker_misfit(tokenizer: Any, marker: str) -> str | None:
-    """Why the marker is no token of its own, alone or between letters."""
+    """Return why the marker is not a single token, alone or between letters."""
     alone = _encode(tokenizer, marker)
     if len(alone) != 1:
         return f"its marker {marker} is {len(alone)} tokens of this tokenizer, not one"
@@ -56,7 +56,7 @@ def _marker_misfit(tokenizer: Any, marker: str) -> str | None:
 
 
 def _header_misfit(tokenizer: Any, header: str, prefix: int) -> str | None:
-    """Why the tokens that are not trained are not those of the header."""
+    """Return why the tokens that are not trained are not those of the header."""
     alone = _encode(tokenizer, header) if header else []
     if len(alone) != prefix:
         # A format without a header has a prefix of 0, and another one would mask the answer itself.

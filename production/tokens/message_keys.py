@@ -1,4 +1,4 @@
-"""Keys of messages that say what to train, or hold text that nobody renders: honoured or refused by name (SPEC R-KEYS-1, R-KEYS-2).
+"""Honour or refuse message keys that say what to train, or hold text that is not rendered (SPEC R-KEYS-1, R-KEYS-2).
 
 Megatron-LM reads `role` and `content` alone, so a row never honours another key: what it would ignore is refused before it is built.
 """
@@ -23,9 +23,9 @@ TRAIN_KEYS = (
     "loss_mask",
     "train_detail",
 )
-"""Keys by which other trainers are told that a message trains: true or 1, or by how much."""  # fmt: skip
+"""Keys by which other trainers learn that a message trains: true or 1, or by how much."""
 MASK_KEYS = ("mask", "masked", "ignore_loss", "no_loss")
-"""Keys by which they are told that it does not."""
+"""Keys by which other trainers learn that a message does not train."""
 TEXT_KEYS = ("reasoning_content", "reasoning", "thinking", "tool_calls", "function_call")
 """Keys of a message that hold text beside its content."""
 LINE_TEXT_KEYS = ("tools", "functions", "system", "documents")
@@ -36,7 +36,7 @@ TRAINING_KEY, UNREAD_KEY = "training_key", "unread_key"
 
 
 class MessageKeys:
-    """What is asked of the keys of messages under one format; `ignored` are those that a user has said to pass over."""
+    """Checks the keys of messages under one format; `ignored` are the keys that a user has said to pass over."""
 
     def __init__(
         self, *, trained_roles: Collection[str] | None, template: str | None, ignored: Collection[str], ignore: str
@@ -51,7 +51,7 @@ class MessageKeys:
     def of_format(
         cls, prompt_format: str, semantics: Semantics, tokenizer: Any, *, ignored: Collection[str], ignore: str
     ) -> MessageKeys:
-        """Those of packed rows in a prompt format."""
+        """Return the checks of packed rows in a prompt format."""
         chosen = FORMATS[prompt_format]
         template = getattr(tokenizer, "chat_template", None) if chosen.render is None else None
         return cls(
@@ -73,7 +73,7 @@ class MessageKeys:
                 raise self._refused(*why, conversation, index - start)
 
     def fault(self, message: Message) -> tuple[str, str] | None:
-        """The kind and the text of what is wrong with a message's keys; None where nothing is."""
+        """Return the kind and the text of the fault of a message's keys; None without a fault."""
         role = message.get("role")
         known = self._trained_roles
         trains = known is None or (isinstance(role, str) and role.lower() in known)
@@ -91,7 +91,7 @@ class MessageKeys:
         return None
 
     def fault_of_line(self, keys: Mapping[str, Any]) -> tuple[str, str] | None:
-        """The same of the keys that stand beside the messages in a line."""
+        """Return the fault of the keys that stand beside the messages in a line."""
         for key, value in keys.items():
             if value is None or key in self._ignored:
                 continue
@@ -104,7 +104,7 @@ class MessageKeys:
         return None
 
     def mend(self, kind: str) -> str:
-        """How a user mends it."""
+        """Return the fix for the user."""
         first = (
             "split the conversation so that what trains stands in messages that do, or take the key out"
             if kind == TRAINING_KEY
@@ -120,7 +120,7 @@ class MessageKeys:
 
 
 def _as_bool(value: Any) -> bool | None:
-    """True and 1, False and 0; None for anything else, such as a share."""
+    """Return True for True and 1, False for False and 0; None for anything else, such as a share."""
     return bool(value) if isinstance(value, bool | int | float) and value in (0, 1) else None
 
 

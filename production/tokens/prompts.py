@@ -1,6 +1,8 @@
-"""Rows to conversations, and conversations to text in the four prompt formats (SPEC sections 2 and 3).
+"""Split rows into conversations, and render conversations to text in the four prompt formats.
 
 Rendering is plain Python per message, about 1 µs each, a tenth of what a template engine takes.
+
+Reference: `reference/prompts.py`, SPEC sections 2 and 3.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ TURN_ROLES = ("system", "user", "assistant", "tool")
 
 @dataclass(frozen=True, kw_only=True)
 class PromptFormat:
-    """What SPEC's table in section 3 says of one format."""
+    """Holds one format of SPEC's table in section 3."""
 
     name: str
     """One of FORMATS."""
@@ -32,7 +34,7 @@ class PromptFormat:
     markers: tuple[str, ...] = ()
     """Texts that the format writes around contents, each of which must be one token of the tokenizer (R-FIT-1)."""
     assistant_header: str = ""
-    """What an assistant turn begins with; its tokens are the prefix that is not trained (R-FIT-2)."""
+    """Beginning of an assistant turn, whose tokens are the prefix that is not trained (R-FIT-2)."""
     rendered_roles: tuple[str, ...] | None = None
     """Roles that render; None if all do."""
     pad_token: str | None = None
@@ -41,21 +43,21 @@ class PromptFormat:
     """How many tokens of an assistant turn are not trained."""
 
     def is_masked(self, semantics: Semantics) -> bool:
-        """Whether prompts are not trained (SPEC section 4)."""
+        """Return whether prompts are not trained (SPEC section 4)."""
         return self.assistant_format or (self.name == "identity" and semantics.identity_prompt == "masked")
 
     @property
     def assistant_format(self) -> bool:
-        """Whether it is one of the two Nemotron formats."""
+        """Return whether the format is one of the two Nemotron formats."""
         return self.rendered_roles is not None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RowMessages:
-    """The messages of a row, and where its conversations begin."""
+    """Holds the messages of a row, and the beginnings of its conversations."""
 
     messages: Sequence[Message]
-    """All of them."""
+    """All messages of the row."""
     roles: list[Any]
     """The role of each."""
     bounds: list[int]
@@ -63,16 +65,19 @@ class RowMessages:
 
     @property
     def count(self) -> int:
-        """C, the number of conversations."""
+        """Return C, the number of conversations."""
         return len(self.bounds) - 1
 
     def conversation(self, number: int) -> Conversation:
-        """The messages of one conversation."""
+        """Return the messages of one conversation."""
         return self.messages[self.bounds[number] : self.bounds[number + 1]]
 
 
 def split_conversations(messages: Sequence[Any]) -> RowMessages:
-    """A row by conversations: one begins at each message with the role `system` (R-SPLIT-1). Refuses `bad_message` (R-SPLIT-2)."""
+    """Split a row into conversations, each of which begins at a message with the role `system` (R-SPLIT-1).
+
+    Refuses `bad_message` (R-SPLIT-2).
+    """
     roles: list[Any] | None = None
     if set(map(type, messages)) == {dict}:
         with contextlib.suppress(KeyError):  # the usual row, in one sweep; what is wrong with another is found below
@@ -94,7 +99,7 @@ def check_row_ends(messages: Sequence[Any]) -> None:
 
 
 def count_unrendered(row: RowMessages, prompt_format: PromptFormat) -> tuple[int | None, int | None]:
-    """`unrendered_messages` and `unknown_keys` of the report (R-REPORT-3)."""
+    """Return `unrendered_messages` and `unknown_keys` of the report (R-REPORT-3)."""
     if prompt_format.render is None:
         return None, None
     rendered = prompt_format.rendered_roles
@@ -105,7 +110,10 @@ def count_unrendered(row: RowMessages, prompt_format: PromptFormat) -> tuple[int
 
 
 def render_messages(conversation: Conversation, prompt_format: PromptFormat, number: int) -> list[str]:
-    """The text of each message (R-RENDER-1 to 3). Refuses `bad_content`; `number` is the conversation's place in the row."""
+    """Return the text of each message (R-RENDER-1 to 3).
+
+    Refuses `bad_content`; `number` is the conversation's place in the row.
+    """
     assert prompt_format.render is not None
     texts: list[str] = []
     try:
@@ -143,7 +151,7 @@ _RENDERED_ROLES = ("system", "user", "assistant")  # a tuple: a role may be a li
 
 
 class _ContentError(TypeError):
-    """A content that is not text; in which turn is known to the caller."""
+    """A content is not text; the caller knows the turn."""
 
 
 def _text(message: Message, content: Any) -> str:

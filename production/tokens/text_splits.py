@@ -1,4 +1,4 @@
-"""Which added tokens cut a text so that its parts may be encoded apart: a proof made once per tokenizer, never a guess.
+"""Prove once per tokenizer which added tokens cut a text so that its parts may be encoded apart.
 
 Where the proof fails a text is encoded as it stands, at the price of encoding it more than once (R-ENCODE-1, R-TURN-1).
 """
@@ -50,7 +50,7 @@ class HardBoundaries:
             self._searched = {token.content: token for token in added if not token.normalized}
 
     def holds(self, content: str) -> bool:
-        """Whether the added token `content` is proven to cut every text."""
+        """Return whether the added token `content` is proven to cut every text."""
         token = self._searched.get(content)
         return (
             self._possible
@@ -62,11 +62,13 @@ class HardBoundaries:
         )
 
     def separator(self) -> str | None:
-        """A special token that cuts every text, the least likely one to stand in any; None if there is none."""
+        """Return a special token that cuts every text, the least likely one to stand in any; None if no token does."""
         return next((content for content in self._rarest_first() if self.holds(content)), None)
 
     def _rarest_first(self) -> Iterator[str]:
-        """Special tokens from the last one added; a few, since a tokenizer that has none among these has none at all."""
+        """Yield special tokens from the last one added; a few, since a tokenizer without one among these has none at
+        all.
+        """
         special = [content for content, token in self._searched.items() if token.special]
         yield from special[: -SEPARATORS_TRIED - 1 : -1]
 
@@ -75,7 +77,7 @@ SEPARATORS_TRIED = 8
 
 
 def has_plain_backend(tokenizer: Any) -> bool:
-    """Whether transformers does no more than hand the text to a `tokenizers.Tokenizer`."""
+    """Return whether transformers only hands the text to a `tokenizers.Tokenizer`."""
     return (
         isinstance(tokenizer, PreTrainedTokenizerFast)
         and type(tokenizer).__call__ is PreTrainedTokenizerBase.__call__
@@ -84,7 +86,7 @@ def has_plain_backend(tokenizer: Any) -> bool:
 
 
 def _works_piece_by_piece(backend: Any) -> bool:
-    """Whether all that a piece of text goes through depends on that piece alone, and is the same each time."""
+    """Return whether every component treats a piece of text by that piece alone, and the same each time."""
     model = backend.model
     name = type(model).__name__
     if name == "BPE":
@@ -122,7 +124,9 @@ def _is_punctuation(character: str) -> bool:
 
 
 def _clash(content: str, other: str) -> bool:
-    """Whether `other` can match across an end of `content`: a part of it from within begins content, or it goes on after it."""
+    """Return whether `other` can match across an end of `content`: a part of it from within begins content, or it
+    goes on after it.
+    """
     if other != content and other.startswith(content):
         return True
     return any(content.startswith(other[at:]) or other[at:].startswith(content) for at in range(1, len(other)))

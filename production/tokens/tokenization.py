@@ -1,7 +1,8 @@
-"""Which texts of a conversation are encoded, so that none is encoded twice where once will do (R-ENCODE-1, R-TURN-1).
+"""Plan which texts of a conversation are encoded, so that no text is encoded twice where once suffices (R-ENCODE-1,
+R-TURN-1).
 
-A masked format needs the tokens of the whole and of each turn. Where `boundaries` proves that turns cut the text, the turns alone
-give both; where it does not, both are encoded, as Megatron-LM does.
+A masked format needs the tokens of the whole and of each turn. Where `text_splits` proves that turns cut the text,
+the turns alone give both; otherwise both are encoded, as Megatron-LM does.
 """
 
 from __future__ import annotations
@@ -19,35 +20,35 @@ _HEADER = "<SPECIAL_11>Assistant\n"
 
 @dataclass(kw_only=True)
 class Plan:
-    """Which texts are encoded, and how conversations and turns are put together from them."""
+    """Holds the texts to encode, and how conversations and turns are assembled from them."""
 
     first: int
     """The place of the first conversation in the row."""
     texts: list[str] = field(default_factory=list)
-    """What is to be encoded."""
+    """Texts to encode."""
     first_texts: list[int] = field(default_factory=list)
     """[C]: the first text of each conversation."""
     whole: list[int] = field(default_factory=list)
     """Texts that make up the conversations, one after the other. Not used where these are all texts, as they lie."""
     whole_counts: list[int] = field(default_factory=list)
-    """[C]: how many of them each conversation has."""
+    """[C]: number of those texts in each conversation."""
     turns: list[int] = field(default_factory=list)
     """Texts that make up the turns alone. Not used where these are all texts, one a turn."""
     turn_counts: list[int] = field(default_factory=list)
-    """[turns]: how many of them each turn has."""
+    """[turns]: number of those texts in each turn."""
 
     characters: int = 0
-    """Length of what the conversations render to."""
+    """Characters of the rendered conversations."""
     refused: RowRefused | None = None
-    """Why the next conversation could not be rendered."""
+    """Refusal of the next conversation, which could not be rendered."""
 
     @property
     def last(self) -> int:
-        """The place behind the last conversation."""
+        """Return the place behind the last conversation."""
         return self.first + len(self.first_texts)
 
     def add(self, text: str) -> int:
-        """Have a text encoded; its place among the texts."""
+        """Add a text to encode; return its place among the texts."""
         self.texts.append(text)
         return len(self.texts) - 1
 
@@ -62,10 +63,14 @@ class Planner:
         self._format = prompt_format
         self._plan_into = self._choose(is_masked, boundaries)
         self.is_built_up = self._plan_into in (self._plan_whole_and_turns, self._plan_h_aligned)
-        """Whether conversations and turns are each put together from texts; if not, texts are the one or the other as they lie."""
+        """Whether conversations and turns are each assembled from texts; if not, texts are the one or the other as
+        they lie.
+        """
 
     def plan(self, row: RowMessages, *, first: int, last: int, characters: int) -> Plan:
-        """Conversation `first` and those after it, before `last`, until they render to `characters`, or one is refused."""
+        """Plan conversation `first` and those after it, before `last`, until they render to `characters`, or one is
+        refused.
+        """
         plan = Plan(first=first)
         for number in range(first, last):
             if plan.characters >= characters:
@@ -90,7 +95,7 @@ class Planner:
         return self._plan_h_aligned if self._format.name == "nemotron-h-aligned" else self._plan_turns
 
     def _plan_template(self, plan: Plan, conversation: Conversation, number: int) -> int:
-        """The conversation's texts into the plan; what they have of characters. So do all that follow."""
+        """Plan the conversation's texts; return their characters, as the following methods do."""
         text = render_template(conversation, self._tokenizer, number)
         plan.add(text)
         plan.whole_counts.append(1)
@@ -103,14 +108,16 @@ class Planner:
         return len(text)
 
     def _plan_turns(self, plan: Plan, conversation: Conversation, number: int) -> int:
-        """Each turn is nothing or starts with a hard boundary: the conversation's tokens are those of its turns."""
+        """Plan turns alone: each turn is empty or starts with a hard boundary, so that the conversation's tokens are
+        those of its turns.
+        """
         texts = render_messages(conversation, self._format, number)
         plan.texts += texts
         plan.whole_counts.append(len(texts))
         return sum(map(len, texts))
 
     def _plan_whole_and_turns(self, plan: Plan, conversation: Conversation, number: int) -> int:
-        """Nothing is known: as Megatron-LM, the whole and each turn."""
+        """Plan the whole and each turn, as Megatron-LM does, where nothing is proven."""
         texts = render_messages(conversation, self._format, number)
         plan.whole.append(plan.add("".join(texts)))
         plan.whole_counts.append(1)

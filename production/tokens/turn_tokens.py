@@ -1,6 +1,9 @@
-"""Which tokens of a conversation train, and the checks of its turns (SPEC section 4), one conversation at a time and to the letter.
+"""Check the turns of a conversation and decide which of its tokens train, one conversation at a time.
 
-Conversations in which nothing is odd, nearly all, take the vectorised way in `conversations`; this is the one that decides.
+Conversations in which nothing is odd, nearly all, take the vectorised way in `conversations`; this module decides the
+others.
+
+Reference: `reference/prompts.py`, SPEC section 4.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ _CODES = {"system": 0, "assistant": _ANSWER, "user": _PRECEDES, "tool": _PRECEDE
 
 
 class TurnRules:
-    """The checks of R-TURN-1 to 3 and R-EMPTY-1 under one choice of semantics."""
+    """Applies R-TURN-1 to 3 and R-EMPTY-1 under one choice of semantics."""
 
     def __init__(self, *, semantics: Semantics, is_masked: bool, assistant_prefix_len: int) -> None:
         self._semantics = semantics
@@ -29,9 +32,10 @@ class TurnRules:
         self._prefix = assistant_prefix_len
 
     def find_prompts(self, row: RowMessages, first: int, last: int) -> NDArray[np.bool_] | None:
-        """Which messages of conversations first to last are prompts; None where anything about a role or an answer is odd.
+        """Return which messages of conversations first to last are prompts; None where a role or an answer is odd.
 
-        None where R-TURN-1, 1 to 4, or R-TURN-2 might refuse a turn, and where a role is not in lower case: `targets` decides.
+        Odd is a turn that R-TURN-1, 1 to 4, or R-TURN-2 might refuse, and a role that is not in lower case: `targets`
+        decides.
         """
         bounds = np.array(row.bounds[first : last + 1]) - row.bounds[first]
         roles = row.roles[row.bounds[first] : row.bounds[last]]
@@ -58,7 +62,7 @@ class TurnRules:
         tokens: NDArray[np.int64],
         turns: Sequence[NDArray[np.int64]] | None,
     ) -> NDArray[np.int64]:
-        """The targets of a conversation, turn by turn (R-TARGET-1), or RowRefused for the first thing that is wrong.
+        """Return the targets of a conversation, turn by turn (R-TARGET-1), or RowRefused for the first fault.
 
         `tokens` are those of the whole conversation, `turns` those of each turn alone in a masked format, else None.
         `number` is the conversation's place in the row.
@@ -94,7 +98,7 @@ class TurnRules:
             raise refusal("empty_conversation", "the conversation has no token", conversation=number)
 
     def _check_roles_and_content(self, conversation: Conversation, number: int, turn: int) -> None:
-        """Checks 1 to 4 of R-TURN-1, as R-TURN-2 orders them."""
+        """Apply checks 1 to 4 of R-TURN-1, in the order of R-TURN-2."""
         message = conversation[turn]
         role = message["role"]
         rules = self._semantics.turn_rules
@@ -123,7 +127,7 @@ class TurnRules:
             raise refusal("unknown_role", f"the role {role!r}", conversation=number, turn=turn)
 
     def _equal(self, whole: NDArray[np.int64], alone: NDArray[np.int64]) -> bool:
-        """Check 5 of R-TURN-1."""
+        """Apply check 5 of R-TURN-1."""
         if self._semantics.turn_check == "exact":
             return np.array_equal(whole, alone)
         if len(whole) != len(alone) and 1 not in (len(whole), len(alone)):

@@ -1,4 +1,6 @@
-"""`python -m production.training --config job.yaml [--dry-run] [--print-config] key=value …`: one process of a training job, started by torchrun."""
+"""Run one process of a training job, started by torchrun: `python -m production.training --config job.yaml
+[--dry-run] [--print-config] key=value …`.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ from production.training.library_warnings import quiet
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a job, or say what it would do. Exit status: 0 done, 1 the run failed, 2 the configuration was refused."""
+    """Run a job, or print its plan. Exit status: 0 the job is done, 1 the run failed, 2 the configuration was
+    refused.
+    """
     quiet()
     options = _parser().parse_intermixed_args(arguments)
     dumped = [f"logger.dump_batch_steps={sorted(set(options.dump_batch))}"] if options.dump_batch else []
@@ -89,7 +93,9 @@ def _dry_run(job: Job, world_size: int | None) -> int:
 
 
 def _first_lines(job: Job) -> FirstLines:
-    """What the files' first lines show; online with the tokenizer, where its folder is here and can be loaded."""
+    """Return the refusals and notes of the files' first lines; conversations are checked where the tokenizer can be
+    loaded.
+    """
     tokenizer = None
     folder = Path(job.policy.tokenizer.name or "")
     if not job.is_packed and job.policy.tokenizer.name and folder.is_dir():
@@ -99,7 +105,7 @@ def _first_lines(job: Job) -> FirstLines:
 
 
 def _run(job: Job) -> int:
-    """Refuse what must not run, on every rank alike, before anything is started; then run it."""
+    """Refuse what must not run, on every rank alike and before anything is started, then run the job."""
     try:
         found = reasons_against(job, started_ranks() or 1)
     except PackproofError as error:
@@ -126,7 +132,7 @@ def _run(job: Job) -> int:
 
 
 def _fail(error: PackproofError) -> int:
-    """What a user can mend needs no traceback."""
+    """Print an error that a user can mend without a traceback."""
     _tell_torchrun(f"failed: {error}")
     if REPORTED_ELSEWHERE not in getattr(error, "__notes__", ()):
         print(f"failed: {error}", file=sys.stderr)
@@ -134,7 +140,7 @@ def _fail(error: PackproofError) -> int:
 
 
 def _tell_torchrun(message: str) -> None:
-    """Its own report, which nobody can keep it from printing, then ends with this message."""
+    """Give torchrun the message, so that torchrun's own report, which cannot be suppressed, ends with the message."""
     if report := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         said = {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}}
         with contextlib.suppress(OSError):  # the message itself is printed in any case
@@ -152,7 +158,9 @@ def _refuse(found: Sequence[PackproofError], against: str = "") -> int:
 
 
 def _world_size(job: Job) -> int:
-    """What torchrun started, else what the cluster section says, else one replica of the model."""
+    """Return the number of processes that torchrun started, else the cluster section's number, else one replica of
+    the model.
+    """
     if (started := started_ranks()) is not None:
         return started
     if job.cluster.ranks is not None:

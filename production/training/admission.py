@@ -1,4 +1,4 @@
-"""The one door of a run: everything for which this job is not run on this machine, whoever starts it (SPEC section 18)."""
+"""Decide whether a job may run on this machine, whoever starts the job (SPEC section 18)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from production.training.distributed.environment import check_environment
 
 
 def reasons_against(job: Job, world_size: int) -> list[PackproofError]:
-    """Find all reasons why `job` must not run here on `world_size` ranks; none: it may, and its folders are made.
+    """Return all reasons why `job` must not run here on `world_size` ranks; with no reason, make the job's folders.
 
     Folders are made and written to where nothing else is against the job alone.
     """

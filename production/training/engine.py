@@ -1,4 +1,6 @@
-"""Model, optimizer and schedule of a job on this rank: megatron-core's own, built from the job, and one step of them."""
+"""Build a job's model, optimizer and schedule on this rank from megatron-core's own classes, and run one step of
+them.
+"""
 
 from __future__ import annotations
 
@@ -38,33 +40,35 @@ from production.training.step import StepReport, StepSettings, forward_backward,
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Stepped:
-    """One step's numbers on this rank, still on the device."""
+    """Holds one step's numbers on this rank, still on the device."""
 
     report: StepReport
     """Losses of its microbatches."""
     gradient_norm: torch.Tensor | float | None
-    """Before clipping, the same on all ranks; None where the optimizer computes none."""
+    """Gradient norm before clipping, the same on all ranks; None where the optimizer computes none."""
     learning_rate: float
-    """That the step was taken with."""
+    """Learning rate of the step."""
     mtp_loss_sums: torch.Tensor | None
-    """[D] float32: megatron-core's losses of this rank's microbatches, added up; None but on the last stage."""
+    """[D] float32: megatron-core's losses of this rank's microbatches, summed; None except on the last stage."""
     mtp_token_sums: torch.Tensor | None
-    """[3, D] float32: sums of token losses, targets, and shares that have none (`DepthFeed.token_sums`); None where they are not known."""
+    """[3, D] float32: sums of token losses, targets, and shares without targets (`DepthFeed.token_sums`); None where
+    not known.
+    """
     mtp_accepted: torch.Tensor | None
     """[2, D] float32: of each depth, positions whose best guess is the label, and positions that count; None but on the last stage."""
     router_losses: Mapping[str, torch.Tensor]
-    """By megatron-core's name, scalars, right on the last stage (`router_losses`)."""
+    """Router losses by megatron-core's name, scalars, correct on the last stage (`router_losses`)."""
     microbatches: int
-    """Of this data-parallel rank."""
+    """Microbatches of this data-parallel rank."""
     first_wait: Mark
-    """When this rank first waited for other replicas, its forward and backward passes done: a mark of the engine's clock."""
+    """Time at which this rank first waited for other replicas, after its forward and backward passes."""
 
 
 class Engine:
-    """What trains."""
+    """Holds and steps the model, the optimizer and the schedule."""
 
     padding: Padding | None = None
-    """What the online path pads the next step's rows to."""
+    """Padding of the next step's rows on the online path."""
 
     def __init__(
         self,
@@ -75,10 +79,11 @@ class Engine:
         prepare: Callable[[torch.nn.Module], None] | None = None,
         run_steps: int | None = None,
     ) -> None:
-        """Build it all; `prepare` may set the model's weights before the optimizer copies them. Needs the parallel state.
+        """Build everything; `prepare` may set the model's weights before the optimizer copies them. Needs the
+        parallel state.
 
-        `run_steps` are those of the whole run, over which a weight decay grows; None: `sft.max_num_steps`. Raises PackproofError
-        where it grows and neither is there.
+        `run_steps` are those of the whole run, over which a weight decay grows; None: `sft.max_num_steps`. Raises
+        PackproofError where the weight decay grows and neither number is set.
         """
         self.place = place
         self.settings = StepSettings(
@@ -107,7 +112,7 @@ class Engine:
         clear_router_losses()
 
     def step(self, batches: Sequence[Batch | Rectangle]) -> Stepped:
-        """One optimizer step over this data-parallel rank's microbatches. Collective over the world."""
+        """Run one optimizer step over this data-parallel rank's microbatches. Collective over the world."""
         self.model.train()
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
@@ -134,7 +139,7 @@ class Engine:
         )
 
     def evaluate(self, batches: Sequence[Batch | Rectangle]) -> StepReport:
-        """Losses without a gradient. Collective over the world."""
+        """Return losses without gradients. Collective over the world."""
         self.model.eval()
         try:
             with torch.no_grad(), self.settled():
@@ -146,7 +151,7 @@ class Engine:
 
     @contextlib.contextmanager
     def settled(self) -> Iterator[None]:
-        """Within, parameters are those of the last step: an overlapped gather of them has ended, and none begins."""
+        """Hold parameters at those of the last step: an overlapped gather of parameters has ended, and none begins."""
         is_overlapped = self.model.ddp_config.overlap_param_gather
         if is_overlapped:
             self.model.disable_forward_pre_hook()
@@ -162,8 +167,10 @@ class Engine:
         return dataclasses.replace(self.settings, padding=self.padding)
 
     def _take_multi_token(self) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-        """Take what the tracker holds of the depths, and clean it: sums of losses [D], those by token [3, D], and guesses that were right
-        and all of them [2, D]; nothing but on the last stage.
+        """Read and reset megatron-core's tracker of the depths: loss sums [D], sums by token [3, D], and right
+        guesses and all guesses [2, D].
+
+        Returns nothing except on the last stage.
         """
         tracker = MTPLossLoggingHelper.tracker
         by_token = tracker.pop(TOKEN_SUMS, None)
@@ -187,12 +194,12 @@ def _optimizer(config: OptimizerConfig, model: torch.nn.Module) -> Any:
 _OF_BUILDING = (
     AssertionError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, ImportError, RuntimeError, MemoryError,
 )  # fmt: skip
-"""What megatron-core and torch raise for what cannot be built."""
+"""Exceptions of megatron-core and torch for a model that cannot be built."""
 
 
 @contextlib.contextmanager
 def _in_our_words(part: str, key: str) -> Iterator[None]:
-    """Say which part megatron-core could not build, and why, whatever it raises."""
+    """Raise an error that names the part that megatron-core could not build, and why."""
     try:
         yield
     except PackproofError:

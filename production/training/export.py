@@ -1,7 +1,9 @@
-"""`python -m production.training.export CHECKPOINT OUT.safetensors`: the weights of a checkpoint of any layout, whole, in one file;
-with `--huggingface NAME`, a Hugging Face checkpoint in the folder OUT, through Megatron-Bridge.
+"""Write the weights of a checkpoint of any layout, whole, to one file: `python -m production.training.export
+CHECKPOINT OUT.safetensors`.
 
-One process does it, with memory for the model twice, and needs neither the job's layout nor its data; for the plain file no device.
+With `--huggingface NAME` the output is a Hugging Face checkpoint in the folder OUT, through Megatron-Bridge. One
+process does the export, with memory for the model twice, and needs neither the job's layout nor its data; the plain
+file needs no device.
 """
 
 from __future__ import annotations
@@ -37,17 +39,17 @@ _OF_STAGES = (
     "account_for_embedding_in_pipeline_split",
     "account_for_loss_in_pipeline_split",
 )
-"""Options of the transformer that say how pipeline stages share the layers."""
+"""Options of the transformer that divide the layers among pipeline stages."""
 _EXPERTS = re.compile(r"\.experts\.experts\.")
 
 
 def export(checkpoint: Path, out: Path) -> dict[str, tuple[int, ...]]:
-    """Verify a checkpoint and write its weights, layer by layer and expert by expert; gives their shapes by name.
+    """Verify a checkpoint and write its weights, layer by layer and expert by expert; return their shapes by name.
 
-    Names are those of the unsharded model, its norms called as Transformer Engine's fused layers have them, as in every
-    checkpoint of megatron-core (`self_attention.linear_qkv.layer_norm_weight`).
-    The file appears whole or not at all; its metadata is `step` and `config`, the job as JSON. Raises PackproofError for a
-    checkpoint that is damaged or holds no weights. Call it in a process without a process group.
+    Names are those of the unsharded model, with norms named as in Transformer Engine's fused layers, as in every
+    checkpoint of megatron-core (`self_attention.linear_qkv.layer_norm_weight`). The file appears whole or not at all;
+    its metadata is `step` and `config`, the job as JSON. Raises PackproofError for a checkpoint that is damaged or
+    holds no weights. Call it in a process without a process group.
     """
     with _alone():
         manifest = _verified(checkpoint)
@@ -88,7 +90,7 @@ def export_huggingface(checkpoint: Path, name: str, folder: Path) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line. Exit status: 0 done, 1 the checkpoint cannot be exported."""
+    """Run the command line. Exit status: 0 done, 1 the checkpoint cannot be exported."""
     quiet()
     parser = argparse.ArgumentParser(prog="python -m production.training.export", description="Weights in one file.")
     parser.add_argument("checkpoint", type=Path, help="a folder step_NNNNNNNN")
@@ -125,7 +127,7 @@ def _verified(checkpoint: Path) -> Manifest:
 
 
 def _settings(manifest: Manifest) -> Any:
-    """The model's, from the job that the checkpoint holds, without its layout."""
+    """Return the model's settings, from the job that the checkpoint holds, without its layout."""
     from production.training.config import load, model_settings  # noqa: PLC0415
 
     alone = [
@@ -150,7 +152,7 @@ def _unwritable(out: Path, why: object) -> PackproofError:
 
 @contextlib.contextmanager
 def _alone() -> Iterator[None]:
-    """A world of one, which megatron-core's loading wants, on the CPU."""
+    """Make a world of one rank on the CPU, which megatron-core's loading needs."""
     from production.model.device.shim import cpu_shim  # noqa: PLC0415 - heavy
 
     distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
@@ -175,7 +177,9 @@ def _stored(checkpoint: Path) -> Mapping[str, torch.Tensor]:
 
 
 def _apart(name: str, whole: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """megatron-core saves the layers of a stack, and the experts of a layer, as one tensor with an axis in front."""
+    """Split stacked tensors: megatron-core saves the layers of a stack, and the experts of a layer, as one tensor
+    with an axis in front.
+    """
     if _STACK.search(name):
         for number, layer in enumerate(whole):
             yield from _apart(_STACK.sub(rf"\1.{number}.", name), layer)

@@ -1,4 +1,4 @@
-"""What libraries print at every start and nobody can mend, kept from the terminal; imports no library, to come before them."""
+"""Silence what libraries print at every start and no user can fix; import this module before the libraries."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import warnings
 
 
 def quiet() -> None:
-    """megatron-core says a dozen times that optional kernels are absent, torch that its own callers are old; for the whole process."""
+    """Silence megatron-core's notes on absent kernels and torch's notes on its own callers, for the whole process."""
     warnings.filterwarnings("ignore", module=r"(megatron|apex|transformer_engine)\b.*")
     warnings.filterwarnings("ignore", module=r"torch\b.*")
     warnings.filterwarnings("ignore", category=SyntaxWarning)

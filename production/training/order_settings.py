@@ -1,4 +1,4 @@
-"""How a job goes through its rows, and which ways are refused (SPEC section 19)."""
+"""Define how a job goes through its rows, and refuse impossible orders (SPEC section 19)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _CYCLIC = ("megatron-cyclic", "megatron-cyclic-sharded")
 
 @dataclass(frozen=True, kw_only=True)
 class OrderSettings:
-    """How a job goes through its rows. Nothing that changes a number has a default. Raises PackproofError."""
+    """Settings of a job's order of rows. Nothing that changes a number has a default. Raises PackproofError."""
 
     kind: Kind
     """`sequential` as Megatron-LM's sampler (R-ORDER-1), `shuffle` seeded by epoch (R-ORDER-4), or what Megatron-LM's driver draws with
@@ -27,16 +27,16 @@ class OrderSettings:
     data_parallel_size: int
     """dp: must divide it."""
     seed: int | None = None
-    """Of `shuffle`, from 0 to 2**64 - 1; the other kinds take none."""
+    """Seed of `shuffle`, from 0 to 2**64 - 1; the other kinds take no seed."""
     max_epochs: int | None = None
-    """Stop after so many epochs; None goes on as long as it is asked."""
+    """Epochs after which the order ends; None never ends."""
     run_steps: int | None = None
-    """Steps of the whole run, which the cyclic kinds permute as one; the other kinds take none."""
+    """Steps of the whole run, which the cyclic kinds permute as one; the other kinds take no steps."""
     weights: tuple[float, ...] | None = None
-    """One of each source of a blend (R-ORDER-6); None where there is one source."""
+    """Weight of each source of a blend (R-ORDER-6); None where there is one source."""
 
     def __post_init__(self) -> None:
-        """Refuse what no order could satisfy, or would have to guess."""
+        """Refuse settings that no order could satisfy, or that leave something to be guessed."""
         for name, choices in (("kind", get_args(Kind)), ("last_batch", get_args(LastBatch))):
             if (value := getattr(self, name)) not in choices:
                 raise order_refused(f"{value!r} is no {name}", name, f"choose one of {', '.join(choices)}")
@@ -90,5 +90,5 @@ class OrderSettings:
 
 
 def order_refused(what: str, where: str, mend: str) -> PackproofError:
-    """Return the error for an order that cannot be."""
+    """Return the error for an impossible order."""
     return PackproofError(what=what, where=where, mend=mend)

@@ -1,4 +1,6 @@
-"""How a run begins: from nothing, from weights, or from its newest checkpoint, where what it is has stayed the same."""
+"""Begin a run from nothing, from weights, or from its newest checkpoint, where the job's identity has stayed the
+same.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +24,11 @@ from production.training.data.fingerprint import BUCKETS, MISSING, check_resume,
 from production.training.engine import Engine
 
 _FREE = ("recompute", "overlap", "log_", "barrier", "timers")
-"""Beginnings of options that change no number but by the order in which sums are added up."""
+"""Prefixes of options that change no number except by the order of summation."""
 
 
 def checkpoints_of(job: Job) -> Checkpoints:
-    """Where and how the job keeps its checkpoints."""
+    """Return the manager of the job's checkpoints."""
     given = job.checkpointing
     return Checkpoints(
         folder=Path(given.checkpoint_dir),
@@ -39,7 +41,10 @@ def checkpoints_of(job: Job) -> Checkpoints:
 
 
 def found_checkpoint(job: Job, checkpoints: Checkpoints) -> tuple[Path, Manifest] | None:
-    """The newest one, every byte of it verified. Raises CheckpointRefused for a damaged one, and for any where the job is to begin anew."""
+    """Return the newest checkpoint with every byte verified.
+
+    Raises CheckpointRefused for a damaged one, and for any where the job is to begin anew.
+    """
     if not job.checkpointing.enabled:
         return None
     path = checkpoints.newest()
@@ -57,10 +62,11 @@ def found_checkpoint(job: Job, checkpoints: Checkpoints) -> tuple[Path, Manifest
 def identity(
     job: Job, feed: BatchStream, place: RankCoordinates, *, vocab_size: int, run_steps: int | None
 ) -> dict[str, Any]:
-    """All that decides a number of the run, flat, by readable names: what a resume is held against.
+    """Return everything that decides a number of the run, flat, by readable names; a resume is compared with it.
 
-    How long the run is (but where its weight decay grows over it), how often it reports, validates and saves, recomputation
-    and overlap are not part of it; but overlapped reduction is where the state of the optimizer is saved by its buckets.
+    The length of the run (except where its weight decay grows over it), the periods of reports, validations and
+    saves, recomputation and overlap are not part of it. Overlapped reduction is part of it where the optimizer's
+    state is saved by buckets.
     """
     megatron, model = job.megatron, dataclasses.asdict(job.model)
     parts = {
@@ -89,12 +95,14 @@ def identity(
 
 
 def _has_buckets(job: Job) -> bool:
-    """Whether the optimizer's state is saved bucket by bucket: megatron-core makes several only where their reduction overlaps."""
+    """Return whether the optimizer's state is saved bucket by bucket: megatron-core makes several only where their
+    reduction overlaps.
+    """
     return uses_distributed_optimizer(job) and job.checkpointing.optimizer_format == "dp_reshardable"
 
 
 def _schedule(job: Job, run_steps: int | None) -> dict[str, Any]:
-    """Where nothing decays or grows, its length has no meaning and may change."""
+    """Return the schedule's identity; where nothing decays or grows, its length has no meaning and may change."""
     schedule = dataclasses.asdict(job.megatron.scheduler)
     if job.megatron.scheduler.lr_decay_style == "constant":
         schedule["lr_decay_iters"] = None
@@ -103,7 +111,7 @@ def _schedule(job: Job, run_steps: int | None) -> dict[str, Any]:
 
 
 def _packing(job: Job) -> dict[str, Any]:
-    """What decides which conversations of the online path share a row, and how it is padded."""
+    """Return everything that decides which conversations of the online path share a row, and how the row is padded."""
     return {
         **dataclasses.asdict(job.policy.sequence_packing),
         "make_sequence_length_divisible_by": job.policy.make_sequence_length_divisible_by,
@@ -115,10 +123,12 @@ _OF_THE_WORLD = ("world_size", "data_parallel_size")
 
 
 def check_going_on(job: Job, saved: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
-    """Hold this run against what a checkpoint's was; True where it goes on in another layout (`checkpointing.reshard`).
+    """Compare this run with the one that a checkpoint was saved by; return True where it continues in another layout
+    (`checkpointing.reshard`).
 
-    Rows come in an order that consumed samples alone decide, and weights and optimizer are laid out anew; what a rank draws is not, and
-    bins of the online path and the order `megatron-cyclic-sharded` are made by the data-parallel size. Raises ResumeRefused for what may not differ.
+    Consumed samples alone decide the order of rows, and weights and optimizer are laid out anew. A rank's random
+    draws are not, and bins of the online path and the order `megatron-cyclic-sharded` depend on the data-parallel
+    size. Raises ResumeRefused for keys that may not differ.
     """
     if not job.checkpointing.reshard or not job.is_packed or job.data.order == "megatron-cyclic-sharded":
         check_resume(saved, now)
@@ -137,16 +147,18 @@ def check_going_on(job: Job, saved: Mapping[str, Any], now: Mapping[str, Any]) -
 
 
 def _chat(job: Job) -> dict[str, Any]:
-    """What decides a conversation's tokens on the online path; what is switched off is left out, as runs had it before these keys."""
+    """Return everything that decides a conversation's tokens on the online path; options that are off are left out,
+    as in older runs.
+    """
     data = job.data
     found = {name: getattr(data, name) for name in ("add_bos", "add_eos", "add_generation_prompt")}
     return {name: True for name, is_on in found.items() if is_on} | {"tool_key": data.train[0].tool_key}
 
 
 def check_same(identity: Mapping[str, Any], place: RankCoordinates) -> None:
-    """All ranks must read the same rows: nothing is broadcast later. One exchange, before the model is built.
+    """Refuse ranks that read different rows: nothing is broadcast later. One exchange, before the model is built.
 
-    Raises PackproofError that names what differs and the rank.
+    Raises PackproofError that names the difference and the rank.
     """
     everyone: list[Mapping[str, Any] | None] = [None] * place.world_size
     distributed.all_gather_object(everyone, dict(identity))
@@ -164,7 +176,7 @@ def check_same(identity: Mapping[str, Any], place: RankCoordinates) -> None:
 
 
 def _apart(differing: Sequence[str], first: Mapping[str, Any], other: Mapping[str, Any]) -> str:
-    """The first three keys with both values, as a configuration calls them."""
+    """Return the first three differing keys with both values, as a configuration names them."""
     told = (
         f"{option(key)}: {str(first.get(key, MISSING))[:80]} and {str(other.get(key, MISSING))[:80]}"
         for key in differing[:3]
@@ -181,9 +193,9 @@ def build(
     run_steps: int | None = None,
     is_resharded: bool = False,
 ) -> Engine:
-    """Model, optimizer and schedule: as the checkpoint left them, or with the weights that the job begins with.
+    """Build model, optimizer and schedule: as the checkpoint left them, or with the weights that the job begins with.
 
-    `run_steps` as `Engine` takes them.
+    `run_steps` has the meaning that it has in `Engine`.
     """
     if found is not None:
         engine = Engine(job, place, vocab_size=vocab_size, run_steps=run_steps)

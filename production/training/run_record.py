@@ -1,4 +1,4 @@
-"""What a run says of itself when it begins: the facts of its first record, and the loggers that get them."""
+"""Write the first record of a run, and open the loggers that get it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from production.training.metrics.versions import versions
 
 
 def run_name(manifest: Manifest | None) -> str:
-    """Return which run this is, the same on all ranks: that of the checkpoint it goes on from, or one that is drawn now."""
+    """Return the run's name, the same on all ranks: that of the checkpoint it continues, or one that is drawn now."""
     named = [secrets.token_hex(6)] if manifest is None or not manifest.run else [manifest.run]
     distributed.broadcast_object_list(named, src=0)
     return named[0]

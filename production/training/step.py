@@ -1,6 +1,8 @@
-"""One global batch through megatron-core's own schedule, data parallelism and gradient reduction, in any layout.
+"""Run one global batch through megatron-core's own schedule, data parallelism and gradient reduction, in any layout.
 
-Nothing here waits for the device: what is reported stays tensors, one pair per microbatch.
+Nothing here waits for the device: reported numbers stay tensors, one pair per microbatch.
+
+Reference: `reference/loss.py`, SPEC section 14.
 """
 
 from __future__ import annotations
@@ -35,28 +37,28 @@ from production.rows.batch import Batch, count_trained
 
 @dataclass(frozen=True, kw_only=True)
 class StepSettings:
-    """How a global batch becomes a gradient."""
+    """Settings that decide how a global batch becomes a gradient."""
 
     normalization: Normalization
-    """`per_token`, `mean_of_means` or `global_valid_tokens`: what token losses are divided by (SPEC section 14)."""
+    """Divisor of token losses: `per_token`, `mean_of_means` or `global_valid_tokens` (SPEC section 14)."""
     depths: int = 0
     """D, `mtp_num_layers` of the model."""
     mtp_weights: Weights = "rank"
-    """What multi-token losses are divided by (R-MTP-3)."""
+    """Divisor of multi-token losses (R-MTP-3)."""
     mtp: str = "tables"
     """`tables` sends no message and needs `multi_token_feed.rolls_from_tables`; `upstream_roll` is megatron-core's own."""
     padding: Any = None
-    """`squeeze.Padding` of the online path; None where it does not run."""
+    """`bins.Padding` of the online path; None on the direct path."""
     verify: bool = False
-    """Whether every roll of multi-token prediction is held against its table, which on CUDA waits for the device."""
+    """Whether every roll of multi-token prediction is compared with its table, which on CUDA waits for the device."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StepReport:
-    """What one rank knows of a global batch, on its device."""
+    """Holds what one rank knows of a global batch, on its device."""
 
     losses: list[torch.Tensor] = field(default_factory=list)
-    """[sum, trained tokens] of each microbatch; empty but on the last pipeline stage."""
+    """[sum, trained tokens] of each microbatch; empty except on the last pipeline stage."""
     global_valid_tokens: torch.Tensor | None
     """Scalar float32: trained tokens of the global batch, over all data-parallel ranks (R-BATCH-5), where losses are divided by them; else
     None, and no message is sent for them."""
@@ -69,9 +71,10 @@ Observer = Callable[[int, Microbatch, torch.Tensor], None]
 def wrap(
     model: torch.nn.Module, settings: StepSettings, ddp: DistributedDataParallelConfig | None = None
 ) -> DistributedDataParallel:
-    """The model in megatron-core's data parallelism, its config set as the normalization needs it.
+    """Wrap the model in megatron-core's data parallelism, with its config set as the normalization needs it.
 
-    Raises PackproofError where the model was built with a `calculate_per_token_loss` that contradicts it.
+    Raises PackproofError where the model was built with a `calculate_per_token_loss` that contradicts the
+    normalization.
     """
     config = get_model_config(model)
     per_token = calculates_per_token(settings.normalization)
@@ -104,11 +107,12 @@ def forward_backward(
     forward_only: bool = False,
     observe: Observer | None = None,
 ) -> StepReport:
-    """Run this data-parallel rank's microbatches and, but for `forward_only`, leave the finished gradients in the buffers.
+    """Run this data-parallel rank's microbatches and, except with `forward_only`, leave the finished gradients in the
+    buffers.
 
-    `batches` are on the host, one for each microbatch: a row of the direct path or a bin of the online one, the same on
-    all ranks that share it. Every rank of the world must call it, with as many microbatches. Raises PackproofError where there is none.
-    Raises PackproofError for none, or for stages that cannot know each other's lengths.
+    `batches` are on the host, one for each microbatch: a row of the direct path or a bin of the online one, the same
+    on all ranks that share it. Every rank of the world must call it with the same number of microbatches. Raises
+    PackproofError for no microbatch, or for stages that cannot know each other's lengths.
     """
     if not batches:
         raise PackproofError(what="no microbatch", where="step", mend="give every data-parallel rank at least one row")
@@ -164,7 +168,9 @@ def forward_backward(
 
 
 def count_valid(batches: Sequence[Batch | Rectangle], device: torch.device) -> torch.Tensor:
-    """Trained tokens of the global batch (R-BATCH-5), a scalar float32 on the device, summed over data-parallel ranks."""
+    """Return the trained tokens of the global batch (R-BATCH-5), a scalar float32 on the device, summed over
+    data-parallel ranks.
+    """
     counts = [count_trained(batch) if isinstance(batch, Batch) else batch.valid_tokens() for batch in batches]
     # float64 on the way: float32 counts exactly only up to 16,777,216.
     total = torch.stack([torch.as_tensor(count, dtype=torch.float64) for count in counts]).sum().to(device)
@@ -190,7 +196,9 @@ def _microbatches(
 
 
 def _sequence_length(batches: Sequence[Batch | Rectangle], settings: StepSettings, config: Any) -> int:
-    """Tokens of a row, from which the schedule takes the shape that stages send; online that of R-ONLINE-5, or it is sent along."""
+    """Return the tokens of a row, from which the schedule takes the shape that stages send; online that of
+    R-ONLINE-5, or the shape is sent along.
+    """
     if all(isinstance(batch, Batch) for batch in batches):
         lengths = {batch.input_ids.numel() for batch in batches}
         if len(lengths) == 1:
@@ -207,12 +215,12 @@ def _sequence_length(batches: Sequence[Batch | Rectangle], settings: StepSetting
 
 
 def split_rows(batch: Batch) -> list[Batch]:
-    """One batch for each row: a microbatch of micro batch size 1."""
+    """Split a batch into one batch for each row: microbatches of micro batch size 1."""
     return [_rows(batch, slice(row, row + 1)) for row in range(len(batch.sample_mask))]
 
 
 def _rows(batch: Batch, keep: slice) -> Batch:
-    """Some rows of a batch, as views; boundaries keep their padding."""
+    """Return some rows of a batch, as views; boundaries keep their padding."""
     return dataclasses.replace(
         batch, **{each.name: getattr(batch, each.name)[keep] for each in dataclasses.fields(batch)}
     )

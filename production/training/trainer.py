@@ -1,6 +1,6 @@
-"""A training job on one rank: start or go on, step, report, validate, save, end; one driver for both paths.
+"""Run a training job on one rank, on both paths: start or resume, step, report, validate, save, end.
 
-Metrics leave the device at reporting boundaries alone, and everything that ends a run early is decided there by all ranks together.
+Metrics leave the device only at reports, where all ranks together also decide whether a run ends early.
 """
 
 from __future__ import annotations
@@ -46,20 +46,23 @@ KEPT = 1000
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """How a run ended, the same on all ranks."""
+    """Result of a run, the same on all ranks."""
 
     step: int
     """Steps taken since the beginning of the job."""
     consumed_samples: int
-    """Rows of all of them."""
+    """Rows consumed by all of those steps."""
     reason: Reason
-    """`not finite` raises NotFinite instead."""
+    """Reason of the end; a loss that is not finite raises NotFinite instead."""
     numbers: tuple[StepNumbers, ...]
-    """Of this run's last steps, KEPT at most: its records hold all of them."""
+    """Numbers of this run's last steps, KEPT at most; the run's records hold all steps."""
 
 
 def run(job: Job) -> Outcome:
-    """Train as the job says, in the world that torchrun started. Raises PackproofError, before any model is built, for what is refused."""
+    """Train as the job says, in the world that torchrun started.
+
+    Raises PackproofError, before any model is built, for a refused job.
+    """
     for reason in reasons_against(job, world_size()):
         raise reason
     layout = sizes(job)
@@ -140,7 +143,7 @@ class _Run:
         return Outcome(step=self._step, consumed_samples=self._consumed, reason=reason, numbers=tuple(self._numbers))
 
     def _say_where(self, found: tuple[Path, Manifest] | None) -> None:
-        """What is passed over, and where the run goes on."""
+        """Print which rows are passed over, and where the run continues."""
         for note in self._feed.token_notes:
             self._progress.say(f"note: {note.text}")
         for path in self._checkpoints.incomplete():
@@ -195,12 +198,12 @@ class _Run:
         return self._reason_at_end()
 
     def _reason_at_end(self) -> Reason:
-        """Of a run that nothing ended early."""
+        """Return the reason of a run that nothing ended early."""
         is_cut = self._feed.left_over > 0 and self._step == self._feed.total_steps != self._job.sft.max_num_steps
         return "data ended" if is_cut else "finished"
 
     def _why(self, reason: Reason) -> str:
-        """What ended the run, for its last record and its summary."""
+        """Return what ended the run, for its last record and its summary."""
         size = self._job.policy.train_global_batch_size
         if reason == "data ended":
             return (
@@ -258,7 +261,7 @@ class _Run:
         )
 
     def _report(self) -> Reason | None:
-        """Tell the steps since the last one; gives why the run ends now, if it does. Collective over the world."""
+        """Report the steps since the last report; return why the run ends now, if it does. Collective over the world."""
         peak = self._job.logger.peak_teraflops or peak_tflops(self._rank.device)
         reported = self._metrics.report(flops_of=self._flops(), peak_tflops=peak, stop_vote=self._shutdown.stop_vote())
         for numbers in reported:
@@ -307,7 +310,9 @@ class _Run:
         self._ended = self._engine.clock.mark()
 
     def _measure(self, name: str, loss: float | None) -> None:
-        """Keep what the best checkpoints are chosen by; a loss of nothing is none, and the one before is of other weights."""
+        """Keep the metric by which the best checkpoints are chosen; a validation without trained tokens measures
+        nothing.
+        """
         self._measured.pop(name, None)
         if loss is not None:
             self._measured[name] = loss
@@ -375,5 +380,5 @@ class _Run:
 
 
 def _is_due(step: int, period: int) -> bool:
-    """Every so many steps; 0 is never."""
+    """Return whether a period ends at this step; a period of 0 never ends."""
     return period > 0 and step % period == 0

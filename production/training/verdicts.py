@@ -1,4 +1,4 @@
-"""What a run is ended with, or told of, because of what it is fed and what comes of it: in words, with how to mend it."""
+"""Build the errors and notes of a run whose data or losses make it end, each with a fix."""
 
 from __future__ import annotations
 
@@ -11,15 +11,17 @@ from production.training.metrics.step_numbers import StepNumbers
 
 
 class NotFinite(PackproofError):  # noqa: N818 - reads as the verdict it is
-    """A loss or a gradient norm is no number; what was fed in that step was dumped."""
+    """A loss or a gradient norm is NaN or infinite; the batch of that step was dumped."""
 
 
 class NothingTrained(PackproofError):  # noqa: N818 - reads as the verdict it is
-    """A run whose every target is masked: its losses would be no measurement, and its weights those of weight decay alone."""
+    """Every target of the run is masked: its losses would measure nothing, and its weights would only decay."""
 
 
 def not_finite(numbers: StepNumbers, fed: str) -> NotFinite:
-    """Return the error for a step whose loss or gradient norm is no number; `fed` says where what it was fed lies."""
+    """Return the error for a step whose loss or gradient norm is not finite; `fed` says where the step's batch was
+    dumped.
+    """
     loss = "no loss" if numbers.loss is None else f"loss {numbers.loss}"
     return NotFinite(
         what=f"{loss}, gradient norm {numbers.gradient_norm}",
@@ -41,7 +43,7 @@ def nothing_trained(job: Job, steps: int, consumed_samples: int) -> NothingTrain
 
 
 def left_out(split: str, rows: Sequence[SkippedRow]) -> str:
-    """Name lines that `on_bad_row: skip` leaves out, which nobody else would notice."""
+    """Name lines that `on_bad_row: skip` leaves out, which would otherwise go unnoticed."""
     first = ", ".join(f"line {row.line} of {row.file} ({row.kind})" for row in rows[:3])
     more = f" and {len(rows) - 3} more" if len(rows) > 3 else ""
     return f"data.{split}: {len(rows)} lines are left out (on_bad_row: skip): {first}{more}"

@@ -1,4 +1,4 @@
-"""Where the paths meet: one row's messages through the direct and the online path, on both sides (R-MEET).
+"""Compare the direct and the online path, on both sides, by one row's messages through both (R-MEET).
 
 The online microbatch is predicted whole from the direct one by the closed list of R-MEET-2 and 3, so a difference that is not on
 the list shows, and so does an entry that no longer holds; `fired` counts the positions at which each entry showed.
@@ -41,7 +41,7 @@ Share = dict[str, torch.Tensor | None]
 
 @dataclass(frozen=True, kw_only=True)
 class Side:
-    """What one side makes of the row, for every rank: of both paths, and whole."""
+    """Holds one side's results for the row, for every rank: of both paths, and whole."""
 
     direct: list[Share]
     online: list[Share]
@@ -80,7 +80,7 @@ def conversations(case: MeetingCase) -> list[list[dict[str, str]]]:
 
 
 def _predict(side: Side, case: MeetingCase) -> tuple[list[Share], dict[str, int]]:
-    """What the online shares must be by R-MEET, and at how many positions each entry of the list shows."""
+    """Predict the online shares by R-MEET, and at how many positions each entry of the list shows."""
     ids, labels, mask = (side.direct_row[name] for name in ("input_ids", "target_ids", "target_mask"))
     own = torch.zeros_like(ids, dtype=torch.bool)
     has_target = own.clone()  # the next token is of the same conversation
@@ -123,7 +123,7 @@ def _predict(side: Side, case: MeetingCase) -> tuple[list[Share], dict[str, int]
 
 
 def _begins_with_answer(conversation: list[dict[str, str]], case: MeetingCase) -> bool:
-    """Whether its first token is an assistant's, all before rendering to nothing."""
+    """Return whether its first token is an assistant's, all before rendering to nothing."""
     first = next(message for message in conversation if message["content"])
     return case.prompt_format == "identity" and first["role"] == "assistant"
 

@@ -131,7 +131,9 @@ def world_of_one() -> Iterator[Any]:
 
 
 def _returned(case: LossCase, valid: torch.Tensor) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """What every rank returns, and what is left after the schedule: the reference's, and production's in megatron-core's."""
+    """Return what every rank returns, and what is left after the schedule: the reference's, and production's in
+    megatron-core's.
+    """
     settings = loss_settings(case, case.normalization)
     theirs: dict[str, torch.Tensor] = {}
     ours: dict[str, torch.Tensor] = {}
@@ -249,7 +251,9 @@ def _close(
     dtype: torch.dtype,
     terms: int = 0,
 ) -> list[Finding]:
-    """What differs by more than rounding: a unit of `dtype` for each operation and each of `terms` that are added, all positive."""
+    """Return differences beyond rounding: a unit of `dtype` for each operation and each of `terms` that are added,
+    all positive.
+    """
     found = []
     if left.keys() != right.keys():
         found.append(Difference(tensor=name, position=None, left=[*left], right=[*right], kind="other"))

@@ -122,7 +122,9 @@ def _production_direct(case: DirectCase) -> Side:
 
 
 def _megatron_direct(case: DirectCase) -> Side:
-    """What the installed package makes of the rows as its dataset collates them: boundaries right-filled with P."""
+    """Make the installed package's microbatch of the rows as its dataset collates them: boundaries right-filled with
+    P.
+    """
     longest = max(map(len, case.boundaries))
     cu = [[*each, *[each[-1]] * (longest - len(each))] for each in case.boundaries]
     masked = case.tensors | {"token_mask": case.tensors["token_mask"] * torch.tensor(case.sample_mask)[:, None]}

@@ -1,4 +1,7 @@
-"""Packing on the online path: both sides fill the same bins in the same order (R-PACK). The third side is recorded (`checks/recorded.py`)."""
+"""Check packing on the online path: both sides fill the same bins in the same order (R-PACK).
+
+The third side is recorded (`equivalence/checks/rows/recorded.py`).
+"""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ class FileLayer:
 
     @property
     def diverges(self) -> bool:
-        """Whether the two are meant to differ."""
+        """Return whether the two are meant to differ."""
         return self.ours != self.theirs
 
 

@@ -87,7 +87,10 @@ def _of_reference(case: OrderCase) -> Side:
 
 
 def _drawn_by_megatron(case: OrderCase) -> Side | None:
-    """What the installed samplers draw; None for an order that they do not have. Source and row, no epoch: they do not know it."""
+    """Draw with the installed samplers; None for an order that they do not have.
+
+    Source and row, no epoch: they do not know it.
+    """
     if case.seed is not None or (case.max_epochs is not None and case.last_batch == "wrap"):
         return None
     ranks = range(case.data_parallel_size)

@@ -28,7 +28,7 @@ _THEN = 1_700_000_000 * 10**9
 """When files were last changed, in nanoseconds: long ago, so that nobody waits for a clock to tick."""
 _READS = 12
 Seen = dict[str, Any]
-"""What one side says of the files, by what it was asked."""
+"""Answers of one side on the files, by the question."""
 
 
 @dataclass
@@ -96,7 +96,10 @@ def check_packed_files(case: FilesCase) -> CheckResult:
 def _both(
     files: _Files, opened: Callable[[], PackedSource], *, whole: bool = False, reverse: bool = False, **expected: Any
 ) -> tuple[Seen, Seen]:
-    """What the reference and production say of the files, all of it or a part. An error of production's own is what it says."""
+    """Read the files, or a part of them, with the reference and production.
+
+    An error of production's own is its answer.
+    """
     wanted = files.expected(**expected)
     theirs = wanted if isinstance(wanted, dict) else _told(files, wanted, whole=whole)
     places = {str(path): number for number, path in enumerate(reversed(files.paths) if reverse else files.paths)}
@@ -278,7 +281,7 @@ def _verify(files: _Files) -> dict[str, tuple[Seen, Seen]]:
 
 
 def _other_key(files: _Files) -> dict[str, tuple[Seen, Seen]]:
-    """What is a row under one key is none under another, and back again."""
+    """Return the other key: a row under one key is not a row under another, and the reverse."""
     other = _both(files, lambda: files.open(chat_key="other"), chat_key="other")
     return {"rows under the other key": other, "rows": _both(files, files.open)}
 
@@ -357,7 +360,9 @@ def _changed(files: _Files, *, anywhere: bool = False) -> tuple[int, bytes]:
 
 
 def _is_in_no_sample(content: bytes, lines: Sequence[bytes], place: int) -> bool:
-    """Whether lines `place` and the next lie outside the 16 blocks of 16 KiB that are sampled, from the first to the last (R-FILE-4)."""
+    """Return whether lines `place` and the next lie outside the 16 blocks of 16 KiB that are sampled, from the first
+    to the last (R-FILE-4).
+    """
     if len(content) <= SAMPLES * SAMPLE_BYTES:
         return False
     start = sum(len(line) + 1 for line in lines[:place])

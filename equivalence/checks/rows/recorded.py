@@ -32,7 +32,7 @@ from reference import packing as reference_packing
 
 CHECK = "recorded"
 RECORDED = "recorded"
-"""What the recorded side is called in a finding."""
+"""Name of the recorded side in a finding."""
 EXCEPTIONS = {
     "bad_message": ("AttributeError", "KeyError", "TypeError"),
     "bad_content": ("KeyError", "TypeError", "UndefinedError"),

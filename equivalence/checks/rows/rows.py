@@ -13,11 +13,11 @@ from equivalence.checks.blame import raised
 from equivalence.subjects.protocol import Messages, Row, RowSettings, Subject, row_of
 
 _SAYS = ("prompt_formats", "prompt_format"), ("context_parallel_sizes", "context_parallel_size"), ("semantics",) * 2
-"""What a subject may say that it takes, and the setting which that is of."""
+"""Fields in which a subject may say what it takes, and the setting of each field."""
 
 
 def covers(subject: Subject, settings: RowSettings) -> bool:
-    """Whether a subject takes these settings; one that says nothing takes all."""
+    """Return whether a subject takes these settings; a subject that says nothing takes all."""
     for name, setting in _SAYS:
         taken = getattr(subject, name, None)
         if taken is not None and getattr(settings, setting) not in ((taken,) if isinstance(taken, str) else taken):
@@ -29,7 +29,10 @@ def covers(subject: Subject, settings: RowSettings) -> bool:
 def attempt[Value](
     subject: Subject, call: Callable[[], Value], *, expected: str = "a row or a refusal"
 ) -> Value | Finding:
-    """What a subject's method gives, or the difference that its exception is. A witness's exception goes through: it could not run."""
+    """Call a subject's method; return its result, or its exception as a difference.
+
+    A witness's exception goes through: it could not run.
+    """
     try:
         return call()
     except Exception as error:

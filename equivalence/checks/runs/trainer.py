@@ -36,7 +36,9 @@ def expect_training(case: TrainingCase, shapes: Mapping[str, tuple[int, ...]]) -
 
 
 def trains_alike(case: TrainingCase) -> bool:
-    """Whether every layout trains the same, so that one run of the reference serves all of them (R-LOSS-2 to R-LOSS-6)."""
+    """Return whether every layout trains the same, so that one run of the reference serves all of them (R-LOSS-2 to
+    R-LOSS-6).
+    """
     model = case.model
     return model.normalization != "mean_of_means" and (not model.shape.depths or model.mtp_weights == "rows")
 
@@ -98,7 +100,9 @@ def check_distributed(
 
 
 def equal_to_the_bit(case: TrainingCase) -> bool:
-    """Whether each gradient is a sum over at most two replicas, which has one order, and no norm, which has many, scales it."""
+    """Return whether each gradient is a sum over at most two replicas, which has one order, and no norm, which has
+    many, scales it.
+    """
     sizes = case.model.sizes
     replicas = [case.model.data_size * sizes.context]
     if case.model.shape.experts:

@@ -23,10 +23,12 @@ NAME = "whole_run"
 LOGGED = {"run": 2, "end": 2}
 """Lines of these kinds in the log of a run that was stopped once."""
 _SECONDS = 1e-6
-"""How far a rate times its seconds may be from the number that it was made of, relatively: both are float32 in a message."""
+"""Relative distance that a rate times its seconds may have from the number that it was made of: both are float32 in a
+message.
+"""
 
 Parts = Sequence[RunOutcome]
-"""What one rank saw, before the stop and after it."""
+"""Records of one rank, before the stop and after it."""
 
 
 def check_whole_run(
@@ -56,7 +58,7 @@ def whole(parts: Sequence[Sequence[Part]]) -> dict[str, torch.Tensor]:
 
 
 def _course(case: RunCase, parts: Parts) -> list[Difference]:
-    """How both parts ended, and which steps they took."""
+    """Return how both parts ended, and which steps they took."""
     wanted = [(case.stop_after, "signal"), (case.steps, "finished")]
     ended = [(part.step, part.reason) for part in parts]
     steps = [[*range(1, case.stop_after + 1)], [*range(case.stop_after + 1, case.steps + 1)]]
@@ -99,7 +101,7 @@ def _scheduled(parts: Parts, expected: ExpectedRun) -> list[Difference]:
 
 
 def _reported(case: RunCase, outcomes: Sequence[Parts], expected: ExpectedRun) -> list[Difference]:
-    """What the metrics tell of each step: counts and rates exactly, losses and norms within R-TRAIN-9, all ranks alike."""
+    """Compare the metrics of each step: counts and rates exactly, losses and norms within R-TRAIN-9, all ranks alike."""
     differences: list[Difference] = []
     trained = expected.trained
     numbers = {step: values for part in outcomes[0] for step, values in part.numbers.items()}

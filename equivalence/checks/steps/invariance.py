@@ -99,7 +99,7 @@ def ranks_of(case: ModelCase, row: int, outcomes: Sequence[RankOutcome]) -> list
 
 
 def weights_differ(case: ModelCase, other: ModelCase) -> bool:
-    """Whether a token weighs otherwise in two layouts of one global batch, by more than rounding."""
+    """Return whether a token weighs otherwise in two layouts of one global batch, by more than rounding."""
     for left, right in zip(Step(case).whole_weights, Step(other).whole_weights, strict=True):
         if not torch.allclose(left, right, rtol=1e-5, atol=0.0):
             return True

@@ -58,7 +58,7 @@ def check_leaks(case: ModelCase, run: Run) -> CheckResult:
 
 
 def segment_to_change(case: ModelCase, row: int) -> int:
-    """Which segment of a row is changed."""
+    """Return the segment of a row to change."""
     return (case.seed + row) % len(case.rows[row])
 
 
@@ -98,7 +98,9 @@ def _outside(
     *,
     is_poison: bool = False,
 ) -> tuple[list[Difference], int]:
-    """What differs outside of the changed segments, and in how many (rank, row) it shows inside, without which nothing was tried."""
+    """Return the differences outside of the changed segments, and in how many (rank, row) the change shows inside,
+    without which nothing was tried.
+    """
     differences: list[Difference] = []
     shown = 0
     for row in range(len(case.rows)):

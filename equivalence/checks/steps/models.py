@@ -131,7 +131,9 @@ def _reports(expected: Expected, outcomes: Sequence[RankOutcome]) -> list[Differ
 
 
 def _reported_alike(where: str, one: RankOutcome, other: RankOutcome) -> list[Difference]:
-    """What both report on a rank, to the bit; where nothing is trained Megatron-LM reports NaN and production 0 (R-LOSS-7)."""
+    """Compare both reports on a rank, to the bit; where nothing is trained Megatron-LM reports NaN and production 0
+    (R-LOSS-7).
+    """
     differences: list[Difference] = []
     if one.mtp_losses is not None and other.mtp_losses is not None:
         differences += bits(f"{where} reported of each depth", one.mtp_losses, other.mtp_losses)

@@ -33,7 +33,7 @@ from reference.context_parallel import owned_positions
 
 RUN_ONLINE = "equivalence.trainers.production_step:run_online"
 DIRECT_PADDING_ID = 1
-"""What the direct rows hold in padding: another id than the online path's 0."""
+"""Id in the padding of the direct rows: another id than the online path's 0."""
 
 
 def check_paths(case: ModelCase, run: Run) -> CheckResult:
@@ -153,7 +153,9 @@ def _tokens(
 def _reports(
     case: ModelCase, direct: Sequence[RankOutcome], online: Sequence[RankOutcome], expected: Expected
 ) -> list[Difference]:
-    """What each rank reports: sums and counts of its microbatches, the mean of each depth, and how many tokens count."""
+    """Return the reports of each rank: sums and counts of its microbatches, the mean of each depth, and how many
+    tokens count.
+    """
     differences: list[Difference] = []
     for one, other in zip(direct, online, strict=True):
         where = f"rank {one.place.rank}"

@@ -1,4 +1,5 @@
-"""Causal attention within the segments of packed rows (thd), also under context parallelism, without Transformer Engine.
+"""Compute causal attention within the segments of packed rows (thd), also under context parallelism, without
+Transformer Engine.
 
 No mask is built, and memory is linear in the row. Under context parallelism every rank holds the whole row's keys and values
 while a layer runs, and gathers them once more for the backward pass, so that what a layer keeps is its rank's share alone.
@@ -163,7 +164,7 @@ class SegmentAttention(torch.nn.Module):
 
 
 def _context_group(config: Any, collection: Any) -> distributed.ProcessGroup | None:
-    """The ranks that share a row; None where there is one."""
+    """Return the ranks that share a row; None where there is one."""
     if collection is not None:
         group: distributed.ProcessGroup | None = collection.cp
     elif config.context_parallel_size > 1:

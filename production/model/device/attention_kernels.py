@@ -1,4 +1,5 @@
-"""Attention of one block of queries with one block of keys, with the log-sum-exp that lets blocks be merged, and its gradient.
+"""Attend one block of queries to one block of keys, with the log-sum-exp that lets blocks be merged, and compute the
+gradient.
 
 Two kernels: torch's fused one on the CPU, and one in plain torch for any other device, which is exact and keeps tiles of
 512 × 512 scores; it has been run on the CPU only, where it takes 2 to 4 times as long. Neither keeps scores for backward.
@@ -36,14 +37,16 @@ class Kernel:
 
 
 def kernel_for(device: torch.device) -> Kernel:
-    """The kernel for tensors on this device."""
+    """Return the kernel for tensors on this device."""
     return FUSED_CPU if device.type == "cpu" else TILED
 
 
 def merge(
     first: tuple[torch.Tensor, torch.Tensor], second: tuple[torch.Tensor, torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output [..., n, d] and log-sum-exp [..., n] of the same queries over both blocks of keys; outputs come in any dtype, and leave wide."""
+    """Return output [..., n, d] and log-sum-exp [..., n] of the same queries over both blocks of keys; outputs come
+    in any dtype, and leave wide.
+    """
     total = torch.logaddexp(first[1], second[1])
     shares = [(each - total).exp_().unsqueeze(-1) for each in (first[1], second[1])]
     return first[0] * shares[0] + second[0] * shares[1], total
@@ -153,7 +156,7 @@ type _Place = tuple[slice, slice, slice, slice]
 
 
 def _tiles(query: torch.Tensor, key: torch.Tensor, *, causal: bool) -> Iterator[tuple[_Place, _Place, bool]]:
-    """The places of all tiles with a score that counts, and whether the diagonal runs through them."""
+    """Return the places of all tiles with a score that counts, and whether the diagonal runs through them."""
     (batch, _, rows, _), columns = query.shape, key.shape[-2]
     together = max(1, _TILE**2 // (min(rows, _TILE) * min(columns, _TILE)))
     everything = slice(None)

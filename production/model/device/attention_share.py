@@ -1,4 +1,5 @@
-"""What a context-parallel rank attends to, as strided views: its chunk of each segment and the keys before it; no mask, no copies.
+"""Give a context-parallel rank its part of attention as strided views: its chunk of each segment and the keys before
+it; no mask, no copies.
 
 A chunk's own block of scores is causal and that of the earlier keys is whole; two kernel calls, merged by log-sum-exp, are
 exact for both. Segments of one length that follow each other share a call.
@@ -20,19 +21,19 @@ from production.parallel.gather import Exchange
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """Consecutive segments of one length: one call of a kernel for all of them."""
+    """Groups consecutive segments of one length: one call of a kernel for all of them."""
 
     start: int
     """Where the first begins in the whole row, in tokens."""
     length: int
-    """Of each, in tokens."""
+    """Tokens of each segment."""
     count: int
-    """How many segments."""
+    """Number of segments."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OwnedChunk:
-    """Where one owned chunk of each segment of a run lies, and which keys it sees."""
+    """Locates one owned chunk of each segment of a run, and the keys that the chunk sees."""
 
     run: Run
     """The run that the chunk's segments are of."""
@@ -68,7 +69,7 @@ class OwnedChunk:
 
 @dataclass(frozen=True, kw_only=True)
 class Share:
-    """What a rank attends to of a row."""
+    """Holds the part of a row's attention that a rank computes."""
 
     runs: Sequence[Run]
     """All segments of the row, in order."""
@@ -77,10 +78,10 @@ class Share:
     rank: int
     """This rank among those that share the row."""
     size: int
-    """How many share it."""
+    """Number of ranks that share the row."""
 
     def places(self) -> Iterator[OwnedChunk]:
-        """Each run's owned chunks, in the order in which the rank holds them."""
+        """Return each run's owned chunks, in the order in which the rank holds them."""
         zigzag = LAYOUTS["zigzag"]
         pieces, owned = (1, (0,)) if self.size == 1 else (zigzag.pieces(self.size), zigzag.owned(self.rank, self.size))
         for run in self.runs:
@@ -96,7 +97,7 @@ class Share:
 
 
 def runs_of(boundaries: Sequence[int]) -> list[Run]:
-    """Segments without the empty ones, those of one length that follow each other taken together."""
+    """Return segments without the empty ones, with consecutive segments of one length taken together."""
     lengths = [end - start for start, end in itertools.pairwise(boundaries) if end > start]
     runs, start = [], boundaries[0]
     for length, group in itertools.groupby(lengths):
@@ -107,7 +108,8 @@ def runs_of(boundaries: Sequence[int]) -> list[Run]:
 
 
 def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, share: Share, *, scale: float) -> torch.Tensor:
-    """Causal attention within segments, differentiable once: query [t, h, d], key and value [t, h_kv, d] to [t, h, d].
+    """Compute causal attention within segments, differentiable once: query [t, h, d], key and value [t, h_kv, d] to
+    [t, h, d].
 
     `scale` multiplies the scores. With an exchange all its ranks must call this, and backward too; what is kept for
     backward is this rank's share, and keys and values are gathered again.
@@ -166,7 +168,9 @@ class _Attend(torch.autograd.Function):
 def _forward(
     kernel: Kernel, place: OwnedChunk, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output and log-sum-exp of one chunk: its own block of scores, which is causal, and that of the keys before it."""
+    """Return output and log-sum-exp of one chunk: its own block of scores, which is causal, and that of the keys
+    before it.
+    """
     own = place.local(query)
     found = kernel.forward(
         own, *(place.whole(each, earlier=False) for each in (keys, values)), causal=True, scale=scale
@@ -180,7 +184,7 @@ def _forward(
 
 
 def _gathered(share: Share, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values of the whole row: [t, h_kv, d] to [T, h_kv, d], both in one message."""
+    """Gather keys and values of the whole row: [t, h_kv, d] to [T, h_kv, d], both in one message."""
     if share.exchange is None:
         return key, value
     both = share.exchange.gather(torch.cat([key, value], dim=-1))

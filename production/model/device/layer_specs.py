@@ -1,4 +1,6 @@
-"""Which modules a model is made of: Transformer Engine's on CUDA where it is installed, megatron-core's own with the segment attention elsewhere."""
+"""Choose a model's modules: Transformer Engine's on CUDA where it is installed, megatron-core's own with the segment
+attention elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -35,30 +37,32 @@ from production.model.device.attention import SegmentAttention
 from production.model.device.norm import RMSNorm
 
 TORCH_LETTERS = "*-E"
-"""Layers of a hybrid pattern that torch's modules are there for: attention, MLP, experts."""
+"""Layers of a hybrid pattern for which torch's modules exist: attention, MLP, experts."""
 TRANSFORMER_ENGINE_LETTERS = "MG"
-"""Those that only Transformer Engine's are: Mamba, gated delta net. Latent attention (`+`, `D`) is not built."""
+"""Layers that only Transformer Engine has: Mamba, gated delta net. Latent attention (`+`, `D`) is not built."""
 
 
 class SegmentSpecProvider(LocalSpecProvider):  # type: ignore[misc] # megatron-core has no types
-    """megatron-core's own modules, but for attention within segments and a norm that takes sequence parallelism."""
+    """Provides megatron-core's own modules, but for attention within segments and a norm that takes sequence
+    parallelism.
+    """
 
     def layer_norm(self, rms_norm: bool = False, for_qk: bool = False, has_residual: bool = False) -> type:  # noqa: ARG002, FBT001, FBT002
-        """`RMSNorm`, which refuses another kind by its config."""
+        """Return `RMSNorm`, which refuses another kind by its config."""
         return RMSNorm
 
     def core_attention(self) -> type:
-        """`SegmentAttention`."""
+        """Return `SegmentAttention`."""
         return SegmentAttention
 
 
 def uses_transformer_engine() -> bool:
-    """Whether models are made of Transformer Engine's modules: with CUDA, where it is installed."""
+    """Return whether models are made of Transformer Engine's modules: with CUDA, where it is installed."""
     return torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
 
 
 def gpt_specs(config: TransformerConfig) -> tuple[Any, Any]:
-    """Layers of a GPTModel on this stage, and its multi-token prediction block, or None without one."""
+    """Return the layers of a GPTModel on this stage, and its multi-token prediction block, or None without one."""
     if uses_transformer_engine():
         block = gpt_layer_specs.get_gpt_decoder_block_spec(config, use_transformer_engine=True)
     else:
@@ -76,7 +80,8 @@ def gpt_specs(config: TransformerConfig) -> tuple[Any, Any]:
 
 
 def hybrid_spec(config: TransformerConfig, pattern: str) -> ModuleSpec:
-    """The layers of a HybridModel: attention `*`, MLP `-`, experts `E`; Mamba `M` and gated delta net `G` with Transformer Engine.
+    """Return the layers of a HybridModel: attention `*`, MLP `-`, experts `E`; Mamba `M` and gated delta net `G` with
+    Transformer Engine.
 
     Raises PackproofError for other letters of `pattern`, which megatron-core would take for layers that do nothing.
     """
@@ -111,7 +116,7 @@ def hybrid_spec(config: TransformerConfig, pattern: str) -> ModuleSpec:
 
 @contextlib.contextmanager
 def hybrid_norm() -> Iterator[None]:
-    """Lets HybridModel be built where Transformer Engine is absent: its stack names Transformer Engine's norm itself."""
+    """Let HybridModel be built where Transformer Engine is absent: its stack names Transformer Engine's norm itself."""
     if uses_transformer_engine():
         yield
         return
@@ -182,7 +187,7 @@ def _feed_forward(config: TransformerConfig, *, is_moe: bool) -> TransformerLaye
 
 
 def _moe_layers(config: TransformerConfig) -> list[bool]:
-    """Which layers of the whole model have experts."""
+    """Return which layers of the whole model have experts."""
     layers, frequency = config.num_layers, config.moe_layer_freq
     if config.num_moe_experts is None:
         return [False] * layers

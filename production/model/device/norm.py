@@ -1,4 +1,5 @@
-"""Root mean square norm that takes sequence parallelism, where megatron-core's own torch norm refuses it; torch does the work.
+"""Normalize by root mean square under sequence parallelism, which megatron-core's own torch norm refuses; torch does
+the work.
 
 megatron-core adds the gradients of such a weight over the tensor-parallel ranks, each of which saw its own part of the tokens.
 """
@@ -47,11 +48,11 @@ class RMSNorm(torch.nn.RMSNorm):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def reset_parameters(self) -> None:
-        """Sets the weight to what changes nothing."""
+        """Set the weight to its neutral value."""
         # torch's own constructor calls this before the field is there.
         torch.nn.init.constant_(self.weight, 0.0 if getattr(self, "is_zero_centered", False) else 1.0)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., hidden_size] to the same shape and dtype."""
+        """Normalize [..., hidden_size] to the same shape and dtype."""
         weight = self.weight + 1 if self.is_zero_centered else self.weight
         return torch.nn.functional.rms_norm(x, self.normalized_shape, weight, self.eps)

@@ -1,4 +1,4 @@
-"""Lets the unmodified megatron-core run on CPU ranks: what it asks of CUDA is answered by the CPU. A no-op where CUDA is.
+"""Let the unmodified megatron-core run on CPU ranks: the CPU answers its calls to CUDA. A no-op where CUDA is.
 
 Factories and a handful of names are replaced while it is entered, and put back on exit, so it is entered only in processes that do
 nothing else. A `TorchFunctionMode` would do the same and costs some 60 % on every tiny operation; replaced names cost nothing there.
@@ -61,12 +61,12 @@ def cpu_shim() -> Iterator[None]:
 
 
 def is_shimmed() -> bool:
-    """Whether this process has the shim entered."""
+    """Return whether this process has the shim entered."""
     return getattr(torch.cuda.Stream, "is_shim", False)
 
 
 class _Stream:
-    """A CUDA stream or event where everything happens in order anyway."""
+    """Stands in for a CUDA stream or event where everything happens in order anyway."""
 
     is_shim = True
 
@@ -176,7 +176,9 @@ def _replace_collectives(undo: contextlib.ExitStack) -> None:
 
 def _replace_random(undo: contextlib.ExitStack, random: Any) -> None:
     class CpuRandomStates(random.CudaRNGStatesTracker):  # type: ignore[misc] # megatron-core has no types
-        """Named states of the CPU's generator, for dropout that differs or agrees among tensor-parallel ranks as on CUDA."""
+        """Holds named states of the CPU's generator, for dropout that differs or agrees among tensor-parallel ranks
+        as on CUDA.
+        """
 
         def add(self, name: str, seed: int) -> None:
             if seed in self.seeds_ or name in self.states_:
@@ -205,7 +207,9 @@ def _replace_random(undo: contextlib.ExitStack, random: Any) -> None:
 
 
 def _replace_kernels(undo: contextlib.ExitStack) -> None:
-    """What megatron-core takes of Transformer Engine or Apex where one is installed and no option asks for it: CUDA's, also without CUDA."""
+    """Replace the CUDA kernels that megatron-core takes, without an option, of an installed Transformer Engine or
+    Apex, also without CUDA.
+    """
     from megatron.core import optimizer, utils  # noqa: PLC0415 - as above
     from megatron.core.optimizer import clip_grads, distrib_optimizer  # noqa: PLC0415
     from megatron.core.optimizer import optimizer as base  # noqa: PLC0415

@@ -1,4 +1,6 @@
-"""What a checkpoint's folder goes through on disk: written beside, checked over, put in its place, and what its faults are called."""
+"""Write a checkpoint's folder: write the files beside the place, check them, rename the folder, and report disk
+faults.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ _ROOM = 1 << 20
 
 
 def check_written(work: Path) -> None:
-    """Refuse a folder that lacks what its own list of tensors names: another process wrote there, or removed it."""
+    """Refuse a folder that lacks a file of its own list of tensors: another process wrote to the folder or removed a
+    file.
+    """
     try:
         stored = (FileSystemReader(work).read_metadata().storage_data or {}).values()
     except (OSError, EOFError, ValueError) as error:
@@ -39,7 +43,9 @@ def _incomplete(what: str, work: Path) -> CheckpointRefused:
 
 
 def make_way(final: Path) -> None:
-    """Clear the place of a checkpoint of this run that is made again; one that was never whole is moved aside, not removed."""
+    """Clear the place of a checkpoint of this run that is saved again; an incomplete checkpoint is moved aside, not
+    removed.
+    """
     if (final / MANIFEST).is_file():
         remove(final)
     elif final.exists():
@@ -48,7 +54,7 @@ def make_way(final: Path) -> None:
 
 
 def told(error: BaseException, folder: Path) -> str:
-    """Say why a save failed: a disk that is full is called one, whatever a library makes of it."""
+    """Return why a save failed; a full disk is named as such, whatever error a library raised."""
     text = str(error)
     is_full = getattr(error, "errno", None) in {errno.ENOSPC, errno.EDQUOT} or _is_full(folder)
     return f"the disk is full: {text}" if is_full and not isinstance(error, PackproofError) else text
@@ -62,14 +68,14 @@ def _is_full(folder: Path) -> bool:
 
 
 def remove(path: Path) -> None:
-    """Out of sight at once, then gone."""
+    """Rename the folder out of the way at once, then remove the folder."""
     gone = path.with_name(f".{path.name}.removing")
     path.rename(gone)
     shutil.rmtree(gone, ignore_errors=True)
 
 
 def write(path: Path, data: bytes) -> None:
-    """Write a file down to the disk."""
+    """Flush a file to the disk."""
     with path.open("wb") as file:
         file.write(data)
         file.flush()
@@ -77,7 +83,7 @@ def write(path: Path, data: bytes) -> None:
 
 
 def sync(folder: Path) -> None:
-    """Bring a folder's entries down to the disk."""
+    """Flush a folder's entries to the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

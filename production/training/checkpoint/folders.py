@@ -1,4 +1,4 @@
-"""The folders that a run writes to, held by it alone for as long as it runs."""
+"""Hold the folders that a run writes to, so that no other run writes there at the same time."""
 
 from __future__ import annotations
 
@@ -17,25 +17,28 @@ from production.training.config import Job
 
 @dataclass(frozen=True, kw_only=True)
 class HeldFolders:
-    """The locks of the first rank; the others have none."""
+    """Holds the locks of the first rank; other ranks hold no lock."""
 
     locks: Sequence[FolderLock]
-    """One for each folder."""
+    """One lock for each folder."""
 
     def name_run(self, run: str) -> None:
-        """Say in the locks which run it is."""
+        """Write the run's name into the locks."""
         for lock in self.locks:
             lock.name_run(run)
 
     def check(self) -> None:
-        """Raise lock.FolderLocked where another run has taken one of them over."""
+        """Raise lock.FolderLocked where another run has taken over one of the folders."""
         for lock in self.locks:
             lock.check()
 
 
 @contextlib.contextmanager
 def held_folders(job: Job) -> Iterator[HeldFolders]:
-    """Hold the folders of checkpoints and of logs. Collective over the world: lock.FolderLocked on all ranks where another run holds one."""
+    """Hold the folders of checkpoints and of logs. Collective over the world.
+
+    Raises lock.FolderLocked on all ranks where another run holds a folder.
+    """
     with contextlib.ExitStack() as held:
         locks: list[FolderLock] = []
         fault: PackproofError | None = None
@@ -55,7 +58,7 @@ def held_folders(job: Job) -> Iterator[HeldFolders]:
 
 
 def _folders(job: Job) -> list[tuple[Path, str]]:
-    """Each folder once, with the key that says it."""
+    """Return each folder once, with the configuration key that names the folder."""
     keys = ["logger.log_dir", *(["checkpointing.checkpoint_dir"] if job.checkpointing.enabled else [])]
     paths = {"logger.log_dir": job.logger.log_dir, "checkpointing.checkpoint_dir": job.checkpointing.checkpoint_dir}
     found = {Path(paths[key]).resolve(): (Path(paths[key]), job.where(key)) for key in keys}

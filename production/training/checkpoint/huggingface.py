@@ -1,7 +1,9 @@
-"""Weights from and to Hugging Face checkpoints through Megatron-Bridge (extra `bridge`), which knows the names of each architecture.
+"""Load and save Hugging Face checkpoints through Megatron-Bridge (extra `bridge`), which maps the names of each
+architecture.
 
-Written against its documented interface (`AutoBridge`, releases 0.6 and 0.7). It has never run here: the package wants CUDA and kernels
-that this project was made without. `production.training.export` needs none of it.
+The module is written against Megatron-Bridge's documented interface (`AutoBridge`, releases 0.6 and 0.7) and has
+never run here: the package needs CUDA and kernels that this project was made without. `production.training.export`
+does not need the package.
 """
 
 from __future__ import annotations
@@ -40,7 +42,10 @@ def save_huggingface(model: torch.nn.Module, name: str, folder: Path) -> None:
 
 
 def check_bridge(where: str) -> Any:
-    """Megatron-Bridge's module. Raises PackproofError where it cannot be imported; `where` is who asks."""
+    """Return Megatron-Bridge's module.
+
+    Raises PackproofError where the module cannot be imported; `where` names the caller.
+    """
     try:
         return importlib.import_module("megatron.bridge")
     except ImportError as error:

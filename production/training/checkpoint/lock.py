@@ -1,7 +1,8 @@
-"""One run at a time in a folder: a lock file that names host, process and run, and that its holder keeps fresh (docs/checkpoints.md).
+"""Allow one run at a time in a folder, by a lock file that names host, process and run (docs/checkpoints.md).
 
-The lock is a file of its own, taken by a hard link or by exclusive creation, and not a lock of the operating system: those of a shared
-file system hold on one machine only, or not at all, as it is mounted. Its holder counts up in it every few seconds.
+The lock is a file of its own, taken by a hard link or by exclusive creation. Locks of the operating system are not
+used: on a shared file system such locks hold on one machine only, or not at all, depending on the mount. The holder
+increments a counter in the file every few seconds.
 """
 
 from __future__ import annotations
@@ -23,23 +24,23 @@ from production.errors import PackproofError
 
 NAME = ".packproof.lock"
 BEAT_SECONDS = 5.0
-"""Between two signs of life in the file."""
+"""Seconds between two increments of the counter in the file."""
 STALE_SECONDS = 30.0
-"""A lock of another machine that shows no sign of life for so long is of a run that is gone."""
+"""Seconds without an increment after which a lock of another machine belongs to a run that has ended."""
 
 
 class FolderLocked(PackproofError):  # noqa: N818 - reads as the verdict it is
-    """Another run writes to this folder, or took it from this one."""
+    """Another run writes to this folder, or has taken the folder over from this run."""
 
 
 class FolderLock:
     """Holds a folder until it is closed. A process that was killed leaves the file behind, and the next run takes it over."""
 
     def __init__(self, folder: Path, *, key: str, say: Callable[[str], None] = lambda _text: None) -> None:
-        """Take the folder, which is made where it is not there; `key` is what a configuration calls it.
+        """Take the folder, which is made where it does not exist; `key` is the folder's configuration key.
 
-        Raises FolderLocked where a run holds it: at once where its process can be seen from here, else after `STALE_SECONDS` in which
-        the other run's sign of life went on. A lock whose process has ended is taken over.
+        Raises FolderLocked where a run holds the folder: at once where the run's process can be seen from here, else
+        after `STALE_SECONDS` in which the other run's counter went on. A lock whose process has ended is taken over.
         """
         self._folder, self._key, self._say = folder, key, say
         self._path = folder / NAME
@@ -51,15 +52,15 @@ class FolderLock:
         self._thread.start()
 
     def __enter__(self) -> Self:
-        """Nothing more to take."""
+        """Return the lock, which is already taken."""
         return self
 
     def __exit__(self, *_raised: object) -> None:
-        """Let go of the folder."""
+        """Release the folder."""
         self.close()
 
     def name_run(self, run: str) -> None:
-        """Say in the lock which run holds the folder."""
+        """Write into the lock which run holds the folder."""
         with self._guard:
             self._owner["run"] = run
             self._write()
@@ -76,7 +77,7 @@ class FolderLock:
             raise self._locked(owner, "has taken the folder over from this run, which gave no sign of life")
 
     def close(self) -> None:
-        """Let go of it; a lock that another run has taken over stays."""
+        """Release the lock; a lock that another run has taken over stays."""
         self._ended.set()
         self._thread.join(timeout=BEAT_SECONDS)
         with contextlib.suppress(OSError):
@@ -95,7 +96,7 @@ class FolderLock:
             self._clear(owner)
 
     def _made(self) -> int | None:
-        """Make the file, with its content, at once; None where it is there."""
+        """Create the lock file with its content in one step; return None where the file already exists."""
         beside = self._path.with_name(f"{NAME}.{self._owner['token']}")
         file = os.open(beside, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o644)
         try:
@@ -122,7 +123,7 @@ class FolderLock:
         return file
 
     def _is_left(self, owner: Mapping[str, Any] | None) -> bool:
-        """Whether the run that made it is gone."""
+        """Return whether the run that made the lock has ended."""
         here = _this_process()
         if owner is not None and here["boot"] and all(owner.get(name) == here[name] for name in ("boot", "processes")):
             return not _lives(owner)
@@ -139,7 +140,7 @@ class FolderLock:
         return True
 
     def _clear(self, owner: Mapping[str, Any] | None) -> None:
-        """Take a lock that was left out of the way, unless a third run was faster."""
+        """Move an abandoned lock out of the way, unless a third run was faster."""
         aside = self._path.with_name(f"{NAME}.{self._owner['token']}.left")
         try:
             self._path.rename(aside)
@@ -164,7 +165,7 @@ class FolderLock:
                 self._write()
 
     def _write(self) -> None:
-        """Through the open file: a lock that was taken over is another file."""
+        """Write through the open file: a lock that was taken over is another file."""
         os.pwrite(self._file, _as_bytes(self._owner), 0)
         os.fsync(self._file)
 
@@ -177,7 +178,7 @@ class FolderLock:
 
 
 _WIDTH = 512
-"""Bytes of the file: the content never grows or shrinks, so that no reader meets a half of it."""
+"""Bytes of the file: the content has a fixed length, so that no reader sees half of the content."""
 
 
 def _as_bytes(owner: Mapping[str, Any]) -> bytes:
@@ -193,7 +194,7 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 
 def _this_process() -> dict[str, Any]:
-    """What tells this process from any other: the machine's start, the space that its processes are numbered in, number, start."""
+    """Return what identifies this process: boot of the machine, PID namespace, process number, start time."""
     return {
         "host": socket.gethostname()[:64],
         "boot": _text_of("/proc/sys/kernel/random/boot_id"),
@@ -204,7 +205,7 @@ def _this_process() -> dict[str, Any]:
 
 
 def _lives(owner: Mapping[str, Any]) -> bool:
-    """Whether the process, of this machine, is still there; one that has ended and was not waited for is not."""
+    """Return whether the process of this machine still runs; a zombie counts as ended."""
     try:
         process = psutil.Process(int(owner["process"]))
         is_same = abs(process.create_time() - float(owner["started"])) < 1.0

@@ -1,6 +1,8 @@
-"""Checkpoints that are there whole or not at all: written beside, checked over, then renamed; verified byte by byte before they are read.
+"""Save and restore checkpoints, each of which is either complete or absent.
 
-megatron-core's dist_checkpointing writes and reads the tensors. docs/checkpoints.md says which optimizer holds in which layout.
+A checkpoint is written to a folder beside its place, checked, then renamed, and is verified byte by byte before it is
+read. megatron-core's dist_checkpointing writes and reads the tensors. docs/checkpoints.md says which optimizer holds
+in which layout.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ from production.training.metrics.versions import versions
 
 _NAME = re.compile(r"step_(\d{8})")
 _Fault = tuple[str, str]
-"""What is wrong and how to mend it."""
+"""The fault and the fix."""
 _ROOM = "make room or lower checkpointing.keep_top_k, then start the job again: it goes on from its newest checkpoint"
 _NUMBERS = (
     "lower the learning rate or change the optimizer's numbers (adam_eps, clip_grad), then start the job again: it goes on from its "
@@ -47,25 +49,25 @@ _NUMBERS = (
 
 
 class CheckpointFailed(PackproofError):  # noqa: N818 - reads as the verdict it is
-    """A checkpoint could not be written; those before it are as they were."""
+    """A checkpoint could not be written; earlier checkpoints are unchanged."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoints:
-    """The checkpoints of a job in one folder that all ranks see."""
+    """Manages the checkpoints of a job in one folder that all ranks see."""
 
     folder: Path
-    """Where they lie."""
+    """Folder of the checkpoints."""
     keep: int | None
-    """How many stay; None: all."""
+    """Number of checkpoints kept; None keeps all."""
     metric: str | None = None
-    """What the best are chosen by; None keeps the newest. The newest always stays."""
+    """Metric by which the best checkpoints are chosen; None keeps the newest. The newest checkpoint is always kept."""
     higher_is_better: bool = False
-    """Which way `metric` is read."""
+    """Whether a higher `metric` is better."""
     with_optimizer: bool = True
-    """Whether a job can be resumed from them."""
+    """Whether the optimizer is saved, so that a job can be resumed."""
     sharding_type: str = "dp_reshardable"
-    """megatron-core's name for how the distributed optimizer's state is laid out."""
+    """megatron-core's name for the layout of the distributed optimizer's state."""
 
     def save(
         self,
@@ -81,11 +83,11 @@ class Checkpoints:
         skipped_rows: int | None = None,
         allowed: Callable[[], None] = lambda: None,
     ) -> Path:
-        """Write one. Collective over the world; it appears whole or not at all.
+        """Save a checkpoint, complete or not at all. Collective over the world.
 
-        `run` names the run that it is of; `allowed` raises PackproofError on the first rank where the folder is no longer this run's.
-        Raises CheckpointFailed on all ranks: for a full disk, for weights or a state of the optimizer that are no numbers, and for a
-        checkpoint of another run that stands in its place.
+        `run` names the run that saves; `allowed` raises PackproofError on the first rank where the folder no longer
+        belongs to this run. Raises CheckpointFailed on all ranks: for a full disk, for NaN or infinity in weights or
+        optimizer state, and for a checkpoint of another run in the same place.
         """
         final, work = self.folder / _name(step), self.folder / f".{_name(step)}.writing"
         fault = not_finite(engine)
@@ -144,7 +146,10 @@ class Checkpoints:
         return final
 
     def _hash_together(self, work: Path) -> dict[str, list[int]]:
-        """Size and hash of each rank's own files, which it alone reads: one rank would read a large checkpoint for longer than others wait."""
+        """Return size and hash of each rank's own files.
+
+        Each rank reads its own: one rank would read a large checkpoint for longer than the others wait.
+        """
         mine: dict[str, list[int]] = {}
         fault: _Fault | None = None
         try:
@@ -157,7 +162,7 @@ class Checkpoints:
         return {name: found for each in everyone for name, found in each.items()}
 
     def _check_free(self, final: Path, run: str) -> None:
-        """Refuse the place of a whole checkpoint of another run; one of this run is made again."""
+        """Refuse to replace a complete checkpoint of another run; a checkpoint of this run is saved again."""
         if (final / MANIFEST).is_file() and (not run or read_manifest(final).run != run):
             raise CheckpointRefused(
                 what=f"{final.name} is there already, of another run",
@@ -166,7 +171,7 @@ class Checkpoints:
             )
 
     def _first_does(self, part: Callable[[], None], work: Path | None) -> None:
-        """A part of saving that is the first rank's, for which the others wait; all raise where it fails."""
+        """Do a part of saving on the first rank while the others wait; all ranks raise where that part fails."""
         fault: _Fault | None = None
         if _is_first():
             try:
@@ -185,7 +190,7 @@ class Checkpoints:
                 raise self._failed(f"rank {rank}: {each[0]}", work, mend=each[1])
 
     def _failed(self, fault: str, work: Path | None, *, mend: str = _ROOM) -> CheckpointFailed:
-        """The error; room is made at once, since a disk that is full stays so."""
+        """Return the error and free the space at once, since a full disk stays full otherwise."""
         if _is_first() and work is not None:
             shutil.rmtree(work, ignore_errors=True)
         newest = max(self.whole(), default=None, key=_step)
@@ -197,26 +202,26 @@ class Checkpoints:
         )
 
     def newest(self) -> Path | None:
-        """The newest whole one; None where there is none. The same on all ranks."""
+        """Return the newest complete checkpoint, the same on all ranks; None where no complete checkpoint exists."""
         found = [max(self.whole(), default=None, key=_step) if _is_first() else None]
         distributed.broadcast_object_list(found, src=0)
         return found[0]
 
     def whole(self) -> list[Path]:
-        """All that were written to their end, oldest first."""
+        """Return all complete checkpoints, oldest first."""
         if not self.folder.is_dir():
             return []
         found = [path for path in self.folder.iterdir() if _NAME.fullmatch(path.name) and (path / MANIFEST).is_file()]
         return sorted(found, key=_step)
 
     def incomplete(self) -> list[Path]:
-        """Folders of checkpoints that lack what is written last: never read, never removed."""
+        """Return incomplete checkpoint folders, which lack the manifest and are never read and never removed."""
         if not self.folder.is_dir():
             return []
         return sorted(path for path in self.folder.glob("step_*") if path.is_dir() and not (path / MANIFEST).is_file())
 
     def _rank(self, path: Path) -> tuple[bool, float]:
-        """Best first; one whose metric was not measured or is no number comes last."""
+        """Return the sort key that puts the best first; a missing or non-finite metric comes last."""
         assert self.metric is not None
         try:
             value = read_manifest(path).metrics.get(self.metric)
@@ -227,7 +232,9 @@ class Checkpoints:
         return False, -value if self.higher_is_better else value
 
     def _drop_old(self, run: str) -> None:
-        """Remove what is left of a run that was killed while it wrote, and checkpoints beyond those kept; never one of another run."""
+        """Remove remains of a run that was killed while writing, and checkpoints beyond `keep`; never a checkpoint of
+        another run.
+        """
         for path in self.folder.glob(".step_*"):
             shutil.rmtree(path, ignore_errors=True)
         if self.keep is None:
@@ -242,20 +249,24 @@ class Checkpoints:
 
 
 def restore(path: Path, engine: Engine, manifest: Manifest) -> None:
-    """Load weights, optimizer, schedule and random states, so that the run goes on to the bit. Collective over the world.
+    """Load weights, optimizer, schedule and random states, so that the run continues bit for bit. Collective over the
+    world.
 
-    Verify the files first (`manifest.verify`). Raises CheckpointRefused for one without optimizer.
+    Verify the files first (`manifest.verify`). Raises CheckpointRefused for a checkpoint without optimizer.
     """
     _restore(path, engine, manifest, with_random=True)
 
 
 def restore_resharded(path: Path, engine: Engine, manifest: Manifest) -> None:
-    """Load all but the random states, of which ranks that are laid out otherwise have none. Collective and raises as `restore`."""
+    """Load everything but the random states, which a layout of another size does not have.
+
+    Collective; raises as `restore`.
+    """
     _restore(path, engine, manifest, with_random=False)
 
 
 def _restore(path: Path, engine: Engine, manifest: Manifest, *, with_random: bool) -> None:
-    """Load weights, optimizer and schedule, and random states where asked for."""
+    """Load weights, optimizer and schedule, and the random states where asked for."""
     if not manifest.has_optimizer:
         raise CheckpointRefused(
             what="it was written without the optimizer's state",
@@ -277,7 +288,10 @@ def _restore(path: Path, engine: Engine, manifest: Manifest, *, with_random: boo
 
 
 def load_state(wanted: dict[str, Any], path: Path) -> dict[str, Any]:
-    """What is wanted, by megatron-core's loading. Collective. Raises CheckpointRefused where it has another shape."""
+    """Load the requested state through megatron-core. Collective.
+
+    Raises CheckpointRefused where a tensor has another shape.
+    """
     try:
         loaded: dict[str, Any] = dist_checkpointing.load(wanted, str(path))
     except (CheckpointingException, CheckpointException, KeyError) as error:
@@ -292,13 +306,15 @@ def load_state(wanted: dict[str, Any], path: Path) -> dict[str, Any]:
 
 
 def _files(work: Path, hashes: Mapping[str, list[int]]) -> dict[str, list[int]]:
-    """Size and hash of every file below the folder by its path: as its rank found them, the few others as they are read here."""
+    """Return size and hash of every file below the folder by path; each rank hashed its own files, the rest is hashed
+    here.
+    """
     names = sorted(str(path.relative_to(work)) for path in work.rglob("*") if path.is_file())
     return {name: hashes[name] if name in hashes else digest(work / name) for name in names}
 
 
 def _reasons(error: CheckpointException) -> str | None:
-    """What ranks could not do, of the rank that was told."""
+    """Return what ranks could not do, from the rank that failed."""
     return next((f"of rank {rank}, {type(each[0]).__name__}: {each[0]}" for rank, each in error.failures.items()), None)
 
 

@@ -1,4 +1,4 @@
-"""What stands beside a checkpoint's tensors: the last file to be written, and what every other file is held against."""
+"""Read, seal and verify a checkpoint's manifest, which is the last file written and lists every other file."""
 
 from __future__ import annotations
 
@@ -16,48 +16,51 @@ _CHUNK = 1 << 22
 
 
 class CheckpointRefused(PackproofError):  # noqa: N818 - reads as the verdict it is
-    """A checkpoint that cannot be trusted, or is not one of this job."""
+    """A checkpoint cannot be trusted, or belongs to another job."""
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """Whose checkpoint it is, of which step, and size and checksum of each of its files."""
+    """Names a checkpoint's run and step, and the size and checksum of each file."""
 
     step: int
-    """Steps that were taken."""
+    """Steps taken."""
     consumed_samples: int
-    """Rows of all of them."""
+    """Rows consumed by all steps."""
     fingerprint: dict[str, Any]
-    """What the run is (`start.identity`)."""
+    """Identity of what the run feeds (`production.training.data.batch_stream.BatchStream.identity`)."""
     config: dict[str, Any]
     """The resolved job."""
     metrics: dict[str, float | None]
-    """What the best checkpoints are chosen by; None for what is no number, which JSON lacks."""
+    """Metrics by which the best checkpoints are chosen; None for NaN or infinity, which JSON lacks."""
     has_optimizer: bool
-    """Whether it can be resumed."""
+    """Whether a job can be resumed from the checkpoint."""
     sharding_type: str
-    """megatron-core's name for how the distributed optimizer's state is laid out."""
+    """megatron-core's name for the layout of the distributed optimizer's state."""
     files: dict[str, list[int]]
     """Size and xxh3-64 of each file, by its path in the folder."""
     checksum: int = 0
     """xxh3-64 of this manifest with a 0 here."""
     run: str = ""
-    """Which run wrote it: drawn where a job begins, kept by those that go on from it; empty in checkpoints of before."""
+    """Run that wrote the checkpoint: drawn where a job begins, kept by resumed jobs; empty in older checkpoints."""
     trained_tokens: int | None = None
-    """Of all steps; None where it is not known."""
+    """Trained tokens of all steps; None where the number is not known."""
     skipped_rows: int | None = None
     """Lines of the training files that `on_bad_row: skip` leaves out; None where it is not known."""
     versions: dict[str, str] = msgspec.field(default_factory=dict)
-    """Of the packages that it was written with."""
+    """Versions of the packages that wrote the checkpoint."""
 
 
 def sealed(manifest: Manifest) -> bytes:
-    """The manifest as JSON, with its checksum."""
+    """Return the manifest as JSON, with its checksum."""
     raw = msgspec.to_builtins(msgspec.structs.replace(manifest, checksum=0))
     return msgspec.json.encode(raw | {"checksum": _checksum(raw)})
 
 
 def read_manifest(path: Path) -> Manifest:
-    """The manifest of the checkpoint at `path`. Raises CheckpointRefused where it cannot be read or is not as it was written."""
+    """Return the manifest of the checkpoint at `path`.
+
+    Raises CheckpointRefused where the manifest is unreadable or was changed.
+    """
     try:
         raw = msgspec.json.decode((path / MANIFEST).read_bytes(), type=dict[str, Any])
         manifest = msgspec.convert(raw, Manifest)
@@ -69,7 +72,10 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def verify(path: Path) -> Manifest:
-    """Read the manifest and hold every file against it; all ranks share the work. Raises CheckpointRefused on all of them."""
+    """Read the manifest and compare every file with the manifest; all ranks share the work.
+
+    Raises CheckpointRefused on all ranks.
+    """
     fault: str | None = None
     manifest = None
     try:
@@ -95,7 +101,7 @@ def verify(path: Path) -> Manifest:
 
 
 def digest(path: Path) -> list[int]:
-    """Size and xxh3-64 of a file."""
+    """Return size and xxh3-64 of a file."""
     hashed = xxhash.xxh3_64()
     with path.open("rb") as file:
         while chunk := file.read(_CHUNK):
@@ -104,10 +110,12 @@ def digest(path: Path) -> list[int]:
 
 
 def damaged(what: str, path: Path) -> CheckpointRefused:
-    """The refusal of a checkpoint that is not as it was written."""
+    """Return the refusal of a checkpoint whose files differ from the manifest."""
     return CheckpointRefused(what=what, where=str(path), mend="move it away: the job then goes on from the one before")
 
 
 def _checksum(raw: dict[str, Any]) -> int:
-    """Of the JSON as it stands, with a 0 for the checksum: fields of other versions are covered too."""
+    """Return the checksum of the JSON as written, with a 0 for the checksum: fields of other versions are covered
+    too.
+    """
     return xxhash.xxh3_64_intdigest(msgspec.json.encode(raw | {"checksum": 0}))

@@ -1,4 +1,6 @@
-"""A job's state as megatron-core's dist_checkpointing takes it, and what its version 0.19.2 needs to give it back to the bit."""
+"""Build a job's state for megatron-core's dist_checkpointing, with what version 0.19.2 needs to restore the state bit
+for bit.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ from production.training.engine import Engine
 
 
 def sharded_state(engine: Engine, *, with_optimizer: bool, sharding_type: str, loading: bool) -> dict[str, Any]:
-    """What megatron-core saves or, on loading, fills: model, random states and, where asked for, optimizer and schedule."""
+    """Return the state that megatron-core saves or fills: model, random states and, where asked for, optimizer and
+    schedule.
+    """
     model = unwrap(engine.model).sharded_state_dict(metadata=metadata(sharding_type))
     state: dict[str, Any] = {"model": model, "random": _random()}
     if with_optimizer:
@@ -32,10 +36,11 @@ def sharded_state(engine: Engine, *, with_optimizer: bool, sharding_type: str, l
 
 @contextlib.contextmanager
 def results_in_this_process() -> Iterator[list[Exception]]:
-    """A plain queue where megatron-core would start a server process, whose imports take 6 s, for a writer in another process.
+    """Use a plain queue in place of megatron-core's server process, whose imports take 6 s and which serves a writer
+    in another process.
 
-    Saving is synchronous here: the writer is this process. Gives the errors of its writes, of which megatron-core 0.19.2 passes
-    on the class alone.
+    Saving is synchronous here: the writer is this process. Write errors are raised with their message; megatron-core
+    0.19.2 passes on only the class.
     """
     errors: list[Exception] = []
     writer = filesystem_async.FileSystemWriterAsync
@@ -58,9 +63,10 @@ def results_in_this_process() -> Iterator[list[Exception]]:
 
 
 def not_finite(engine: Engine) -> str | None:
-    """Name the first weight, buffer or state of the optimizer on this rank that holds NaN or infinity; None where all are numbers.
+    """Name the first weight, buffer or optimizer state on this rank that holds NaN or infinity; None where all are
+    finite.
 
-    One pass over them on the device, and one wait for it.
+    The check takes one pass over the tensors on the device and one synchronization.
     """
     named = [(f"weight {name}", each) for name, each in unwrap(engine.model).named_parameters()]
     named += [(f"buffer {name}", each) for name, each in unwrap(engine.model).named_buffers()]
@@ -78,7 +84,7 @@ def _wide(tensor: torch.Tensor) -> torch.dtype:
 
 
 def _states(optimizer: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Tensors that the optimizer keeps: main weights and moments."""
+    """Return the tensors that the optimizer keeps: main weights and moments."""
     for each in _single(optimizer):
         for group in each.optimizer.param_groups:
             yield from ((f"weight {number}", parameter) for number, parameter in enumerate(group["params"]))
@@ -89,10 +95,10 @@ def _states(optimizer: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def set_steps(optimizer: Any) -> None:
-    """A step count of its own for each parameter, as saved: where torch's Adam serves, megatron-core 0.19.2 leaves it wrong.
+    """Restore each parameter's own step count: with torch's Adam, megatron-core 0.19.2 leaves the count wrong.
 
-    It loads one tensor for all parameters, which torch then counts up once for each of them, and not at all where the state
-    was allocated before (`dp_reshardable`). The saved count stands in the groups.
+    megatron-core loads one tensor for all parameters, which torch then increments once for each parameter, and not at
+    all where the state was allocated before (`dp_reshardable`). The saved count is in the parameter groups.
     """
     for each in _single(optimizer):
         for group in each.optimizer.param_groups:
@@ -104,19 +110,21 @@ def set_steps(optimizer: Any) -> None:
 
 
 def _single(optimizer: Any) -> list[Any]:
-    """The optimizers of a chain; megatron-core has one for dense and one for expert parameters."""
+    """Return the optimizers of a chain; megatron-core has one for dense and one for expert parameters."""
     return list(getattr(optimizer, "chained_optimizers", [optimizer]))
 
 
 def allocate(optimizer: Any) -> None:
-    """Give a distributed optimizer that has not stepped its state, which is then loaded over: torch's Adam has none before."""
+    """Allocate the state of a distributed optimizer that has not stepped: torch's Adam has no state to load into
+    before that.
+    """
     for each in _single(optimizer):
         if hasattr(each, "_init_optimizer_states_with_dummy_values") and not each.optimizer.state:
             each._init_optimizer_states_with_dummy_values()  # noqa: SLF001 - what megatron-core itself calls for other formats
 
 
 def metadata(sharding_type: str) -> dict[str, Any]:
-    """How megatron-core lays the state out in files."""
+    """Return megatron-core's description of the state's layout in files."""
     return {
         "distrib_optim_sharding_type": sharding_type,
         "singleton_local_shards": False,
@@ -125,7 +133,7 @@ def metadata(sharding_type: str) -> dict[str, Any]:
 
 
 def _random() -> ShardedObject:
-    """The random states of this rank, under its number."""
+    """Return the random states of this rank, under the rank's number."""
     states = {
         "torch": torch.get_rng_state(),
         "tracked": dict(get_cuda_rng_tracker().get_states()),
@@ -135,7 +143,7 @@ def _random() -> ShardedObject:
 
 
 def set_random(states: Mapping[str, Any]) -> None:
-    """Set this rank's random states back."""
+    """Restore this rank's random states."""
     get_cuda_rng_tracker().set_states(states["tracked"])
     torch.cuda.set_rng_state(states["cuda"])
     torch.set_rng_state(states["torch"])

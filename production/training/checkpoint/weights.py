@@ -1,4 +1,4 @@
-"""Weights alone, of a checkpoint of any layout, of this job or of Megatron-LM's: what a new run may start from."""
+"""Load only the weights of a checkpoint of any layout, of this job or of Megatron-LM, as the start of a new run."""
 
 from __future__ import annotations
 
@@ -20,16 +20,17 @@ from production.training.checkpoint.manager import load_state
 from production.training.checkpoint.manifest import MANIFEST, CheckpointRefused, verify
 
 _NO_WEIGHT = re.compile(r"(^|\.)(optimizer\.|_extra_state|rng_state|rerun_state|random$|common_state)")
-"""Of the names in a checkpoint."""
+"""Names in a checkpoint that are not weights."""
 
 
 def load_weights(path: Path, model: torch.nn.Module) -> None:
-    """Load them into this rank's part of the model; call it before an optimizer is made, which keeps copies. Collective over the world.
+    """Load weights into this rank's part of the model. Collective over the world.
 
-    A checkpoint of a job is verified byte by byte first; one of Megatron-LM (`torch_dist`) has nothing to hold it against. Raises
-    CheckpointRefused for a damaged one, one of another shape or vocabulary, and one with weights that the model has no place for; only
-    those of multi-token depths may be left out, by a model without any, and only the rows that tensor parallelism pads a vocabulary
-    with may be added, as zeros.
+    Call it before an optimizer is made, which keeps copies. A checkpoint of a job is verified byte by byte first; a
+    checkpoint of Megatron-LM (`torch_dist`) has no checksums. Raises CheckpointRefused for a damaged checkpoint, for
+    another shape or vocabulary, and for weights that the model does not have. Two differences are allowed: a model
+    without multi-token depths leaves out the weights of the depths, and padding rows of a vocabulary that tensor
+    parallelism adds are filled with zeros.
     """
     if is_checkpoint(path) and (path / MANIFEST).is_file():
         verify(path)
@@ -43,14 +44,16 @@ def load_weights(path: Path, model: torch.nn.Module) -> None:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether it may be one: a job's has its manifest, another's is not called like a job's."""
+    """Return whether a folder may be a Megatron-LM checkpoint: a job's has a manifest, and no other is named like a
+    job's.
+    """
     if (path / MANIFEST).is_file():
         return True
     return (path / "metadata.json").is_file() and not path.name.lstrip(".").startswith("step_")
 
 
 def not_one(path: Path) -> CheckpointRefused:
-    """What is said of a folder that is none."""
+    """Error for a path that is not a checkpoint directory."""
     inner = sorted(each.name for each in path.glob("step_*") if is_checkpoint(each)) if path.is_dir() else []
     newest = f", such as {path / inner[-1]}" if inner else ""
     return CheckpointRefused(
@@ -61,7 +64,9 @@ def not_one(path: Path) -> CheckpointRefused:
 
 
 def _check_names(path: Path, wanted: Mapping[str, Any]) -> None:
-    """Refuse weights that would be left out without a word, such as an untied output layer for a tied model, or rows of one."""
+    """Refuse weights that would be left out silently, such as an untied output layer for a tied model, or rows of a
+    layer.
+    """
     everyone: list[dict[str, tuple[int, int] | None]] = [{}] * distributed.get_world_size()
     distributed.all_gather_object(everyone, _names(wanted))
     model = {name: rows for names in everyone for name, rows in names.items()}
@@ -82,7 +87,7 @@ def _check_names(path: Path, wanted: Mapping[str, Any]) -> None:
 
 
 def _check_rows(path: Path, name: str, *, stored: int, model: tuple[int, int] | None) -> None:
-    """megatron-core cuts rows of a larger vocabulary, and leaves those that a smaller one lacks zero."""
+    """Refuse another vocabulary: megatron-core cuts surplus rows, and leaves missing rows zero."""
     if model is None:
         return
     rows, ranks = model
@@ -98,7 +103,9 @@ def _check_rows(path: Path, name: str, *, stored: int, model: tuple[int, int] | 
 
 
 def _names(wanted: Mapping[str, Any]) -> dict[str, tuple[int, int] | None]:
-    """By name, of what megatron-core loads also in another size, its rows and the ranks that share them; None for the rest."""
+    """Return rows and sharing ranks by name, for tensors that megatron-core also loads in another size; None for the
+    others.
+    """
     found: dict[str, tuple[int, int] | None] = {}
     for entry in wanted.values():
         pieces = nested_values(entry.build()) if isinstance(entry, ShardedTensorFactory) else [entry]

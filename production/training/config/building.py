@@ -1,4 +1,6 @@
-"""Plain values into the sections: every key known, every type the declared one, no value guessed (SPEC R-SETUP-1)."""
+"""Build the configuration's sections from plain values: every key known, every type the declared one, no value
+guessed (SPEC R-SETUP-1).
+"""
 
 from __future__ import annotations
 
@@ -22,14 +24,16 @@ _WANTED = {bool: "true or false", int: "a whole number", float: "a number", str:
 
 
 class Builder:
-    """Builds sections from an overlay's plain values; ConfigRefused names the dotted key and the line that set it."""
+    """Builds sections from an overlay's plain values; ConfigRefused names the dotted key and the line that set the
+    value.
+    """
 
     def __init__(self, overlay: Overlay) -> None:
         self._overlay = overlay
         self._where = overlay.where
 
     def section[T](self, kind: type[T], values: Any, key: str) -> T:
-        """One section; `key` is its dotted key, empty for the whole job."""
+        """Build one section; `key` is its dotted key, empty for the whole job."""
         hints = typing.get_type_hints(kind)
         found: dict[str, Any] = {}
         for name in section_keys(kind):
@@ -47,7 +51,7 @@ class Builder:
         self._refuse_unknown(list(self._unknown(kind, values, key)))
 
     def _unknown(self, kind: type, values: Any, key: str) -> Iterator[tuple[str, str]]:
-        """Each unknown key with the section that it stands in."""
+        """Yield each unknown key with the section that holds it."""
         if not isinstance(values, Mapping):
             what = f"{key} is {_shown(values)}, where a section stands"
             raise self._refuse("wrong_type", key, what, "indent its keys below it, or take it out")
@@ -62,7 +66,9 @@ class Builder:
                 yield full, key
 
     def _unknown_inside(self, hint: Any, value: Any, key: str) -> Iterator[tuple[str, str]]:
-        """Those of a section, or of the entries of a list of them; what has another shape is refused where its value is looked at."""
+        """Yield unknown keys of a section, or of the entries of a list; a wrong shape is refused where its value is
+        built.
+        """
         if isinstance(hint, type) and dataclasses.is_dataclass(hint):
             yield from self._unknown(hint, value, key)
             return
@@ -108,7 +114,7 @@ class Builder:
         raise self._refuse("set_twice", key, what, "keep one of the two")
 
     def value(self, hint: Any, value: Any, key: str) -> Any:
-        """`value` if it is what `hint` declares, else ConfigRefused."""
+        """Return `value` if its type is `hint`, else raise ConfigRefused."""
         origin, arguments = typing.get_origin(hint), typing.get_args(hint)
         if origin in {types.UnionType, typing.Union}:
             rest = [each for each in arguments if each is not type(None)]
@@ -158,7 +164,7 @@ class Builder:
         return tuple(self.value(hint, each, f"{key}[{index}]") for index, each in enumerate(value))
 
     def _datasets(self, value: Any, key: str) -> tuple[Dataset, ...]:
-        """One dataset or a list of them, each with `data.default` filled in."""
+        """Build one dataset or a list of them, each with `data.default` filled in."""
         if isinstance(value, list):
             return tuple(self._dataset(each, f"{key}[{index}]") for index, each in enumerate(value))
         return () if value is None else (self._dataset(value, key),)
@@ -183,7 +189,7 @@ class Builder:
         return self.section(Dataset, filled, key)
 
     def _files(self, value: Any, key: str) -> tuple[DataFile, ...]:
-        """A path, a list of paths, or a list of `{path, weight}`."""
+        """Build files from a path, a list of paths, or a list of `{path, weight}`."""
         if isinstance(value, str):
             return (DataFile(path=value),)
         if not isinstance(value, list) or not value:
@@ -218,7 +224,7 @@ class Builder:
 
 
 def missing_values(values: Any, where: Callable[[str], str], *, prefix: str = "") -> None:
-    """Refuse what must be set and is not, all of it at once (SPEC R-SETUP-3)."""
+    """Refuse missing required values, all of them at once (SPEC R-SETUP-3)."""
     unset = [key for key, value in leaves(values) if value == MISSING]
     if unset:
         keys = [prefix + key for key in unset]

@@ -1,4 +1,6 @@
-"""Every key that a job can have, megatron-core's options among them, and which of them an unknown one was meant to be (SPEC R-SETUP-1)."""
+"""List every key that a job can have, megatron-core's options included, and find the key that an unknown one meant
+(SPEC R-SETUP-1).
+"""
 
 from __future__ import annotations
 
@@ -16,28 +18,30 @@ PASSED_ON: tuple[Kind, ...] = ("transformer", "optimizer", "distributed_data_par
 """Keys of `policy.megatron_cfg` that hold megatron-core's options by name."""
 _MEGATRON = "policy.megatron_cfg"
 _OF_THE_SECTION = 0.12
-"""What a name of the same section is ahead of one elsewhere; both are likenesses from 0 to 1."""
+"""Bonus of a name in the same section over one elsewhere; likeness runs from 0 to 1."""
 _NEAR, _NEAR_ELSEWHERE = 0.55, 0.75
-"""How like a key of the same section, or of another, must be to be named."""
+"""Least likeness of a key of the same section, or of another, that is suggested."""
 _WITHIN = 0.9
-"""How like a longer name of the same section is that has all of this one's words in a row."""
+"""Likeness of a longer name of the same section that contains all words of this one in order."""
 
 
 def section_keys(kind: type) -> list[str]:
-    """The names that a section declares."""
+    """Return the names that a section declares."""
     return [each.name for each in dataclasses.fields(kind) if each.name != "sources"]
 
 
 def is_key(kind: type, name: str) -> bool:
-    """Whether `name` may stand in a section of this class, as a key of its own or as an option that is moved to `transformer`."""
+    """Return whether `name` may stand in a section of this class, as a key of its own or as an option that is moved
+    to `transformer`.
+    """
     return name in section_keys(kind) or (kind is MegatronCfg and name in option_fields("transformer"))
 
 
 def nearest_key(full: str, section: str) -> str | None:
-    """The valid dotted key that the unknown `full` of `section` was meant to be; None where none is near enough to be named.
+    """Return the valid dotted key that the unknown `full` of `section` meant; None where no key is near enough.
 
-    A key of exactly that name elsewhere comes first, then the likest name, where one of the same section is a little ahead;
-    what is as like goes by the whole key.
+    A key of exactly that name elsewhere comes first, then the most similar name, with a small preference for the same
+    section; ties are decided by the whole key.
     """
     name = full[len(section) + 1 :] if section else full
     plain = _without_numbers(section)
@@ -61,7 +65,7 @@ def nearest_key(full: str, section: str) -> str | None:
 
 @functools.cache
 def all_keys() -> tuple[str, ...]:
-    """Dotted keys of a job in the order of their declaration, without the numbers of lists."""
+    """Return the dotted keys of a job in the order of their declaration, without the numbers of lists."""
     options = [f"{_MEGATRON}.{name}" for name in option_fields("transformer")]
     options += [f"{_MEGATRON}.{kind}.{name}" for kind in PASSED_ON for name in option_fields(kind)]
     return tuple(dict.fromkeys([*_keys_of(Job, ""), *options]))

@@ -1,4 +1,6 @@
-"""Layers over the defaults, then interpolations: the plain configuration and the source of each of its values (SPEC R-SETUP-3)."""
+"""Lay files over the defaults and resolve interpolations: the plain configuration and the source of each value (SPEC
+R-SETUP-3).
+"""
 
 from __future__ import annotations
 
@@ -16,29 +18,31 @@ from production.training.config.schema.job import Job, Source
 from production.training.config.yaml_reader import PART, Layer, Plain, leaves, read_override
 
 MISSING = "???"
-"""How OmegaConf writes a value that must be set."""
+"""OmegaConf's mark of a value that must be set."""
 _NOT_FOUND = re.compile(r"Interpolation key '(.+?)' not found")
 
 
 _OF_RESOLVERS = (RecursionError, TypeError, ValueError, AttributeError, LookupError, ArithmeticError)
-"""What a resolver, or the grammar of interpolations, raises beside OmegaConf's own errors."""
+"""Exceptions of a resolver, or of the grammar of interpolations, beside OmegaConf's own errors."""
 
 
 class Overlay:
-    """Values and their sources while layers are laid over each other; later layers win, lists are replaced as a whole."""
+    """Holds values and their sources while layers are laid over each other; later layers win, lists are replaced as a
+    whole.
+    """
 
     def __init__(self) -> None:
         self.values: dict[str, Any] = defaults(Job)
         self.sources: dict[str, Source] = {}
 
     def lay(self, layer: Layer) -> None:
-        """Lay a file over what is there."""
+        """Lay a file over the current values."""
         self._forget(layer.values)
         self.values = _merged(self.values, layer.values)
         self.sources.update({key: Source(kind="file", place=place) for key, place in layer.places.items()})
 
     def override(self, text: str) -> None:
-        """Lay one `key=value` over what is there."""
+        """Lay one `key=value` over the current values."""
         key, value, places = read_override(text)
         if not isinstance(value, dict):
             self._drop(key)
@@ -46,7 +50,7 @@ class Overlay:
         self.sources.update({key: Source(kind="override", place=place) for key, place in places.items()})
 
     def resolve(self) -> None:
-        """Replace every interpolation; ConfigRefused names the key, its line, and the nearest key to one that is not there."""
+        """Replace every interpolation; ConfigRefused names the key, its line, and the nearest key to a missing one."""
         if not OmegaConf.has_resolver("mul"):  # NeMo-RL's files multiply
             OmegaConf.register_new_resolver("mul", _product)
         written_so = [(key, text) for key, text in leaves(self.values) if isinstance(text, str) and "${" in text]
@@ -70,7 +74,9 @@ class Overlay:
             self.sources[key] = dataclasses.replace(self.sources[key], expression=written)
 
     def where(self, key: str) -> str:
-        """`key (place)` of what set it; else of what set something in it; else of the nearest section around it that a place is known of."""
+        """Return `key (place)` of the value's source, else of a source inside the value, else of the nearest section
+        with a known place.
+        """
         around = key
         if around not in self.sources:
             inside = (each for each in self.sources if each.startswith((f"{key}.", f"{key}[")))
@@ -80,7 +86,7 @@ class Overlay:
         return f"{key} ({self.sources[around].place})" if around else f"{key} (default)"
 
     def written(self, key: str) -> str:
-        """The key as the file has it (`Source.written`)."""
+        """Return the key as the file writes it (`Source.written`)."""
         return (self.sources[key].written if key in self.sources else "") or key
 
     def _unresolved(self, key: str, written: str, error: Exception | str) -> ConfigRefused:
@@ -113,7 +119,7 @@ def _product(left: Any, right: Any) -> Any:
 
 
 def defaults(section: type) -> dict[str, Any]:
-    """The defaults of a section as plain values: `???` where a value must be set, null where it may be absent."""
+    """Return the defaults of a section as plain values: `???` where a value must be set, null where it may be absent."""
     found: dict[str, Any] = {}
     hints = typing.get_type_hints(section)
     for each in dataclasses.fields(section):
@@ -138,7 +144,7 @@ def _merged(below: Any, above: Any) -> Any:
 
 
 def _put(values: Any, parts: Iterable[str], new: Any, key: str, where: str) -> Any:
-    """A copy of `values` with `new` at the path `parts`; a mapping is merged into a mapping."""
+    """Return a copy of `values` with `new` at the path `parts`; a mapping is merged into a mapping."""
     parts = list(parts)
     if not parts:
         return _merged(values, new)

@@ -1,4 +1,6 @@
-"""From files and overrides to a job: layers, interpolations, derived values, sections, in this order (SPEC R-SETUP-1 to 5)."""
+"""Load a job from files and overrides: layers, interpolations, derived values, sections, in this order (SPEC
+R-SETUP-1 to 5).
+"""
 
 from __future__ import annotations
 
@@ -20,11 +22,11 @@ _MEGATRON = "policy.megatron_cfg"
 
 
 def load(paths: str | Path | Sequence[str | Path], overrides: Sequence[str] = ()) -> Job:
-    """The job that one YAML file says, or several laid over each other in order, and `key=value` overrides over those.
+    """Load the job of one YAML file, or of several laid over each other in order, with `key=value` overrides on top.
 
-    A file may name others under it by `defaults`. Nothing is validated yet: that is `validate`. ConfigRefused names
-    the dotted key, the file and the line of an unknown key, a wrong type, a missing value, a duplicate key, a bare
-    `no`, or an interpolation that leads nowhere (SPEC R-SETUP-1 to 5).
+    A file may name others under it by `defaults`. Nothing is validated yet: call `validate` for that. ConfigRefused
+    names the dotted key, the file and the line of an unknown key, a wrong type, a missing value, a duplicate key, a
+    bare `no`, or an interpolation that leads nowhere (SPEC R-SETUP-1 to 5).
     """
     overlay = Overlay()
     for path in [paths] if isinstance(paths, str | Path) else paths:
@@ -62,7 +64,7 @@ def _hoist(overlay: Overlay) -> None:
 
 
 def _derive(overlay: Overlay) -> None:
-    """Fill in what follows from other values; each names what it was derived from (SPEC R-SETUP-5)."""
+    """Derive values from other values; each derived value names its source (SPEC R-SETUP-5)."""
     values = overlay.values
     policy, megatron = values["policy"], values["policy"]["megatron_cfg"]
     if policy["tokenizer"]["name"] == MISSING and policy["model_name"] is not None:

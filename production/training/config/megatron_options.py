@@ -1,4 +1,6 @@
-"""megatron-core's own options by name: each key is held against the fields of the installed class, each value against its annotation."""
+"""Check megatron-core's own options: each key against the fields of the installed class, each value against its
+annotation.
+"""
 
 from __future__ import annotations
 
@@ -22,19 +24,19 @@ Kind = Literal["transformer", "optimizer", "distributed_data_parallel_config"]
 _DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _UNSUITED = object()
 LARGEST = 1 << 64
-"""Above every whole number that torch and megatron-core count with."""
+"""Bound above every whole number that torch and megatron-core count with."""
 
 
 @functools.cache
 def option_fields(kind: Kind) -> dict[str, Any]:
-    """Name to annotation of every field of megatron-core's class for `kind` (private ones left out)."""
+    """Return name and annotation of every public field of megatron-core's class for `kind`."""
     chosen = option_class(kind)
     hints = typing.get_type_hints(chosen)
     return {each.name: hints[each.name] for each in dataclasses.fields(chosen) if not each.name.startswith("_")}
 
 
 def option_class(kind: Kind) -> Any:
-    """megatron-core's class for `kind`."""
+    """Return megatron-core's class for `kind`."""
     # Imported here: megatron-core takes seconds, and its absence of kernels is no news to who reads a configuration.
     with quiet():
         from megatron.core.distributed import DistributedDataParallelConfig  # noqa: PLC0415
@@ -50,7 +52,7 @@ def option_class(kind: Kind) -> Any:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """megatron-core warns of absent kernels when it is imported and whenever a configuration is made; here nothing is run."""
+    """Silence megatron-core's warnings of absent kernels at import and at each configuration; nothing runs here."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
@@ -76,7 +78,7 @@ def check_option(kind: Kind, name: str, value: Any, *, key: str, where: str) -> 
 
 @functools.cache
 def option_defaults(kind: Kind) -> dict[str, Any]:
-    """Name to megatron-core's default of every option of `kind`; all have one."""
+    """Return megatron-core's default of every option of `kind` by name; all options have one."""
     return {
         each.name: each.default_factory() if each.default_factory is not dataclasses.MISSING else each.default
         for each in dataclasses.fields(option_class(kind))
@@ -85,18 +87,18 @@ def option_defaults(kind: Kind) -> dict[str, Any]:
 
 
 def converted(kind: Kind, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The options as megatron-core takes them: dtypes, enumerations and tuples in place of words and lists."""
+    """Return the options as megatron-core takes them: dtypes, enumerations and tuples in place of words and lists."""
     fields = option_fields(kind)
     return {name: _converted(fields[name], value) for name, value in given.items()}
 
 
 def dtype(name: str) -> torch.dtype:
-    """The torch dtype called `name`."""
+    """Return the torch dtype called `name`."""
     return _DTYPES[name]
 
 
 def _converted(hint: Any, value: Any) -> Any:
-    """`value` as `hint` wants it, or `_UNSUITED`."""
+    """Return `value` as `hint` needs it, or `_UNSUITED`."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if hint is type(None):
         return None if value is None else _UNSUITED
@@ -118,7 +120,7 @@ def _converted(hint: Any, value: Any) -> Any:
 
 
 def _impossible(value: Any) -> int | float | None:
-    """A number, also in a list or mapping, that no option can be: NaN, infinity, or beyond what a machine counts with."""
+    """Return whether a number, also in a list or mapping, is invalid for every option: NaN, infinity, or too large."""
     if isinstance(value, float):
         return None if math.isfinite(value) else value
     if isinstance(value, int):
@@ -141,7 +143,7 @@ def _sequence(kind: type, arguments: tuple[Any, ...], value: Any) -> Any:
 
 
 def _readable(hint: Any) -> str:
-    """What an annotation takes, in words."""
+    """Return an annotation in words."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in {typing.Union, types.UnionType}:
         words = [_readable(each) for each in arguments]

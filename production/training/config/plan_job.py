@@ -1,4 +1,6 @@
-"""What a job would do on a number of ranks, without any of them: ranks per dimension, groups, microbatches, tokens, parameters (SPEC R-SETUP-19)."""
+"""Plan a job on a number of ranks without starting one: ranks per dimension, groups, microbatches, tokens, parameters
+(SPEC R-SETUP-19).
+"""
 
 from __future__ import annotations
 
@@ -15,12 +17,14 @@ _SHOWN = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The plan of `--dry-run`."""
+    """Holds the plan of `--dry-run`."""
 
     world_size: int
     """Ranks."""
     cluster: str
-    """What the cluster section says of other ranks than these, in whose place they stand in a dry run; empty where it says nothing else."""
+    """Note on ranks that the cluster section gives and the dry run replaces; empty where the section agrees or is
+    silent.
+    """
     ranks: Mapping[str, int]
     """Ranks per dimension: tp, cp, pp, dp, ep, etp, edp (data parallelism of the experts)."""
     groups: Mapping[str, tuple[Sequence[int], int]]
@@ -39,7 +43,7 @@ class Plan:
     """Parameters and bytes of a rank, by arithmetic; None where the shape is not known here."""
 
     def text(self) -> str:
-        """The plan as lines for a terminal."""
+        """Return the plan as lines for a terminal."""
         lines = [f"ranks               {self.world_size}"]
         lines += [f"  in place of       {self.cluster}"] if self.cluster else []
         lines += [f"  {name:<18}{size}" for name, size in self.ranks.items()]
@@ -61,7 +65,7 @@ class Plan:
 
 
 def plan(job: Job, world_size: int) -> Plan:
-    """The plan of a job that `validate` has let through; ranks are numbered as megatron-core numbers them (its RankGenerator)."""
+    """Plan a job that `validate` accepts; ranks are numbered as megatron-core numbers them (its RankGenerator)."""
     layout = sizes(job)
     data = layout.data(world_size)
     expert_data = world_size // (layout.expert * layout.expert_tensor * layout.pipeline)
@@ -89,9 +93,11 @@ def plan(job: Job, world_size: int) -> Plan:
 
 
 def _groups(job: Job, data: int, expert_data: int) -> dict[str, tuple[Sequence[int], int]]:
-    """Return the group of rank 0 in each dimension, and how many there are, as megatron-core's RankGenerator numbers ranks (tp fastest, pp slowest).
+    """Return the group of rank 0 in each dimension, and the number of groups, as megatron-core's RankGenerator
+    numbers ranks.
 
-    A group of rank 0 is every nth rank, which is counted and not written out: a world may be as large as a file says.
+    Ranks count tp fastest, pp slowest. A group of rank 0 is every nth rank and is not listed in full: a file may ask
+    for a world of any size.
     """
     layout = sizes(job)
     tensor, context, pipeline = layout.tensor, layout.context, layout.pipeline

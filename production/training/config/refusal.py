@@ -1,4 +1,4 @@
-"""How the configuration says no: what is wrong, which dotted key and which line set it, and how to mend it."""
+"""Define the configuration's refusals: each names the fault, the dotted key, the line that set it, and the fix."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from production.errors import PackproofError
 
 
 class ConfigRefused(PackproofError):  # noqa: N818 - reads as the verdict it is
-    """A configuration that cannot be read: an unknown key, a wrong type, a missing value (SPEC R-SETUP-1 to 4)."""
+    """A configuration cannot be read: an unknown key, a wrong type, a missing value (SPEC R-SETUP-1 to 4)."""
 
     kind: str
     key: str
@@ -23,9 +23,9 @@ class ConfigRefused(PackproofError):  # noqa: N818 - reads as the verdict it is
 
 
 class SetupRefused(ConfigRefused):
-    """A configuration that can be read but must not run (SPEC section 18): found before any model is built."""
+    """A configuration can be read but must not run (SPEC section 18); the refusal comes before any model is built."""
 
 
 def nearest(name: str, names: Iterable[str], cutoff: float = 0.0) -> str | None:
-    """The valid name that is most like `name`; None where none is like it enough."""
+    """Return the valid name that is most like `name`; None where no name is like it enough."""
     return next(iter(difflib.get_close_matches(name, list(names), n=1, cutoff=cutoff)), None)

@@ -1,4 +1,4 @@
-"""From a job to what each part of the training job takes: the model's settings, the layout, rows, their order, megatron-core's options."""
+"""Convert a job into the settings of each part: model, layout of ranks, rows, order, megatron-core's options."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ FROM_LAYOUT = {
 
 
 def sizes(job: Job) -> ParallelSizes:
-    """The layout."""
+    """Return the layout of ranks."""
     return ParallelSizes(
         tensor=job.megatron.tensor_model_parallel_size,
         context=job.megatron.context_parallel_size,
@@ -46,7 +46,10 @@ def sizes(job: Job) -> ParallelSizes:
 
 
 def row_settings(job: Job, dataset: Dataset) -> RowSettings:
-    """How the rows (online: conversations) of a dataset are made. PackproofError as RowSettings and `semantics.parse`."""
+    """Return the settings of a dataset's rows (online: conversations).
+
+    PackproofError as RowSettings and `semantics.parse`.
+    """
     return RowSettings(
         pack_length=job.policy.max_total_sequence_length,
         prompt_format=dataset.megatron_sft_prompt_format or "default",
@@ -58,7 +61,7 @@ def row_settings(job: Job, dataset: Dataset) -> RowSettings:
 
 
 def chat_settings(job: Job, dataset: Dataset) -> ChatSettings:
-    """How conversations of the online path become tokens. PackproofError as ChatSettings."""
+    """Return the settings that turn conversations of the online path into tokens. PackproofError as ChatSettings."""
     data = job.data
     return ChatSettings(
         prompt_format=dataset.megatron_sft_prompt_format or "default",
@@ -72,7 +75,7 @@ def chat_settings(job: Job, dataset: Dataset) -> ChatSettings:
 
 
 def order_settings(job: Job, data_parallel_size: int) -> OrderSettings:
-    """In which order the training rows come. PackproofError as OrderSettings.
+    """Return the order of the training rows. PackproofError as OrderSettings.
 
     Each file with a weight is a source of its own; without weights all files are one source, end to end.
     """
@@ -91,9 +94,10 @@ def order_settings(job: Job, data_parallel_size: int) -> OrderSettings:
 
 
 def transformer_options(job: Job) -> dict[str, Any]:
-    """Fields of megatron-core's TransformerConfig that the job sets, as megatron-core takes them; without those that follow
-    from the layout (`production.model.model.DERIVED`). What the file passes on by name comes last, but `validate` refuses it
-    where it contradicts a key of the job (SPEC R-SETUP-6).
+    """Return the fields of megatron-core's TransformerConfig that the job sets, as megatron-core takes them.
+
+    Fields that follow from the layout (`production.model.model.DERIVED`) are left out. Options passed on by name come
+    last, but `validate` refuses an option that contradicts a key of the job (SPEC R-SETUP-6).
     """
     model, megatron = job.model, job.megatron
     found: dict[str, Any] = {name: value for name in _SHAPE if (value := getattr(model, name)) is not None}
@@ -118,7 +122,10 @@ def transformer_options(job: Job) -> dict[str, Any]:
 
 
 def model_settings(job: Job, vocab_size: int) -> Any:
-    """`production.model.model.ModelSettings` of the job, for `vocab_size` rows of the embedding. PackproofError as there."""
+    """Return the job's `production.model.model.ModelSettings`, for `vocab_size` rows of the embedding.
+
+    PackproofError as there.
+    """
     from production.model.model import ModelSettings  # noqa: PLC0415 - imports megatron-core's models
 
     return ModelSettings(
@@ -134,9 +141,11 @@ def model_settings(job: Job, vocab_size: int) -> Any:
 
 
 def optimizer_options(job: Job) -> dict[str, Any]:
-    """Fields of megatron-core's OptimizerConfig that the job sets: precision, and what the file passes on by name.
+    """Return the fields of megatron-core's OptimizerConfig that the job sets: precision, and options passed on by
+    name.
 
-    The recipe of fp8 is the model's, as in Megatron-LM: the distributed optimizer treats parameters of delayed scaling otherwise.
+    The recipe of fp8 is the model's, as in Megatron-LM: the distributed optimizer treats parameters of delayed
+    scaling otherwise.
     """
     given = converted("optimizer", job.megatron.optimizer)
     derived: dict[str, Any] = {"bf16": job.policy.precision == "bfloat16", "params_dtype": dtype(job.policy.precision)}
@@ -148,9 +157,11 @@ def optimizer_options(job: Job) -> dict[str, Any]:
 
 
 def ddp_options(job: Job) -> dict[str, Any]:
-    """Fields of megatron-core's DistributedDataParallelConfig that the job sets; the optimizer says whether it is distributed.
+    """Return the fields of megatron-core's DistributedDataParallelConfig that the job sets; the optimizer says
+    whether it is distributed.
 
-    Parameters in fp8 are also gathered in fp8, for which Megatron-LM has one flag: the distributed optimizer would update none otherwise.
+    Parameters in fp8 are also gathered in fp8, for which Megatron-LM has one flag: the distributed optimizer would
+    otherwise update no parameter.
     """
     given = converted("distributed_data_parallel_config", job.megatron.distributed_data_parallel_config)
     derived = {"use_distributed_optimizer": uses_distributed_optimizer(job)}
@@ -160,24 +171,26 @@ def ddp_options(job: Job) -> dict[str, Any]:
 
 
 def fp8_recipe(job: Job) -> str | None:
-    """Scaling of the model's products in fp8; None without them."""
+    """Return the scaling of the model's products in fp8; None without fp8."""
     model = transformer_options(job)
     return None if model.get("fp8") is None else model.get("fp8_recipe", "delayed")
 
 
 def has_fp8_parameters(job: Job) -> bool:
-    """Whether parameters are kept in fp8."""
+    """Return whether parameters are kept in fp8."""
     fp8 = job.megatron.fp8_cfg
     return (fp8.enabled and fp8.fp8_param) or bool(job.megatron.transformer.get("fp8_param", False))
 
 
 def uses_distributed_optimizer(job: Job) -> bool:
-    """Whether the optimizer's state is shared over the data-parallel ranks; megatron-core's default is that it is not."""
+    """Return whether the optimizer's state is shared over the data-parallel ranks; megatron-core's default is that it
+    is not.
+    """
     return bool(job.megatron.optimizer.get("use_distributed_optimizer", False))
 
 
 def multi_token_depths(job: Job) -> int:
-    """D: depths of multi-token prediction."""
+    """Return D, the depths of multi-token prediction."""
     pattern = job.model.hybrid_layer_pattern
     return pattern.count("/") if pattern is not None else job.megatron.mtp_num_layers or 0
 

@@ -1,4 +1,4 @@
-"""The resolved configuration for people and for files: plain values, and YAML that says behind each value where it came from."""
+"""Show the resolved configuration as plain values, and as YAML that names the source of each value."""
 
 from __future__ import annotations
 
@@ -15,14 +15,16 @@ _OTHERWISE_READ = {"true", "false", "null", "yes", "no", "on", "off"}
 
 
 def print_config(job: Job) -> str:
-    """The job as YAML that loads to the same job; behind each value `default`, `file:line`, the override, or what it was derived from."""
+    """Return the job as YAML that loads to the same job; each value is followed by `default`, `file:line`, the
+    override, or its derivation.
+    """
     lines = list(_lines(plain(job), "", 0, _sources(job)))
     width = min(72, max(len(text) for text, _ in lines))
     return "".join(f"{text:<{width}}  # {comment}\n" if comment else f"{text}\n" for text, comment in lines)
 
 
 def _sources(job: Job) -> dict[str, Source]:
-    """Sources by the printed key: a dataset that stands alone in the file is the first of a list here."""
+    """Return sources by the printed key: a dataset that stands alone in the file is the first of a list here."""
     found = dict(job.sources)
     for split in ("train", "validation"):
         prefix = f"data.{split}."

@@ -1,4 +1,6 @@
-"""Parameters of the fullest rank and the bytes they take, by arithmetic on the shape: no model is built, activations are not counted."""
+"""Estimate parameters and bytes of the fullest rank by arithmetic on the shape: no model is built, activations are
+not counted.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ _BYTES = {"float32": 4, "float64": 8, "bfloat16": 2}
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """What one rank keeps between steps."""
+    """Holds the memory that one rank keeps between steps."""
 
     parameters: int
     """Parameters of the fullest rank (the first or the last stage)."""
@@ -27,7 +29,7 @@ class Memory:
     """Bytes of Adam's two moments and, below float32, the main weights; this rank's share where the optimizer is distributed."""
 
     def lines(self) -> list[str]:
-        """For a terminal."""
+        """Return the lines for a terminal."""
         kept = f"{_readable(self.weights)} weights, {_readable(self.gradients)} gradients, {_readable(self.optimizer)} optimizer"
         return [
             f"parameters          {self.of_the_model:,} in all, {self.parameters:,} on the fullest rank (estimated)",
@@ -37,7 +39,7 @@ class Memory:
 
 @dataclass(frozen=True, kw_only=True)
 class _Count:
-    """Parameters whose gradients are shared by the dense groups and by the expert groups."""
+    """Counts parameters whose gradients are shared by the dense groups and by the expert groups."""
 
     dense: int
     experts: int
@@ -47,7 +49,9 @@ class _Count:
 
 
 def memory_of_a_rank(job: Job, *, data_parallel_size: int, expert_data_parallel_size: int) -> Memory | None:
-    """The estimate; None where the shape is not in the file, or holds layers that are not counted here (Mamba)."""
+    """Return the estimate; None where the shape is not in the file, or holds layers that are not counted here
+    (Mamba).
+    """
     model, layout = job.model, sizes(job)
     pattern = model.hybrid_layer_pattern
     is_uncounted = pattern is not None and set(pattern) - set("*-E/|")
@@ -77,7 +81,7 @@ def memory_of_a_rank(job: Job, *, data_parallel_size: int, expert_data_parallel_
 
 
 def _stage(job: Job, stage: int) -> _Count:
-    """Parameters of one rank of a pipeline stage; layers in equal parts, the rest on the first stages."""
+    """Return the parameters of one rank of a pipeline stage; layers in equal parts, the rest on the first stages."""
     model, layout = job.model, sizes(job)
     width, tensor = model.hidden_size or 0, layout.tensor
     table = (model.vocab_size or 0) // tensor * width
@@ -104,7 +108,9 @@ def _stage(job: Job, stage: int) -> _Count:
 
 
 def _layers(job: Job) -> list[str]:
-    """Each layer as the letters of a hybrid pattern: attention and MLP, or attention and experts, are one in a GPT."""
+    """Return each layer as the letters of a hybrid pattern: attention and MLP, or attention and experts, are one in a
+    GPT.
+    """
     if job.model.hybrid_layer_pattern is not None:
         return list(job.model.hybrid_layer_pattern.split("/")[0].replace("|", ""))
     count, every = job.model.num_layers or 0, job.megatron.transformer.get("moe_layer_freq", 1)

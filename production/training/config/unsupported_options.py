@@ -1,7 +1,9 @@
-"""Options of megatron-core that it takes and that would train something else here, or fail while the model is built (SPEC R-SETUP-7, R-SETUP-13).
+"""List options that megatron-core accepts and that would train something else here, or fail in building (SPEC
+R-SETUP-7, R-SETUP-13).
 
-Only those stand here that turn a part on. What a part that is off would be told (`dsa_*`, `tp_comm_*`, `fsdp_*`) has no effect, as in Megatron-LM.
-Any other option passes through: megatron-core itself acts on it. `production.model.model.NOT_BUILT` says what the model lacks.
+Only options that turn a part on are listed. Options of a part that is off (`dsa_*`, `tp_comm_*`, `fsdp_*`) have no
+effect, as in Megatron-LM. Any other option passes through: megatron-core itself acts on it.
+`production.model.model.NOT_BUILT` names what the model lacks.
 """
 
 from __future__ import annotations
@@ -67,13 +69,13 @@ UNSUPPORTED_OPTIONS: Mapping[Kind, Mapping[str, str]] = {
         "delay_wgrad_compute": "delayed weight gradients, which need the 1F1B overlap that is refused",
     },
 }
-"""Option to the part that it asks for; refused at any value but megatron-core's default."""
+"""Option to the part that the option turns on; refused at any value but megatron-core's default."""
 
 FORBIDDEN_VALUES: Mapping[str, Mapping[str, str]] = {
     "cp_comm_type": {"a2a+p2p": f"hierarchical context parallelism: {_ZIGZAG}"},
     "transformer_impl": {"inference_optimized": "layers for inference: it trains"},
 }
-"""Words of `transformer` of which only some are refused."""
+"""Options of `transformer` of which only some values are refused."""
 
 ALLOWED_VALUES: Mapping[str, tuple[str, ...]] = {
     "moe_router_load_balancing_type": (
@@ -86,7 +88,7 @@ ALLOWED_VALUES: Mapping[str, tuple[str, ...]] = {
     ),
     "cp_comm_type": ("p2p", "all_gather", "a2a", "a2a+p2p"),
 }
-"""Words of `transformer` that megatron-core itself does not hold against a list: it would take another for none of them."""
+"""Options of `transformer` whose values megatron-core itself does not check: it would silently ignore another value."""
 
 NEEDS_TRANSFORMER_ENGINE: Mapping[str, str] = {
     "window_size": "attention with a sliding window",
@@ -105,9 +107,13 @@ NEEDS_TRANSFORMER_ENGINE: Mapping[str, str] = {
     "use_kitchen": "kitchen's quantization",
     "cpu_offloading": "offloading of activations by layer",
 }
-"""Options of `transformer` that only Transformer Engine's modules act on; torch's modules stand in where it is not."""
+"""Options of `transformer` that act only in Transformer Engine's modules; torch's modules are used where it is
+absent.
+"""
 RECOMPUTED_BY_TRANSFORMER_ENGINE = ("layernorm", "moe_act")
-"""Words of `recompute_modules` for outputs that are thrown away and made again, which megatron-core does with Transformer Engine only."""
+"""Words of `recompute_modules` for outputs that are discarded and recomputed, which megatron-core does with
+Transformer Engine only.
+"""
 
 NEEDS_CUDA: Mapping[Kind, Mapping[str, str]] = {
     "transformer": {
@@ -124,4 +130,4 @@ PACKAGES: Mapping[str, tuple[str, str]] = {
     "gradient_accumulation_fusion": ("fused_weight_gradient_mlp_cuda", "apex with its CUDA extensions"),
     "use_kitchen": ("nvidia_kitchen", "kitchen"),
 }
-"""Options of `transformer` to the module that each imports on CUDA, and what that belongs to."""
+"""Options of `transformer` to the module that each imports on CUDA, and the package of the module."""

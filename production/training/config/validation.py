@@ -1,4 +1,6 @@
-"""Everything that must not run, said before any model is built: `refusals` finds all of it, `validate` raises the first (SPEC section 18)."""
+"""Find everything for which a job must not run, before any model is built: `refusals` finds all, `validate` raises
+the first (SPEC section 18).
+"""
 
 from __future__ import annotations
 
@@ -50,34 +52,37 @@ _CHECKS: tuple[Callable[[Setup], Iterator[SetupRefused]], ...] = (
 
 
 def validate(job: Job, world_size: int, *, device: str | None = None) -> None:
-    """Refuse a job that must not run on `world_size` ranks: the first SetupRefused of `refusals`. Needs no process group.
+    """Raise the first SetupRefused of `refusals` for a job that must not run on `world_size` ranks. Needs no process
+    group.
 
-    `device` is `cpu` or `cuda` where it is known; None: what `cluster.device` says, and where that is `auto` nothing is
-    asked that depends on it.
+    `device` is `cpu` or `cuda` where it is known. None stands for the value of `cluster.device`; where that is
+    `auto`, checks that depend on the device are left out.
     """
     for refusal in refusals(job, world_size, device=device):
         raise refusal
 
 
 def refusals(job: Job, world_size: int, *, device: str | None = None) -> list[SetupRefused]:
-    """All reasons why a job must not run on `world_size` ranks, in the order of SPEC section 18; none: it may.
+    """Return all reasons why a job must not run on `world_size` ranks, in the order of SPEC section 18; empty where
+    it may run.
 
-    What only misses a kernel package is no reason on a machine without CUDA that the job does not run on: see `notes`.
+    A missing kernel package is not a reason on a machine without CUDA that the job does not run on: see `notes`.
     """
     found, is_elsewhere = _look(job, world_size, device)
     return [each for each in found if not (is_elsewhere and each.kind == "not_installed")]
 
 
 def notes(job: Job, world_size: int, *, device: str | None = None) -> list[str]:
-    """What could not be checked here, for want of a kernel package that the job's own machine must have."""
+    """Return what could not be checked here, for lack of a kernel package that the job's own machine must have."""
     found, is_elsewhere = _look(job, world_size, device)
     return [f"not checked here: {each}" for each in found if is_elsewhere and each.kind == "not_installed"]
 
 
 def packed_otherwise(job: Job) -> list[str]:
-    """Where the manifest beside a packed file says that its rows were packed for something else than the job trains them as.
+    """Return the settings in which the manifest beside a packed file differs from the job.
 
-    Notes, not refusals (R-SETUP-21): such rows are cut or padded by the rules, as Megatron-LM does without a word.
+    The differences are notes, not refusals (R-SETUP-21): such rows are cut or padded by the rules, as Megatron-LM
+    does silently.
     """
     found: dict[str, list[str]] = {}
     for split, datasets in (("train", job.data.train), ("validation", job.data.validation)):
@@ -124,7 +129,7 @@ def _otherwise(file: Path, trained: Mapping[str, tuple[Any, str]], tokenizer: Pa
 
 
 def missing_files(job: Job) -> list[SetupRefused]:
-    """Data and weights that are not on this machine: notes of a dry run, refusals of a run (R-SETUP-19)."""
+    """Return data and weights that are not on this machine: notes of a dry run, refusals of a run (R-SETUP-19)."""
     setup = Setup(job=job, world_size=1, device=None)
     wanted = {
         file.path: f"{job.dataset_key(split, index)}.data_path"
@@ -152,7 +157,10 @@ def missing_files(job: Job) -> list[SetupRefused]:
 
 
 def device_here(job: Job) -> str:
-    """`cpu` or `cuda`: what `cluster.device` says, or what is here. SetupRefused where CUDA is asked for and absent (R-SETUP-13)."""
+    """Return `cpu` or `cuda`: the value of `cluster.device`, or the device here.
+
+    SetupRefused where CUDA is asked for and absent (R-SETUP-13).
+    """
     is_here = torch.cuda.is_available()
     if job.cluster.device == "cuda" and not is_here:
         mend = "set it to cpu, or start the job where a GPU is"

@@ -1,4 +1,6 @@
-"""YAML text into plain values with the line of each: stricter than YAML 1.1, so that no word silently becomes another value (SPEC R-SETUP-2)."""
+"""Read YAML text into plain values with the line of each, more strictly than YAML 1.1: no word silently becomes
+another value (SPEC R-SETUP-2).
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ _INTEGER = re.compile(r"[-+]?(0|[1-9][0-9]*(_[0-9]+)*)")
 _FLOAT = re.compile(r"[-+]?([0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*|[0-9][0-9_]*(?=[eE]))([eE][-+]?[0-9]+)?")
 _NOT_FINITE = {".inf": "inf", "-.inf": "-inf", "+.inf": "inf", ".nan": "nan"}
 _MOST_BYTES = 1 << 22
-"""Of one file: a configuration has some thousand."""
+"""Bytes of one file at most: a configuration has some thousand."""
 _MOST_NODES = 100_000
 _DEEPEST = 64
 _TOO_DEEP = "values nested too deep"
@@ -28,13 +30,13 @@ _LONGEST_NUMBER = 100
 PART = re.compile(r"[^.\[\]]+|\[\d+\]")
 """One step of a dotted key: a name, or the place in a list."""
 _NO_TEXT = re.compile("[\x00\ud800-\udfff]")
-"""What no path, no name and no terminal can take: NUL and halves of surrogate pairs."""
+"""Characters that no path, no name and no terminal can take: NUL and halves of surrogate pairs."""
 _KEY = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*|\[\d+\])*")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """What one file or override says."""
+    """Holds the content of one file or override."""
 
     values: dict[str, Any]
     """Nested mappings, lists and plain values; interpolations still as text."""
@@ -43,9 +45,10 @@ class Layer:
 
 
 def read_file(path: str | Path, *, inherited: tuple[Path, ...] = ()) -> list[Layer]:
-    """The layers of a YAML file: first those that its `defaults` name (a path or a list of them, relative to it), then itself.
+    """Return the layers of a YAML file: first those that its `defaults` name (a path or a list, relative to it), then
+    the file itself.
 
-    Raises ConfigRefused for what cannot be read (R-SETUP-2).
+    Raises ConfigRefused for a file that cannot be read (R-SETUP-2).
     """
     path = Path(path)
     _check_text(str(path), str(path).encode(errors="backslashreplace").decode(), key="defaults" if inherited else "")
@@ -77,7 +80,7 @@ def read_file(path: str | Path, *, inherited: tuple[Path, ...] = ()) -> list[Lay
 
 
 def read_text(text: str, *, name: str) -> Layer:
-    """One document. ConfigRefused names the line of a duplicate key, a bare word, or what is no YAML."""
+    """Read one document. ConfigRefused names the line of a duplicate key, a bare word, or invalid YAML."""
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
     except RecursionError:
@@ -97,9 +100,10 @@ def read_text(text: str, *, name: str) -> Layer:
 
 
 def read_override(text: str) -> tuple[str, Plain, dict[str, str]]:
-    """The key, the value and the places of `key=value`; the value is YAML, so `a=[1, 2]` and `a=null` mean what they mean there.
+    """Return the key, the value and the places of `key=value`; the value is YAML, so that `a=[1, 2]` and `a=null`
+    have their YAML meaning.
 
-    Raises ConfigRefused for what is none.
+    Raises ConfigRefused for another form.
     """
     key, equals, written = text.partition("=")
     place = f"override {text!r}"
@@ -115,7 +119,7 @@ def read_override(text: str) -> tuple[str, Plain, dict[str, str]]:
 
 
 def leaves(values: Plain, key: str = "") -> Iterator[tuple[str, Plain]]:
-    """Dotted key and value of everything that is neither a mapping nor a list, and of those that are empty."""
+    """Yield dotted key and value of everything that is neither a mapping nor a list, and of empty mappings and lists."""
     if isinstance(values, dict) and (values or not key):
         for name, value in values.items():
             yield from leaves(value, f"{key}.{name}" if key else name)
@@ -153,7 +157,7 @@ class _Reader:
         return found
 
     def _check_size(self, node: yaml.Node, key: str) -> None:
-        """Refuse an alias inside itself, and aliases that make more of a file than anyone wrote."""
+        """Refuse an alias inside itself, and aliases that expand a file beyond what a person wrote."""
         self._nodes += 1
         what = ""
         if any(node is each for each in self._around):

@@ -1,4 +1,4 @@
-"""What a rank fed in one step, on disk: for `diff_row`, and for a second look at a loss that was no number."""
+"""Write to disk what a rank fed in one step, for `diff_row` and for finding the cause of a loss that is NaN."""
 
 from __future__ import annotations
 
@@ -35,11 +35,13 @@ def dump(
     provenance: Mapping[str, Any],
     locations: Sequence[Location],
 ) -> Path:
-    """Write `rank_R.safetensors` and `rank_R.rows.json`, where its rows stand and what they were made with; gives the folder.
+    """Write `rank_R.safetensors` and `rank_R.rows.json`, which gives the rows' locations and provenance; return the
+    folder.
 
-    Tensors are called `microbatch_N.WHAT.NAME`. WHAT is `row` (whole rows; online the bin's rectangle), `squeezed` (online only: that
-    bin as one row), `share` (what this rank's model is given) and `depth_K` (its share at depths 1 to `depths`). `provenance` is
-    `BatchStream.provenance`'s. Raises PackproofError where they cannot be written.
+    Tensors are called `microbatch_N.WHAT.NAME`. WHAT is `row` (whole rows; online the bin's padded batch), `squeezed`
+    (online only: that bin as one row), `share` (the input of this rank's model) and `depth_K` (the share at depths 1
+    to `depths`). `provenance` comes from `BatchStream.provenance`. Raises PackproofError where the files cannot be
+    written.
     """
     padding = fed.padding or Padding()
     settings = MicrobatchSettings(
@@ -79,7 +81,7 @@ def dump(
 
 
 def _tensors(batch: Batch | Rectangle, padding: Padding, made: Microbatch) -> dict[str, dict[str, torch.Tensor]]:
-    """All tensors of a microbatch, by what they are of."""
+    """Return all tensors of a microbatch by name."""
     found = {"row": _fields(batch)}
     if isinstance(batch, Rectangle):
         row = squeeze(batch, padding)
@@ -102,7 +104,7 @@ def _fields(value: Any) -> dict[str, torch.Tensor]:
 
 
 def _clear(folder: Path, world_size: int) -> None:
-    """Take away what a run of more ranks left of this step: `diff_row` would take it for a part of this one."""
+    """Remove the files that a run of more ranks left for this step: `diff_row` would read them as a part of this run."""
     for path in folder.glob("rank_*"):
         number = path.name.removeprefix("rank_").partition(".")[0]
         if number.isdecimal() and int(number) >= world_size:
@@ -110,5 +112,5 @@ def _clear(folder: Path, world_size: int) -> None:
 
 
 def _apart(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Copies: views of one memory cannot be saved, and at cp 1 a share is a view of its row."""
+    """Return copies: views of one memory cannot be saved, and at cp 1 a share is a view of its row."""
     return {name: tensor.detach().contiguous().cpu().clone() for name, tensor in tensors.items()}

@@ -1,4 +1,4 @@
-"""What a job's ranks are fed: from its files to the microbatches of each step, on the direct path and on the online one."""
+"""Feed a job's ranks: turn files into the microbatches of each step, on the direct path and on the online path."""
 
 from __future__ import annotations
 
@@ -40,40 +40,41 @@ from production.training.step import split_rows
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StepBatch:
-    """One step of one data-parallel rank, on the host."""
+    """Holds one step of one data-parallel rank, on the host."""
 
     microbatches: list[Batch | Rectangle]
     """Rows of the direct path, bins of the online one."""
     padding: Padding | None
-    """Of the online path in this step; None on the direct one."""
+    """Padding of the online path in this step; None on the direct path."""
     counts: RowCounts
-    """Of what this rank feeds."""
+    """Token counts of this rank's rows."""
     samples: tuple[Sample, ...]
-    """Its rows; online all conversations of the global batch."""
+    """This rank's rows; online, all conversations of the global batch."""
     consumed_samples: int
-    """Of the whole job, with this step."""
+    """Samples that the whole job has consumed after this step."""
     wait_seconds: float
-    """For the loader."""
+    """Seconds spent waiting for the loader."""
 
 
 class BatchStream:
-    """Training steps and validations of a job on one rank. A context: loader workers end with it.
+    """Stream training steps and validations of a job on one rank.
 
-    Open it before the model is built: workers are forked.
+    Context manager. Enter it before building the model, because loader workers are forked; leaving it stops the
+    workers.
     """
 
     def __init__(self, job: Job, place: RankCoordinates, *, consumed_samples: int = 0) -> None:
-        """Open the files, the tokenizer and the loaders. Raises PackproofError for what cannot be fed."""
+        """Open the files, the tokenizer and the loaders. Raises PackproofError for files that cannot be fed."""
         self._job, self._place = job, place
         self.skipped_in_validation: list[SkippedRow] = []
-        """Of the last validation, what `skipped` is of training."""
+        """Rows that the last validation skipped; `skipped` has those of training."""
         self.tokenizer = load_tokenizer(job)
         found = look(job, self.tokenizer)
         for refusal in found.refusals:
             raise refusal
         self.notes = found.notes
         self.token_notes = check_tokens(job, self.tokenizer)
-        """What must be known of all rows: what their tokens are, whatever stands in them (SPEC section 22)."""
+        """Notes on the tokens of all rows, whatever the rows hold (SPEC section 22)."""
         train = _as_one(job)
         self.sources = _open(job, train, apart=any(file.weight is not None for file in train.data_path))
         self._rows = row_settings(job, train)
@@ -96,27 +97,33 @@ class BatchStream:
         self.close()
 
     def close(self) -> None:
-        """End the loader's workers."""
+        """Stop the loader's workers."""
         self._loader.close()
 
     @property
     def total_steps(self) -> int | None:
-        """Until `max_num_epochs` are done; None without an end."""
+        """Return the steps until `max_num_epochs` are done; None without an end."""
         return self.order.total_steps
 
     @property
     def left_over(self) -> int:
-        """Rows before which the job stops, since they fill no global batch (`last_batch: stop`, R-ORDER-3); 0 where it does not."""
+        """Return the rows left over where the job stops because no global batch is full (`last_batch: stop`,
+        R-ORDER-3), else 0.
+        """
         return self.order.dropped_per_epoch if self._order_settings.last_batch == "stop" else 0
 
     def identity(self) -> dict[str, Any]:
-        """All that decides what each rank is fed, with the layout: what a resume is held against (R-ORDER-8)."""
+        """Return everything that decides what each rank is fed, with the layout; a resume is compared with it
+        (R-ORDER-8).
+        """
         found = fingerprint(sources=self.sources, tokenizer=self.tokenizer, rows=self._rows, order=self._order_settings)
         layout = {f"{name}_parallel_size": size for name, size in dataclasses.asdict(sizes(self._job)).items()}
         return found | layout | {"path": "direct" if self._job.is_packed else "online"}
 
     def provenance(self) -> dict[str, Any]:
-        """Return what rebuilds the same rows from the same files, as plain values: `batch_dump` keeps this beside the batches."""
+        """Return plain values from which the same rows are rebuilt from the same files; `batch_dump` keeps them
+        beside the batches.
+        """
         job, dataset = self._job, self._job.data.train[0]
         is_own_template = job.policy.tokenizer.chat_template is not None
         return {
@@ -132,20 +139,20 @@ class BatchStream:
 
     @property
     def skipped(self) -> list[SkippedRow]:
-        """Lines of the training files that `on_bad_row: skip` leaves out."""
+        """Return the lines of the training files that `on_bad_row: skip` leaves out."""
         return [row for source in self.sources for row in source.skipped]
 
     def locate(self, sample: Sample) -> Location:
-        """Where a sample's row stands."""
+        """Return the location of a sample's row."""
         return self.sources[sample.source].locate(sample.row)
 
     def steps(self) -> Iterator[StepBatch]:
-        """One after the other, from where the job is, to the end of its epochs."""
+        """Yield one step after the other, from the job's position to the end of its epochs."""
         for prepared in self._loader:
             yield self._step_batch(prepared)
 
     def rebuild_step(self, consumed_samples: int) -> StepBatch:
-        """Build the step after so many samples once more, here and now: the batches of a step are not kept."""
+        """Build the step after the given number of samples again: the batches of a step are not kept."""
         dataset = self._job.data.train[0]
         settings = dataclasses.replace(self._loader_settings(self._job.policy.train_global_batch_size), workers=0)
         share = (self._place.data_rank, self._place.data_size) if self._job.is_packed else None
@@ -156,7 +163,7 @@ class BatchStream:
             return self._step_batch(next(loader))
 
     def validation(self) -> Iterator[StepBatch]:
-        """The global batches of one validation, the same each time."""
+        """Yield the global batches of one validation, the same each time."""
         job = self._job
         self.skipped_in_validation = []
         for dataset in job.data.validation:
@@ -207,7 +214,7 @@ class BatchStream:
         )
 
     def _loader_settings(self, global_batch_size: int) -> LoaderSettings:
-        """`data.prefetch` counts microbatches; the loader counts global batches, of which this rank has its share."""
+        """Return the loader's settings: `data.prefetch` counts microbatches, the loader counts global batches."""
         share = max(1, global_batch_size // self._place.data_size)
         return LoaderSettings(
             workers=self._job.data.num_workers,
@@ -234,7 +241,7 @@ class BatchStream:
 
 
 def _check_enough(job: Job, rows: Sequence[int]) -> None:
-    """Refuse files of fewer rows than one global batch, unless the next epoch fills it up."""
+    """Refuse files of fewer rows than one global batch, unless the next epoch fills the batch."""
     size = job.policy.train_global_batch_size
     if job.data.last_batch == "wrap" or len(rows) != 1 or rows[0] >= size:
         return
@@ -249,7 +256,7 @@ def _check_enough(job: Job, rows: Sequence[int]) -> None:
 
 
 def _as_one(job: Job) -> Dataset:
-    """The training datasets end to end. Raises PackproofError where their lines are not read alike."""
+    """Join the training datasets end to end. Raises PackproofError where their lines are not read alike."""
     first, *others = job.data.train
     for number, other in enumerate(others, 1):
         if dataclasses.replace(other, data_path=first.data_path) != first:

@@ -1,4 +1,5 @@
-"""What the loader prepares: packed rows of the direct path, or tokenized conversations of the online path, from files to batches.
+"""Turn samples into batches for the loader: packed rows of the direct path, or tokenized conversations of the online
+path.
 
 Every data-parallel rank prepares its own rows, and online the whole global batch, which is packed as one; nothing is sent between ranks.
 """
@@ -27,11 +28,14 @@ from production.training.data.order import Sample
 from production.training.metrics.token_counts import RowCounts
 
 Wire = Mapping[str, Any]
-"""An item as it is sent between processes: numpy arrays and plain values by name."""
+"""An item as sent between processes: numpy arrays and plain values by name."""
 
 
 class BadRow(PackproofError):  # noqa: N818 - reads as the verdict it is
-    """A row that cannot be trained on, with its place; `kind` is SPEC's (section 9), R-FILE's, `refused` or `unexpected`."""
+    """A row cannot be trained on; names the row's location.
+
+    `kind` is SPEC's (section 9), R-FILE's, `refused` or `unexpected`.
+    """
 
     kind: str
     """One word for the fault."""
@@ -45,13 +49,15 @@ class BadRow(PackproofError):  # noqa: N818 - reads as the verdict it is
         self.kind = kind
         self.file = file
         self.line = line
-        """1-based; None where it could not be found out."""
+        """1-based; None where the line is not known."""
         self.row = row
         """0-based row of the source."""
 
 
 class Recipe[Item, Made](Protocol):
-    """What the loader makes of samples: `prepare` and `to_wire` in a worker, the others in the training process."""
+    """Defines how the loader prepares samples: workers call `prepare` and `to_wire`, the training process calls the
+    rest.
+    """
 
     rows: tuple[int, ...]
     """Rows of each source."""
@@ -59,24 +65,31 @@ class Recipe[Item, Made](Protocol):
     """Samples that are prepared together at most."""
 
     def prepare(self, samples: Sequence[Sample]) -> list[Item | PackproofError]:
-        """Each sample, or why it cannot be trained on. The outcome depends on the sample alone."""
+        """Return each sample prepared, or the error that rules the sample out.
+
+        The outcome depends on the sample alone.
+        """
         ...
 
     def to_wire(self, item: Item) -> Wire:
-        """The item as numpy arrays."""
+        """Return the item as numpy arrays."""
         ...
 
     def from_wire(self, wire: Wire) -> Item:
-        """The inverse of `to_wire`, bit by bit."""
+        """Return the item of these arrays: the inverse of `to_wire`, bit by bit."""
         ...
 
     def assemble(self, items: Sequence[Item], weights: Sequence[float]) -> tuple[Made, RowCounts]:
-        """The batch of these items, and what it holds; an item of weight 0 only fills up and counts for nothing."""
+        """Return the batch of these items and its counts; an item of weight 0 only fills the batch and is not
+        counted.
+        """
         ...
 
 
 class PackedData:
-    """Packed rows (the direct path): a batch is `production.rows.batch.Batch` of this rank's rows, guarded by R-GUARD-1."""
+    """Prepares packed rows (the direct path): a batch is `production.rows.batch.Batch` of this rank's rows, guarded
+    by R-GUARD-1.
+    """
 
     def __init__(
         self,
@@ -101,7 +114,7 @@ class PackedData:
         self._guards = dataclasses.replace(guards, global_batch_size=None, data_parallel_size=1)
 
     def prepare(self, samples: Sequence[Sample]) -> list[Row | PackproofError]:
-        """The row of each sample, or its BadRow."""
+        """Return the row of each sample, or a BadRow."""
         read = [_read(self._sources, sample, self._keys) for sample in samples]
         good = [messages for messages in read if not isinstance(messages, PackproofError)]
         try:
@@ -115,21 +128,21 @@ class PackedData:
         ]
 
     def to_wire(self, item: Row) -> Wire:
-        """The row as numpy arrays."""
+        """Return the row as numpy arrays."""
         return {
             name: value.numpy() if isinstance(value, torch.Tensor) else value
             for name, value in ((field.name, getattr(item, field.name)) for field in dataclasses.fields(item))
         }
 
     def from_wire(self, wire: Wire) -> Row:
-        """The row of these arrays, which it shares."""
+        """Return the row of these arrays, without a copy."""
         fields: dict[str, Any] = {
             name: torch.from_numpy(value) if isinstance(value, np.ndarray) else value for name, value in wire.items()
         }
         return Row(**fields)
 
     def assemble(self, items: Sequence[Row], weights: Sequence[float]) -> tuple[Batch, RowCounts]:
-        """The batch, a copy of the rows, with `weights` as its sample mask. Raises BatchRefused."""
+        """Return the batch, a copy of the rows, with `weights` as its sample mask. Raises BatchRefused."""
         batch = collate_checked(items, self._guards)
         counts = RowCounts()
         for row, weight in zip(items, weights, strict=True):
@@ -137,7 +150,7 @@ class PackedData:
         return dataclasses.replace(batch, sample_mask=torch.tensor(list(weights), dtype=torch.float32)), counts
 
     def _counted(self, row: Row | Exception, messages: Sequence[Any]) -> Row | Exception:
-        """The row with what its tokens are not what their author may have meant counted in its report (SPEC section 22)."""
+        """Return the row with suspicious tokens counted in its report (SPEC section 22)."""
         if isinstance(row, Exception):
             return row
         masked = 0
@@ -159,16 +172,16 @@ class PackedData:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ConversationBatch:
-    """The conversations of a whole global batch, which is packed as one (SPEC section 13)."""
+    """Holds the conversations of a whole global batch, which is packed as one (SPEC section 13)."""
 
     conversations: tuple[Conversation, ...]
-    """In order, tokenized, not padded."""
+    """Tokenized conversations in order, not padded."""
     sample_mask: torch.Tensor
     """[conversations] float32."""
 
 
 class ConversationData:
-    """Ordinary chat files, one conversation a line (the online path); the loader gives each rank the whole global batch."""
+    """Prepares ordinary chat files, one conversation a line (the online path); each rank gets the whole global batch."""
 
     def __init__(
         self,
@@ -192,7 +205,7 @@ class ConversationData:
         self._keys = keys
 
     def prepare(self, samples: Sequence[Sample]) -> list[Conversation | PackproofError]:
-        """The conversation of each sample, or its BadRow."""
+        """Return the conversation of each sample, or a BadRow."""
         read = [_read(self._sources, sample, self._keys, self._chat) for sample in samples]
         good = [chat for chat in read if not isinstance(chat, PackproofError)]
         made = iter(self._tokenize_all(good))
@@ -202,11 +215,11 @@ class ConversationData:
         ]
 
     def to_wire(self, item: Conversation) -> Wire:
-        """The conversation as numpy arrays."""
+        """Return the conversation as numpy arrays."""
         return {"token_ids": item.token_ids.numpy(), "token_mask": item.token_mask.numpy(), "weight": item.weight}
 
     def from_wire(self, wire: Wire) -> Conversation:
-        """The conversation of these arrays, which it shares."""
+        """Return the conversation of these arrays, without a copy."""
         return Conversation(
             token_ids=torch.from_numpy(wire["token_ids"]),
             token_mask=torch.from_numpy(wire["token_mask"]),
@@ -214,7 +227,9 @@ class ConversationData:
         )
 
     def assemble(self, items: Sequence[Conversation], weights: Sequence[float]) -> tuple[ConversationBatch, RowCounts]:
-        """The global batch; its padding and what attention costs are only known once it is packed, and count 0 here."""
+        """Return the global batch; padding and attention cost are only known once the batch is packed, and are 0
+        here.
+        """
         counted = [item for item, weight in zip(items, weights, strict=True) if weight]
         counts = RowCounts(
             rows=len(counted),
@@ -265,7 +280,7 @@ def _read(
     keys: MessageKeys | None,
     take: Callable[[PackedSource, int], Any] = _messages,
 ) -> Any:
-    """What `take` takes of a row, its messages, or its BadRow."""
+    """Return what `take` makes of a row's messages, or a BadRow."""
     try:
         taken = take(sources[sample.source], sample.row)
         if keys is not None:
@@ -286,7 +301,7 @@ def _read(
 
 
 def _placed[Item](found: Item | Exception, sources: Sequence[PackedSource], sample: Sample) -> Item | PackproofError:
-    """The item, or what is wrong with it together with where it stands."""
+    """Return the item, or the error together with its location."""
     if not isinstance(found, Exception):
         return found
     place: Location | None = None

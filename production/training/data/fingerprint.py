@@ -1,4 +1,6 @@
-"""What a run's rows depend on, as plain JSON beside a checkpoint, so that a resume with other data is refused (R-ORDER-8)."""
+"""Record what a run's rows depend on, as plain JSON beside a checkpoint, and refuse a resume with other data
+(R-ORDER-8).
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from production.rows.builder import RowSettings
 from production.training.order_settings import OrderSettings
 
 BUCKETS = "distributed_data_parallel_config.overlap_grad_reduce"
-"""Key of what decides the buckets that the distributed optimizer's state is saved by."""
+"""Key that decides the buckets of the distributed optimizer's state in a checkpoint."""
 MEND = {
     BUCKETS: "set policy.megatron_cfg.distributed_data_parallel_config.overlap_grad_reduce to what it was, since the distributed "
     "optimizer's state is saved by the buckets that it makes (dp_reshardable), or begin a new run",
@@ -37,7 +39,7 @@ MEND = {
     "once, or begin a new run",
     "data_parallel_size": "start with as many data-parallel ranks as before, or begin a new run",
 }
-"""How a user mends a key that differs; the others are set back to the saved value."""
+"""Fixes for keys that differ; a key without an entry is set back to the saved value."""
 _MEGATRON = "policy.megatron_cfg"
 _OPTIONS = {
     "prompt_format": "data.train.megatron_sft_prompt_format",
@@ -57,7 +59,7 @@ _OPTIONS = {
     "sequence_packing.make_sequence_length_divisible_by": "policy.make_sequence_length_divisible_by",
     "sequence_packing.max_input_seq_length": "data.max_input_seq_length",
 }
-"""Where a job's configuration says it; sections as below."""
+"""Fingerprint key to the job's configuration key; sections are below."""
 _SECTIONS = {
     "multi_token": _MEGATRON,
     "transformer": _MEGATRON,
@@ -67,16 +69,16 @@ _SECTIONS = {
     "fp8": f"{_MEGATRON}.fp8_cfg",
     "sequence_packing": "policy.sequence_packing",
 }
-"""Those of `start.identity` that a configuration calls otherwise."""
+"""Sections of `BatchStream.identity` that the configuration names otherwise."""
 MISSING = "(not there)"
-"""What is said of a key that one side lacks."""
+"""Printed for a key that one side lacks."""
 
 
 class ResumeRefused(PackproofError):  # noqa: N818 - reads as the verdict it is
-    """A run cannot go on with this data; `differing` has (saved, now) of each key."""
+    """A run cannot continue with this data; `differing` has (saved, now) of each key."""
 
     differing: dict[str, tuple[Any, Any]]
-    """Of each key that differs, the saved value and the one now."""
+    """Saved and current value of each key that differs."""
 
     def __init__(self, *, what: str, where: str, mend: str, differing: dict[str, tuple[Any, Any]]) -> None:
         super().__init__(what=what, where=where, mend=mend)
@@ -86,9 +88,9 @@ class ResumeRefused(PackproofError):  # noqa: N818 - reads as the verdict it is
 def fingerprint(
     *, sources: Sequence[PackedSource], tokenizer: Any, rows: RowSettings, order: OrderSettings
 ) -> dict[str, Any]:
-    """All that decides which row each rank gets at each step, as plain JSON.
+    """Return everything that decides which row each rank gets at each step, as plain JSON.
 
-    How long the run is (`max_epochs`) is not part of it, but where the order permutes the whole run (`run_steps`).
+    The length of the run (`max_epochs`) is left out, except where the order permutes the whole run (`run_steps`).
     """
     return {
         "files": [{"fingerprint": source.fingerprint, "rows": len(source)} for source in sources],
@@ -110,9 +112,9 @@ def fingerprint(
 
 
 def check_resume(saved: Mapping[str, Any], now: Mapping[str, Any], *, free: Sequence[str] = ()) -> list[str]:
-    """Refuse to go on where the two fingerprints differ: ResumeRefused with both values of each key that does.
+    """Raise ResumeRefused, with both values of each differing key, where two fingerprints differ.
 
-    Keys of `free` may differ, and those that do are returned.
+    Keys of `free` may differ; those that do are returned.
     """
     # Through JSON, as the saved one went: a tuple and a list are the same.
     before, after = (msgspec.json.decode(msgspec.json.encode(dict(one))) for one in (saved, now))
@@ -138,16 +140,17 @@ def check_resume(saved: Mapping[str, Any], now: Mapping[str, Any], *, free: Sequ
 
 
 def option(key: str) -> str:
-    """The dotted key of a job's configuration that says it, of all that `MEND` has no words for."""
+    """Return the dotted configuration key of a fingerprint key that `MEND` does not list."""
     section, _, name = key.partition(".")
     return _OPTIONS.get(key) or (f"{_SECTIONS[section]}.{name}" if section in _SECTIONS else key)
 
 
 def tokenizer_identity(tokenizer: Any) -> str:
-    """32 hex digits of what a tokenizer does: its whole definition, its special tokens and its chat template.
+    """Return 32 hex digits of a tokenizer's behaviour: its whole definition, special tokens and chat template.
 
-    Of one without a fast backend, whose model cannot be asked, the class, the vocabulary and the rest. A newer release of the
-    library may write the same definition in other words; a resume is refused then, never let through wrongly.
+    A tokenizer without a fast backend cannot be asked for its model; the digits then cover class, vocabulary and the
+    rest. A newer release of the library may write the same definition otherwise; a resume is then refused, never let
+    through wrongly.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
@@ -177,7 +180,7 @@ def _mend(key: str, saved: object) -> str:
 
 
 def _apart(old: Any, new: Any) -> tuple[Any, Any]:
-    """Of two mappings what differs, which a long one could hide."""
+    """Reduce two mappings to the entries that differ, which a long mapping could hide."""
     if not isinstance(old, dict) or not isinstance(new, dict):
         return old, new
     keys = [key for key in {**old, **new} if old.get(key, MISSING) != new.get(key, MISSING)]
@@ -185,7 +188,7 @@ def _apart(old: Any, new: Any) -> tuple[Any, Any]:
 
 
 def _said(key: str, value: Any) -> str:
-    """In words, where its JSON would say little."""
+    """Return a value in words where its JSON would say little."""
     if value == MISSING:
         return MISSING
     if key != "files":  # of a mapping only what differs is left, and all of it is said

@@ -1,7 +1,7 @@
-"""Looks at the first lines of a job's files before a run and in a dry run: whether they are of the job's path, and whether their conversations
-become the tokens that are meant (SPEC R-SETUP-22, R-ONLINE-9).
+"""Check the first lines of a job's files before a run and in a dry run (SPEC R-SETUP-22, R-ONLINE-9).
 
-Nothing is written: no index is built, so that a dry run may look too.
+The check finds files of the other path, and conversations whose tokens are not the tokens of their text. Nothing is
+written: no index is built, so that a dry run can check too.
 """
 
 from __future__ import annotations
@@ -25,23 +25,25 @@ from production.training.config import Dataset, Job, chat_settings
 from production.training.config.schema.data import CHAT, PACKED
 
 LINES = 16
-"""Lines of each file that are looked at."""
+"""Lines of each file that are checked."""
 _MOST_BYTES = 1 << 26
-"""Longest first lines that are looked at: a packed row is at most some megabytes."""
+"""Bytes of the first lines that are checked at most: a packed row has at most some megabytes."""
 
 
 @dataclass(kw_only=True)
 class FirstLines:
-    """What was found."""
+    """Holds the refusals and notes of the check."""
 
     refusals: list[PackproofError] = field(default_factory=list)
-    """Why the job must not run."""
+    """Reasons why the job must not run."""
     notes: list[str] = field(default_factory=list)
-    """What a user should know of a job that may run."""
+    """Notes for the user of a job that may run."""
 
 
 def look(job: Job, tokenizer: Any | None) -> FirstLines:
-    """Look at every file of the job. Without a tokenizer no conversation is tokenized; files that cannot be read are passed over."""
+    """Check every file of the job. Without a tokenizer no conversation is tokenized; unreadable files are passed
+    over.
+    """
     found = FirstLines()
     for split, datasets in (("train", job.data.train), ("validation", job.data.validation)):
         for index, dataset in enumerate(datasets):
@@ -63,7 +65,7 @@ def look(job: Job, tokenizer: Any | None) -> FirstLines:
 def _look_at_rows(
     path: Path, records: Sequence[tuple[int, dict[str, Any]]], dataset: Dataset, found: FirstLines
 ) -> None:
-    """A chat file on the direct path trains one conversation a row."""
+    """Refuse a chat file on the direct path, which would train one conversation a row."""
     if len(records) > 1 and not _has_manifest(path) and not any(_is_packed(each, dataset) for _, each in records):
         found.notes.append(
             f"{path}: each of its first {len(records)} lines is one conversation, and it has no manifest of packed rows: every row will be one conversation "
@@ -74,7 +76,9 @@ def _look_at_rows(
 def _look_at_chat(
     path: Path, records: Sequence[tuple[int, dict[str, Any]]], dataset: Dataset, where: str, found: FirstLines
 ) -> None:
-    """A packed file on the online path trains each of its rows as one conversation, whose parts see each other."""
+    """Refuse a packed file on the online path, which would train each row as one conversation whose parts see each
+    other.
+    """
     packed = [line for line, record in records if _is_packed(record, dataset)]
     has_manifest = _has_manifest(path)
     if has_manifest or (packed and len(packed) == len(records)):
@@ -102,7 +106,9 @@ def _tokenize(
     records: Sequence[tuple[int, dict[str, Any]]],
     found: FirstLines,
 ) -> None:
-    """The first conversation that becomes other tokens than its text is told; what refuses a single line is left to the loader."""
+    """Report the first conversation whose tokens differ from those of its text; faults of single lines are the
+    loader's.
+    """
     chat = ChatTokenizer(tokenizer=tokenizer, settings=chat_settings(job, dataset))
     for line, record in records:
         tools = None if dataset.tool_key is None else record.get(dataset.tool_key)
@@ -134,7 +140,7 @@ def _online_notes(job: Job, tokenizer: Any | None) -> Iterator[str]:
 
 
 def _said(job: Job) -> set[str]:
-    """The keys that a file or an override set."""
+    """Return the keys that a file or an override set."""
     return {key for key, source in job.sources.items() if source.kind in {"file", "override"}}
 
 
@@ -151,7 +157,7 @@ def _has_manifest(path: Path) -> bool:
 
 
 def _records(path: Path, dataset: Dataset) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The first lines with their numbers, up to one that is no row: faults of files are the loader's to name."""
+    """Yield the first numbered lines up to one that is not a row: the loader names faults of files."""
     with contextlib.suppress(OSError, EOFError, zstandard.ZstdError, LineError), _opened(path) as stream:
         for line in range(1, LINES + 1):
             data = stream.readline(_MOST_BYTES)

@@ -1,7 +1,9 @@
-"""Batches of this rank, prepared ahead by worker processes: in order, and the same to the bit for any number of them.
+"""Load this rank's batches, prepared ahead by worker processes: in order, and bit for bit the same for any number of
+workers.
 
-Processes, not threads: beside a training process that keeps its interpreter busy, one thread built rows at 0.92 to 0.95 and one
-process at 1.3 to 1.5 of the speed that `RowBuilder` had just before (two shared cores, P 32,768).
+Workers are processes, not threads: beside a training process that keeps its interpreter busy, one thread built rows
+at 0.92 to 0.95 and one process at 1.3 to 1.5 of the speed that `RowBuilder` had just before (two shared cores, P
+32,768).
 """
 
 from __future__ import annotations
@@ -24,28 +26,29 @@ from production.training.metrics.token_counts import RowCounts
 
 
 class AnyOrder(Protocol):
-    """`order.Order` or `order.ValidationOrder`."""
+    """Protocol of `order.Order` and `order.ValidationOrder`."""
 
     def batch_at(self, consumed_samples: int) -> GlobalBatch | None:
-        """The global batch after so many samples; None at the end."""
+        """Return the global batch after the given number of samples; None at the end."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoaderSettings:
-    """How batches are prepared; nothing of it changes what is in them (R-ORDER-9)."""
+    """Settings of batch preparation; no setting changes what a batch holds (R-ORDER-9)."""
 
     workers: int = 1
-    """Processes; 0 prepares each batch when it is asked for, in the caller's thread."""
+    """Worker processes; 0 prepares each batch when it is asked for, in the caller's thread."""
     prefetch: int = 2
-    """Global batches that are prepared ahead at most (this rank's rows of them); memory is their size."""
+    """Global batches prepared ahead at most (this rank's rows of them); memory grows with their size."""
     stuck_seconds: float = 900.0
-    """A batch that takes longer, with all workers alive, is an error that names them and their rows."""
+    """Seconds after which a batch that is not ready, with all workers alive, is an error that names workers and rows.
+    """
     pin_memory: bool = False
     """Whether batches are put into page-locked memory, for copies to CUDA that do not wait; needs a CUDA device."""
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be."""
+        """Refuse impossible settings."""
         for name, least in (("workers", 0), ("prefetch", 1)):
             if (value := getattr(self, name)) < least:
                 raise PackproofError(what=str(value), where=f"loader {name}", mend=f"give at least {least}")
@@ -58,29 +61,30 @@ class LoaderSettings:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Prepared[Made]:
-    """What one step of one rank feeds."""
+    """Holds one step's input of one rank."""
 
     step: int
     """0-based."""
     epoch: int
-    """0-based, of the global batch's first sample; of a blend, that of the sample's source."""
+    """Epoch of the global batch's first sample, from 0; of a blend, the epoch of the sample's source."""
     consumed_samples: int
-    """Of the whole job, with this step: all that is needed to go on after it."""
+    """Samples that the whole job has consumed after this step; a resume needs no other number."""
     samples: tuple[Sample, ...]
-    """This rank's, or all where it has no share."""
+    """Samples of this rank, or of all ranks where the loader has no share."""
     batch: Made
-    """On the host."""
+    """The batch, on the host."""
     counts: RowCounts
-    """Of these samples; those that only fill a validation batch up are not counted."""
+    """Counts of these samples; samples that only fill a validation batch are not counted."""
     wait_seconds: float
-    """How long the caller waited for it; all of its making where there are no workers."""
+    """Seconds that the caller waited for the batch; without workers, the whole preparation."""
 
 
 class Loader[Item, Made]:
-    """An iterator of `Prepared`. Use it as a context, or close it: workers end with it, and with the process at the latest.
+    """Iterate over `Prepared` steps.
 
-    Open it early: workers are forked, with the memory that the process has then. One thread may ask for batches. An error of a row
-    or a batch comes at its own step, and again when that step is asked for again.
+    Use the loader as a context manager or close it: workers stop then, and with the process at the latest. Open it
+    early: workers are forked, with the memory that the process has then. One thread may ask for batches. An error of
+    a row or a batch is raised at its own step, and again when that step is asked for again.
     """
 
     def __init__(
@@ -92,7 +96,7 @@ class Loader[Item, Made]:
         settings: LoaderSettings,
         consumed_samples: int = 0,
     ) -> None:
-        """`share` is the data-parallel rank and dp, or None for whole global batches. Goes on after `consumed_samples`."""
+        """Start after `consumed_samples`. `share` is the data-parallel rank and dp, or None for whole global batches."""
         self._steps = _Steps(recipe, order, share)
         self._consumed = consumed_samples
         self._steps.plan(consumed_samples)  # refuses now what it refuses
@@ -112,13 +116,13 @@ class Loader[Item, Made]:
             self._prefetcher.seek(consumed_samples)
 
     workers: tuple[WorkerProcess, ...] = ()
-    """Its processes."""
+    """Worker processes of the loader."""
 
     def __iter__(self) -> Iterator[Prepared[Made]]:
         return self
 
     def __next__(self) -> Prepared[Made]:
-        """The next batch. Raises BadRow, BatchRefused, WorkerDied, or PackproofError where a worker is stuck."""
+        """Return the next batch. Raises BadRow, BatchRefused, WorkerDied, or PackproofError where a worker is stuck."""
         begin = time.perf_counter()
         made = self._steps.make(self._consumed) if self._prefetcher is None else self._prefetcher.next()
         if made is None:
@@ -136,18 +140,21 @@ class Loader[Item, Made]:
         )
 
     def state(self) -> dict[str, int]:
-        """All that is needed to go on after the last batch handed out; what is prepared ahead is not consumed (R-ORDER-2)."""
+        """Return the position after the last batch handed out; batches prepared ahead are not consumed (R-ORDER-2)."""
         return {"consumed_samples": self._consumed}
 
     def restore(self, consumed_samples: int) -> None:
-        """Go on after so many samples, with the workers there are. Raises PackproofError inside a global batch (R-ORDER-2)."""
+        """Continue after the given number of samples, with the same workers.
+
+        Raises PackproofError inside a global batch (R-ORDER-2).
+        """
         self._steps.plan(consumed_samples)
         self._consumed = consumed_samples
         if self._prefetcher is not None:
             self._prefetcher.seek(consumed_samples)
 
     def close(self) -> None:
-        """End the workers and wait until they are gone. Batches handed out stay good."""
+        """Stop the workers and wait for their end. Batches handed out stay valid."""
         if self._prefetcher is not None:
             self._prefetcher.close()
 
@@ -159,7 +166,7 @@ class Loader[Item, Made]:
 
 
 def _fork(count: int, recipe: Recipe[Any, Any]) -> tuple[WorkerProcess, ...]:
-    """So many workers, or none where one cannot be had."""
+    """Fork the given number of workers, or none where a worker cannot be forked."""
     workers: list[WorkerProcess] = []
     try:
         for number in range(count):
@@ -193,7 +200,7 @@ class _Steps[Item, Made]:
         )
 
     def make(self, consumed_samples: int) -> tuple[Planned, tuple[Made, RowCounts]] | None:
-        """The step in line."""
+        """Make the step in line."""
         planned = self.plan(consumed_samples)
         if planned is None:
             return None
@@ -203,7 +210,7 @@ class _Steps[Item, Made]:
         return planned, self._made(planned, items)
 
     def assemble(self, planned: Planned, wired: Sequence[Any]) -> tuple[Made, RowCounts]:
-        """The batch of what workers sent."""
+        """Assemble the batch from what workers sent."""
         items = [one if isinstance(one, PackproofError) else self._recipe.from_wire(one) for one in wired]
         return self._made(planned, items)
 

@@ -1,6 +1,7 @@
-"""The online path of a job: how the conversations of a global batch become the bins of each rank (SPEC section 15).
+"""Pack the conversations of a global batch into the bins of each rank, on the online path of a job (SPEC section 15).
 
-Every rank packs the whole global batch, so that nothing is sent; that costs each of them the tokens of all.
+Every rank packs the whole global batch, so that nothing is sent between ranks; each rank tokenizes all conversations
+in return.
 """
 
 from __future__ import annotations
@@ -28,46 +29,46 @@ from production.training.metrics.token_counts import RowCounts
 
 @dataclass(frozen=True, kw_only=True)
 class BinSettings:
-    """All that decides the bins of a global batch, and their padding."""
+    """Holds everything that decides the bins of a global batch and their padding."""
 
     make_sequence_length_divisible_by: int
-    """What each conversation is padded to a multiple of."""
+    """Multiple to which each conversation is padded."""
     capacity: int
     """Tokens of a bin."""
     algorithm: str
-    """Which sequences share a bin (`packing.pack`)."""
+    """Packer: decides which sequences share a bin (`packing.pack`)."""
     seed: int | None
-    """Of `first_fit_shuffle`, else None."""
+    """Seed of `first_fit_shuffle`; None for other packers."""
     data_parallel_size: int
-    """Ranks that the bins are dealt to."""
+    """Ranks to which the bins are dealt."""
     context_parallel_size: int
     """Ranks that share a row."""
     tensor_parallel_size: int
-    """Above 1 with sequence parallelism."""
+    """Tensor-parallel size; above 1 with sequence parallelism."""
     pipeline_parallel_size: int
-    """Above 1 all rows of a data-parallel rank have one length."""
+    """Pipeline stages; above 1, all rows of a data-parallel rank have one length."""
     precision: Precision
-    """What kernels want a row's length for."""
+    """Precision, by which kernels constrain a row's length."""
     hybrid_expert_parallel: bool
     """Whether the flex dispatcher runs with the HybridEP backend."""
     pad_token_id: int = PAD_TOKEN_ID
-    """What the rectangle is padded with (R-ONLINE-2)."""
+    """Token that pads the padded batch (R-ONLINE-2)."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RankBins:
-    """What a data-parallel rank feeds of a global batch."""
+    """Holds the bins that a data-parallel rank feeds of a global batch."""
 
     rectangles: list[Rectangle]
-    """Its bins, in order."""
+    """The rank's bins, in order."""
     padding: Padding
-    """What they are padded to."""
+    """Padding of the bins."""
     counts: RowCounts
-    """What they hold once they are squeezed."""
+    """Token counts of the squeezed bins."""
 
 
 def bin_settings(job: Job, data_parallel_size: int, *, tokenizer: Any) -> BinSettings:
-    """The job's."""
+    """Return the job's bin settings."""
     layout, packing = sizes(job), job.policy.sequence_packing
     return BinSettings(
         make_sequence_length_divisible_by=job.policy.make_sequence_length_divisible_by or 1,
@@ -85,15 +86,15 @@ def bin_settings(job: Job, data_parallel_size: int, *, tokenizer: Any) -> BinSet
 
 
 def pad_token_id(tokenizer: Any) -> int:
-    """The tokenizer's pad token, else its eos token (which NeMo-RL makes its pad token), else 0."""
+    """Return the tokenizer's pad token, else its eos token (which NeMo-RL makes its pad token), else 0."""
     found = (tokenizer.pad_token_id, tokenizer.eos_token_id, PAD_TOKEN_ID)
     return int(next(each for each in found if each is not None))
 
 
 def pack_bins(batch: ConversationBatch, settings: BinSettings, *, data_rank: int) -> RankBins:
-    """The bins of this rank in the global batch (R-ONLINE-3), and what they are padded to (R-ONLINE-4, R-ONLINE-5).
+    """Return this rank's bins of the global batch (R-ONLINE-3) and their padding (R-ONLINE-4, R-ONLINE-5).
 
-    Raises PackproofError as `rectangle.fill_bins` and `squeeze.choose_padding`.
+    Raises PackproofError as `padded_batch.fill_bins` and `bins.choose_padding`.
     """
     multiple = settings.make_sequence_length_divisible_by
     rectangle = build_rectangle(
@@ -127,7 +128,7 @@ def pack_bins(batch: ConversationBatch, settings: BinSettings, *, data_rank: int
 
 
 def count_bins(bins: Sequence[Rectangle], padding: Padding) -> RowCounts:
-    """What these bins hold once they are squeezed."""
+    """Return the token counts of these bins once they are squeezed."""
     counts = RowCounts()
     for each in bins:
         lengths: list[int] = each.input_lengths.tolist()
@@ -144,7 +145,7 @@ def count_bins(bins: Sequence[Rectangle], padding: Padding) -> RowCounts:
 
 
 def _precision(job: Job) -> Precision:
-    """As the padding of a row takes it."""
+    """Return the precision as the padding of a row names it."""
     if not job.megatron.fp8_cfg.enabled:
         return "unquantized"
     recipes: dict[str, Precision] = {"blockwise": "fp8_blockwise", "mxfp8": "fp8_mxfp8"}

@@ -1,7 +1,10 @@
-"""Which row goes where (SPEC section 19): `consumed_samples` alone says what comes next, on every rank alike, with nothing sent.
+"""Decide which row comes when (SPEC section 19): `consumed_samples` alone gives the next row, on every rank alike and
+without a message.
 
-A shuffled epoch costs 8 bytes and 0.2 µs a row when it begins, a cyclic run 8 bytes a sample of the whole run; a blend is replayed from its
-start at a resume, 0.4 µs a sample.
+A shuffled epoch costs 8 bytes and 0.2 µs a row when the epoch begins; a cyclic run costs 8 bytes a sample of the
+whole run; a blend is replayed from its start at a resume, 0.4 µs a sample.
+
+Reference: `reference/order.py`, R-ORDER-1 to 7.
 """
 
 from __future__ import annotations
@@ -22,31 +25,34 @@ _WORD = (1 << 64) - 1
 
 
 class Sample(NamedTuple):
-    """One row of one epoch of one source."""
+    """Names one row of one epoch of one source."""
 
     source: int
-    """0-based, in the order given."""
+    """Source, 0-based, in the order given."""
     row: int
     """0-based row of that source."""
     epoch: int
-    """0-based: how often the source was gone through before."""
+    """Epoch, 0-based: how often the source was completed before."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GlobalBatch:
-    """The samples of one step, of all data-parallel ranks."""
+    """Holds the samples of one step, of all data-parallel ranks."""
 
     step: int
     """0-based."""
     samples: tuple[Sample, ...]
-    """In order; a multiple of dp."""
+    """Samples in order; their number is a multiple of dp."""
     weights: tuple[float, ...]
-    """The sample mask: 0.0 for a row that only fills a validation batch up (R-BATCH-4)."""
+    """The sample mask: 0.0 for a row that only fills a validation batch (R-BATCH-4)."""
     consumed_samples: int
-    """What is consumed with it, those before included."""
+    """Samples consumed after this step, including earlier steps."""
 
     def of_rank(self, rank: int, size: int) -> tuple[tuple[Sample, ...], tuple[float, ...]]:
-        """Samples and weights of data-parallel rank `rank` of `size`, one microbatch each (R-BATCH-3). Raises PackproofError where `size` does not divide them."""
+        """Return samples and weights of data-parallel rank `rank` of `size`, one microbatch each (R-BATCH-3).
+
+        Raises PackproofError where `size` does not divide them.
+        """
         if not 0 <= rank < size or len(self.samples) % size:
             raise PackproofError(
                 what=f"rank {rank} of {size} for {len(self.samples)} samples",
@@ -57,19 +63,19 @@ class GlobalBatch:
 
 
 class Order:
-    """The samples of every step of a job. Not for several threads at once."""
+    """Orders the samples of every step of a job. Use it from one thread."""
 
     def __init__(self, rows: Sequence[int], settings: OrderSettings) -> None:
-        """`rows` are those of each source. Raises PackproofError where they cannot be gone through as asked."""
+        """Order sources of `rows` rows each. Raises PackproofError where the settings do not fit the rows."""
         self.settings = settings
         self.rows = tuple(rows)
         _check_rows(self.rows, settings)
         self.samples_per_epoch = self._samples_per_epoch()
         """Samples of an epoch; None for a blend."""
         self.dropped_per_epoch = 0 if self.samples_per_epoch is None else self.rows[0] - self.samples_per_epoch
-        """Rows of an epoch that nobody sees."""
+        """Rows of an epoch that are never fed."""
         self.total_samples = self._total_samples()
-        """Samples until `max_epochs` or `run_steps` are done, or `stop` stops; None without an end."""
+        """Samples until `max_epochs` or `run_steps` are done, or until `stop` ends the job; None without an end."""
         self._permutations: dict[tuple[int, int], NDArray[np.int64]] = {}
         self._run = self._permute_run() if settings.run_steps is not None else None
         self._blend = None if settings.weights is None else _Blend(settings.weights)
@@ -77,11 +83,14 @@ class Order:
 
     @property
     def total_steps(self) -> int | None:
-        """Global batches until `max_epochs` or `run_steps` are done; None without an end."""
+        """Return the global batches until `max_epochs` or `run_steps` are done; None without an end."""
         return None if self.total_samples is None else self.total_samples // self.settings.global_batch_size
 
     def batch_at(self, consumed_samples: int) -> GlobalBatch | None:
-        """The global batch that comes after so many samples; None at the end. Raises PackproofError inside a global batch (R-ORDER-2)."""
+        """Return the global batch that comes after the given number of samples; None at the end.
+
+        Raises PackproofError inside a global batch (R-ORDER-2).
+        """
         size = self.settings.global_batch_size
         if consumed_samples < 0 or consumed_samples % size:
             what = f"{consumed_samples} samples are no number of global batches of {size}"
@@ -141,7 +150,7 @@ class Order:
         return shuffled(self.rows[source], seed=self.settings.seed, source=source, epoch=epoch)
 
     def _permute_run(self) -> NDArray[np.int64]:
-        """The numbers of all samples of a cyclic run in the order in which they are drawn (R-ORDER-5)."""
+        """Return the numbers of all samples of a cyclic run in the order in which they are drawn (R-ORDER-5)."""
         assert self.total_samples is not None
         if self.settings.kind == "megatron-cyclic":
             return _torch_permutation(self.total_samples)
@@ -152,10 +161,12 @@ class Order:
 
 
 class ValidationOrder:
-    """The rows of a validation, the same each time: the first ones in order, the last batch filled up for dp (R-BATCH-4)."""
+    """Orders the rows of a validation, the same each time: the first rows in order, the last batch filled up for dp
+    (R-BATCH-4).
+    """
 
     def __init__(self, *, rows: int, global_batch_size: int, data_parallel_size: int, limit: int | None = None) -> None:
-        """`limit` rows of the `rows` that there are, or all. Raises PackproofError where there are fewer."""
+        """Order the first `limit` of `rows` rows, or all. Raises PackproofError where there are fewer."""
         sizes = {"rows": rows, "global_batch_size": global_batch_size, "data_parallel_size": data_parallel_size}
         for name, size in (sizes | ({} if limit is None else {"limit": limit})).items():
             if size < 1:
@@ -171,11 +182,11 @@ class ValidationOrder:
 
     @property
     def total_steps(self) -> int:
-        """Global batches of the validation."""
+        """Return the number of global batches of the validation."""
         return -(-self.total_samples // self._size)
 
     def batch_at(self, consumed_samples: int) -> GlobalBatch | None:
-        """The global batch that comes after so many samples; None at the end (R-ORDER-7)."""
+        """Return the global batch that comes after the given number of samples; None at the end (R-ORDER-7)."""
         if consumed_samples >= self.total_samples:
             return None
         end = min(consumed_samples + self._size, self.total_samples)
@@ -190,7 +201,9 @@ class ValidationOrder:
 
 
 def shuffled(rows: int, *, seed: int, source: int, epoch: int) -> NDArray[np.int64]:
-    """The rows of one epoch in the order `shuffle`, [rows] int64 (R-ORDER-4): no library's generator, so the same for ever."""
+    """Return the rows of one epoch in the order `shuffle`, [rows] int64 (R-ORDER-4); no library's generator is used,
+    so the order never changes.
+    """
     base = _mixed(_mixed(_mixed(seed) ^ source) ^ epoch)
     keys = np.arange(rows, dtype=np.uint64) ^ np.uint64(base)
     keys += np.uint64(0x9E3779B97F4A7C15)
@@ -201,7 +214,7 @@ def shuffled(rows: int, *, seed: int, source: int, epoch: int) -> NDArray[np.int
 
 
 class _Blend:
-    """Which source each sample of a blend comes from, and the how manieth of that source it is."""
+    """Maps a blend's sample index to (source, index within that source)."""
 
     def __init__(self, weights: tuple[float, ...]) -> None:
         given = np.array(weights, dtype=np.float64)
@@ -210,7 +223,7 @@ class _Blend:
         self._next = 0
 
     def take(self, start: int, count: int) -> list[tuple[int, int]]:
-        """Source and number within it of samples `start` to before `start + count`."""
+        """Return source and index within the source of samples `start` to before `start + count`."""
         if start < self._next:
             self._counts, self._next = [0] * len(self._weights), 0
         for _ in itertools.islice(self._draw(), start - self._next):
@@ -248,7 +261,7 @@ def _check_rows(rows: tuple[int, ...], settings: OrderSettings) -> None:
 
 
 def _mixed(value: int) -> int:
-    """SplitMix64 of one word."""
+    """Return SplitMix64 of one word."""
     value = (value + 0x9E3779B97F4A7C15) & _WORD
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _WORD
@@ -256,6 +269,6 @@ def _mixed(value: int) -> int:
 
 
 def _torch_permutation(count: int) -> NDArray[np.int64]:
-    """What Megatron-LM's random sampler draws in its first pass, which is as long as the run."""
+    """Return what Megatron-LM's random sampler draws in its first pass, which is as long as the run."""
     permutation: NDArray[np.int64] = torch.randperm(count, generator=torch.Generator().manual_seed(0)).numpy()
     return permutation

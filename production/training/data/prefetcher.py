@@ -1,6 +1,7 @@
-"""The loader's engine: steps are planned in order, made of tasks that workers take as they get free, and handed out in order.
+"""Plan steps in order, deal their tasks to free workers, and hand the steps out in order, for the loader.
 
-One thread deals tasks out and takes results in; a worker has two tasks at once, so that it never waits for the next one.
+One thread deals out tasks and takes in results; a worker has two tasks at once, so that it never waits for the next
+one.
 """
 
 from __future__ import annotations
@@ -27,31 +28,31 @@ TASKS_AHEAD = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Planned:
-    """What one step of one rank is made of."""
+    """Holds the plan of one step of one rank."""
 
     step: int
     """0-based."""
     epoch: int
-    """0-based, of the global batch's first sample."""
+    """Epoch of the global batch's first sample, from 0."""
     samples: tuple[Sample, ...]
-    """Of this rank, or all where it has no share."""
+    """Samples of this rank, or of all ranks where the loader has no share."""
     weights: tuple[float, ...]
     """The sample mask."""
     consumed_samples: int
-    """Of the whole job, with this step."""
+    """Samples that the whole job has consumed after this step."""
 
 
 @dataclass(kw_only=True, eq=False)
 class _Step:
-    """A step on its way."""
+    """Holds a step in preparation."""
 
     planned: Planned
     items: list[Any]
-    """[samples]: prepared, or why not."""
+    """[samples]: each sample prepared, or its error."""
     missing: int
-    """Items that are not there yet."""
+    """Items that are not prepared yet."""
     made: Any = None
-    """The batch and its counts, once it is ready."""
+    """The batch and its counts, once ready."""
     error: Exception | None = None
     is_ready: bool = False
 
@@ -60,12 +61,12 @@ class _Step:
 class _Task:
     step: _Step
     first: int
-    """Of the step's samples."""
+    """First of the task's samples within the step."""
     samples: tuple[Sample, ...]
 
 
 class Prefetcher:
-    """Keeps `prefetch` steps under way. `plan` and `assemble` are called by its own thread, one after the other."""
+    """Prepares `prefetch` steps ahead. Its own thread calls `plan` and `assemble`, one after the other."""
 
     def __init__(
         self,
@@ -78,7 +79,7 @@ class Prefetcher:
         stuck_seconds: float,
         pin_memory: bool,
     ) -> None:
-        """Takes the workers over, and ends them when it is closed."""
+        """Take over the workers, which stop when the prefetcher is closed."""
         self._workers = tuple(workers)
         self._plan, self._assemble, self._group = plan, assemble, group
         self._prefetch, self._stuck_seconds = prefetch, stuck_seconds
@@ -95,7 +96,7 @@ class Prefetcher:
         self._thread = threading.Thread(target=self._run, name="packproof-loader", daemon=True)
 
     def seek(self, consumed_samples: int) -> None:
-        """Go on after so many samples; what is under way for others is thrown away."""
+        """Continue after the given number of samples; steps in preparation for other samples are discarded."""
         with self._changed:
             self._steps.clear()
             self._tasks.clear()
@@ -105,7 +106,10 @@ class Prefetcher:
         self._ring()
 
     def next(self) -> tuple[Planned, Any] | None:
-        """The next step, waiting for it; None behind the last. Raises what it came to, and again when it is asked again."""
+        """Return the next step, waiting for it; None after the last.
+
+        Raises the step's error, and again when the step is asked for again.
+        """
         if os.getpid() != self._owner:
             mend = "open a loader in the process that asks it, after the fork"
             raise PackproofError(what="it belongs to another process", where="loader", mend=mend)
@@ -131,7 +135,7 @@ class Prefetcher:
         return step.planned, step.made
 
     def close(self) -> None:
-        """End the workers and wait until they are gone; a fork of the owner leaves them alone."""
+        """Stop the workers and wait for their end; a fork of the owner leaves the workers alone."""
         if os.getpid() != self._owner:
             return
         with self._changed:
@@ -174,7 +178,7 @@ class Prefetcher:
                 self._changed.notify_all()
 
     def _deal(self) -> bool:
-        """Plan what there is room for, and give each worker its tasks; False once it is closed."""
+        """Plan as many steps as there is room for, and give each worker its tasks; return False once closed."""
         while (consumed := self._next_to_plan()) is not None:
             planned = self._plan(
                 consumed
@@ -194,7 +198,7 @@ class Prefetcher:
             return not self._is_closed
 
     def _next_to_plan(self) -> int | None:
-        """What is consumed before the next step that there is room for."""
+        """Return the samples consumed before the next step that there is room for."""
         with self._changed:
             has_room = len(self._steps) < self._prefetch and not self._is_over and not self._is_closed
             return self._next if has_room else None
@@ -262,7 +266,7 @@ class Prefetcher:
 
 
 def _pinned(value: Any) -> Any:
-    """The same with every tensor in page-locked memory."""
+    """Return the batch with every tensor in page-locked memory."""
     if isinstance(value, torch.Tensor):
         return value.pin_memory()
     if isinstance(value, tuple):

@@ -1,4 +1,6 @@
-"""Whether a job's tokenizer, prompt formats and first rows mean what their author did (SPEC section 22), before any model is built."""
+"""Check before any model is built that tokenizer, prompt formats and first rows mean what their author did (SPEC
+section 22).
+"""
 
 from __future__ import annotations
 
@@ -20,13 +22,14 @@ from production.training.config import Dataset, Job, SetupRefused, row_settings
 from production.training.data.tokenizer import check_tokenizer, load_tokenizer
 
 FIRST_ROWS = 32
-"""Rows of each file that are looked at before a run."""
+"""Rows of each file that are checked before a run."""
 
 
 def check_tokens(job: Job, tokenizer: Any) -> tuple[Note, ...]:
-    """Refuse a job whose formats do not fit its tokenizer, or whose first rows hold keys that no row honours; return what is told of all rows.
+    """Refuse formats that do not fit the tokenizer and first rows with keys that no row honours; return the notes on
+    all rows.
 
-    Raises SetupRefused. Rows that cannot be read are the run's own affair, row by row (`data.default.on_bad_row`).
+    Raises SetupRefused. Rows that cannot be read are left to the run, row by row (`data.default.on_bad_row`).
     """
     for refusal in itertools.chain(_unfit(job, tokenizer), _bad_first_rows(job, tokenizer, unreadable=False)):
         raise refusal
@@ -38,7 +41,7 @@ def check_tokens(job: Job, tokenizer: Any) -> tuple[Note, ...]:
 
 
 def dry_run_tokens(job: Job) -> tuple[list[PackproofError], list[str]]:
-    """What a run would refuse, and what it would tell, of the files and the tokenizer that are on this machine. Nothing is written."""
+    """Return a run's refusals and notes on the files and the tokenizer that are on this machine. Nothing is written."""
     name = job.policy.tokenizer.name
     files = [file.path for _, dataset in _datasets(job) for file in dataset.data_path]
     if not (name and is_there(name)):
@@ -57,7 +60,7 @@ def dry_run_tokens(job: Job) -> tuple[list[PackproofError], list[str]]:
 
 
 def message_keys(dataset: Dataset, settings: RowSettings, tokenizer: Any) -> MessageKeys:
-    """What is asked of the keys of a dataset's messages."""
+    """Return the checks on the keys of a dataset's messages."""
     ignore = "ignore_keys of the dataset"
     if dataset.is_packed:
         return MessageKeys.of_format(
@@ -91,7 +94,7 @@ def _misfits(tokenizer: Any, dataset: Dataset, settings: RowSettings) -> list[st
 
 
 def _no_pad(tokenizer: Any, settings: RowSettings) -> str | None:
-    """Why every row would be refused for its pad token (R-PAD-1)."""
+    """Return why every row would be refused for its pad token (R-PAD-1)."""
     pad = find_pad(tokenizer, settings)
     if pad.id is not None and (pad.is_known or settings.semantics.unknown_pad_token == "unk"):
         return None
@@ -100,7 +103,9 @@ def _no_pad(tokenizer: Any, settings: RowSettings) -> str | None:
 
 
 def _unfit(job: Job, tokenizer: Any) -> Iterator[SetupRefused]:
-    """Formats that do not fit the tokenizer (R-FIT-1), and pad tokens that it lacks (R-PAD-1)."""
+    """Return the formats that do not fit the tokenizer (R-FIT-1) and the pad tokens that the tokenizer lacks
+    (R-PAD-1).
+    """
     for key, dataset in _datasets(job):
         settings = row_settings(job, dataset)
         misfits = _misfits(tokenizer, dataset, settings)
@@ -114,7 +119,9 @@ def _unfit(job: Job, tokenizer: Any) -> Iterator[SetupRefused]:
 
 
 def _bad_first_rows(job: Job, tokenizer: Any, *, unreadable: bool) -> Iterator[SetupRefused]:
-    """Files whose end was cut, and the first row of each other that holds a key that no row honours or, if that is asked for, cannot be read."""
+    """Return truncated files, and of each other file the first row with a key that no row honours or, if asked for,
+    the first unreadable row.
+    """
     for key, dataset in _datasets(job):
         keys = None if tokenizer is None else message_keys(dataset, row_settings(job, dataset), tokenizer)
         for file in dataset.data_path:
@@ -132,7 +139,7 @@ def _bad_first_rows(job: Job, tokenizer: Any, *, unreadable: bool) -> Iterator[S
 
 
 def _cut(path: str, dataset: Dataset) -> BadInput | RowRefused | None:
-    """Why the file is not the whole one: another size than its manifest says, or an end within a row (R-FILE-13)."""
+    """Return why the file is incomplete: a size other than its manifest's, or an end within a row (R-FILE-13)."""
     try:
         if dataset.is_packed and Path(path).is_file():
             read_manifest(Path(path))
@@ -158,7 +165,7 @@ def _first_fault(path: str, dataset: Dataset, keys: MessageKeys | None, *, skip:
 
 
 def _counted(job: Job, tokenizer: Any) -> Iterator[str]:
-    """What stands in the contents of each file's first rows."""
+    """Return notes on the contents of each file's first rows."""
     control = ControlTokens(tokenizer)
     for _, dataset in _datasets(job):
         settings = row_settings(job, dataset)

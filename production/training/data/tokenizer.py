@@ -1,4 +1,4 @@
-"""A job's tokenizer: loaded from its folder or from what Hugging Face has, and the rows of the embedding that it needs."""
+"""Load a job's tokenizer from its folder or from Hugging Face's cache, and size the embedding for the tokenizer."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ _MEND = f"give a folder with tokenizer.json and {_CONFIG}, or a Hugging Face nam
 _VOCABULARIES = (
     "tokenizer.json", "tokenizer.model", "tekken.json", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model",
 )  # fmt: skip
-"""Files of which a tokenizer has at least one."""
+"""Vocabulary files, of which a tokenizer has at least one."""
 _OTHERS = ("special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "config.json")
-"""Files that it may have beside its configuration."""
+"""Files that a tokenizer may have beside its configuration."""
 
 
 def load_tokenizer(job: Job) -> Any:
-    """The job's tokenizer, from its folder or from what is stored here of Hugging Face's.
+    """Load the job's tokenizer from its folder or from Hugging Face's cache on this machine.
 
-    Raises PackproofError with the key and its place: for a folder that is not there, with the file that is missing or damaged where
-    it is, and for a folder without `tokenizer_config.json`, which transformers would load without any special token.
+    Raises PackproofError with the key and its place: for a folder that does not exist, for a missing or damaged file,
+    and for a folder without `tokenizer_config.json`, which transformers would load without any special token.
     """
     from transformers import AutoTokenizer  # noqa: PLC0415 - takes seconds to import
 
@@ -51,7 +51,8 @@ def load_tokenizer(job: Job) -> Any:
 
 
 def check_tokenizer(job: Job) -> list[PackproofError]:
-    """Why the folder can be no tokenizer, found without loading it: a note of a dry run, a refusal of a run (R-SETUP-19).
+    """Return why the folder is not a tokenizer, without loading it: a note of a dry run, a refusal of a run
+    (R-SETUP-19).
 
     A name that Hugging Face may have is not looked up.
     """
@@ -64,12 +65,15 @@ def check_tokenizer(job: Job) -> list[PackproofError]:
 
 
 def folder_fault(folder: Path) -> str | None:
-    """Why a folder can be no tokenizer: the file that is missing or damaged; None where nothing is seen."""
+    """Return the missing or damaged file for which a folder is not a tokenizer; None where no fault is seen."""
     return _missing(folder, _CONFIG) if not (folder / _CONFIG).is_file() else next(_faults(folder), None)
 
 
 def vocabulary_size(job: Job, tokenizer: Any) -> int:
-    """Rows of the embedding: the job's, or the tokenizer's rounded up to a multiple of tp. Raises PackproofError where ids exceed it."""
+    """Return the rows of the embedding: the job's, or the tokenizer's rounded up to a multiple of tp.
+
+    Raises PackproofError where ids exceed it.
+    """
     needed = max(len(tokenizer), max(tokenizer.get_vocab().values(), default=0) + 1)
     if job.model.vocab_size is None:
         return round_up(needed, job.megatron.tensor_model_parallel_size)
@@ -91,7 +95,9 @@ def _refused(job: Job, why: str) -> PackproofError:
 
 
 def _fault(name: str, error: Exception) -> str:
-    """Why it cannot be loaded, in the job's words; what transformers says stands only where nothing else is known."""
+    """Return why the tokenizer cannot be loaded, in the job's words; transformers' message stands only where nothing
+    else is known.
+    """
     said = str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
     if name and Path(name).is_dir():
         return next(_faults(Path(name)), f"one of its files is damaged: {type(error).__name__}: {said}")
@@ -106,12 +112,12 @@ def _absent(name: str) -> str:
 
 
 def _is_a_path(name: str) -> bool:
-    """And so no name of Hugging Face's, which is `owner/name` at most."""
+    """Return whether a name is a path: Hugging Face's names are at most `owner/name`."""
     return name.count("/") > 1 or name.startswith((".", "~", "/")) or name.endswith("/")
 
 
 def _faults(folder: Path) -> Iterator[str]:
-    """Of its files, those that are missing or damaged."""
+    """Return the tokenizer's files that are missing or damaged."""
     if not any((folder / each).is_file() for each in _VOCABULARIES):
         yield _missing(folder, "tokenizer.json")
     for name in (_CONFIG, *_VOCABULARIES, *_OTHERS):
@@ -127,7 +133,7 @@ def _missing(folder: Path, name: str) -> str:
 
 
 def _damage(path: Path) -> str | None:
-    """What is wrong with one of its files; None where nothing is seen."""
+    """Return the fault of one of its files; None where no fault is seen."""
     if path.suffix not in (".json", ".jinja"):
         return None
     try:

@@ -1,7 +1,8 @@
-"""The processes that prepare samples ahead: how one is forked, what it does, and how its results come back.
+"""Fork a worker process that prepares samples ahead, and carry its results back through shared memory.
 
-A result lies in anonymous memory whose descriptor is sent, and is read in one call: a row of 262,144 tokens is 7 MB, for which a pipe needs
-a hundred calls, each with a turn at the training process's interpreter lock. Such memory goes with its last user: nothing is left over.
+A result lies in anonymous memory whose descriptor is sent, and is read in one call: a row of 262,144 tokens is 7 MB,
+for which a pipe needs a hundred calls, each with a turn at the training process's interpreter lock. Such memory is
+freed with its last user: nothing is left over.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from production.training.data.dataset import Recipe, Wire
 from production.training.data.order import Sample
 
 MESSAGE_BYTES = 1 << 17
-"""Of a task; sockets take somewhat more in one piece."""
+"""Bytes of a task at most; sockets take somewhat more in one piece."""
 _ALIGNMENT = 64
 _HEADER_BYTES = 8
 _ENDS: weakref.WeakSet[socket.socket] = weakref.WeakSet()
@@ -37,18 +38,19 @@ _ENDS: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
 
 class WorkerDied(PackproofError):  # noqa: N818 - says what happened
-    """A worker process that ended by itself, or was ended."""
+    """A worker process ended by itself, or was killed."""
 
 
 class WorkerProcess:
-    """One worker: takes a task at a time over a socket, gives back results in the same order."""
+    """Runs one worker: takes a task at a time over a socket, and returns results in the same order."""
 
     def __init__(self, number: int, recipe: Recipe[Any, Any]) -> None:
-        """Fork it.
+        """Fork the worker.
 
-        A fork of a process with threads is safe for what this child does: it reads files, tokenizes without threads, uses numpy and
-        wraps arrays as tensors. It never touches a device, a process group or OpenMP, and leaves by `os._exit`. Forked and not
-        spawned: a worker starts in 10 ms and shares the tokenizer's memory, where importing torch alone takes seconds.
+        A fork of a process with threads is safe for what this child does: the child reads files, tokenizes without
+        threads, uses numpy and wraps arrays as tensors. The child never touches a device, a process group or OpenMP,
+        and leaves by `os._exit`. The worker is forked and not spawned: a fork starts in 10 ms and shares the
+        tokenizer's memory, where importing torch alone takes seconds.
         """
         self.number = number
         self.socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -74,15 +76,15 @@ class WorkerProcess:
 
     @property
     def name(self) -> str:
-        """As errors call it."""
+        """Return the worker's name in errors."""
         return f"loader worker {self.number} (process {self.pid})"
 
     def send(self, samples: Sequence[Sample]) -> None:
-        """Have these samples prepared. OSError where it is gone."""
+        """Have these samples prepared. Raises OSError where the worker has ended."""
         self.socket.send(pickle.dumps([tuple(sample) for sample in samples], protocol=5))
 
     def receive(self) -> list[Wire | PackproofError] | None:
-        """The next result; None where the worker is gone."""
+        """Return the next result; None where the worker has ended."""
         try:
             _, descriptors, _, _ = socket.recv_fds(self.socket, 1, 1)
         except ConnectionError:
@@ -95,7 +97,7 @@ class WorkerProcess:
             os.close(descriptors[0])
 
     def end(self) -> str:
-        """End it if it still runs, and say how it ended."""
+        """Stop the worker if it still runs, and return how it ended."""
         with contextlib.suppress(OSError):
             self.socket.shutdown(socket.SHUT_RDWR)  # also where another process, forked since, holds it open
         self.socket.close()
@@ -107,7 +109,7 @@ class WorkerProcess:
         return _in_words(self.status)
 
     def has_ended(self, seconds: float | None) -> bool:
-        """Whether it has, after waiting so long at most; None waits until it has."""
+        """Return whether the worker has ended, after waiting at most the given seconds; None waits for the end."""
         if self.status is None:
             self.status = self._wait(seconds)
         return self.status is not None
@@ -127,7 +129,7 @@ class WorkerProcess:
 
 
 def serve(recipe: Recipe[Any, Any], connection: socket.socket) -> None:
-    """Prepare what comes in until the other end is closed."""
+    """Prepare incoming tasks until the other end is closed."""
     while task := connection.recv(MESSAGE_BYTES):
         samples = [Sample(*fields) for fields in pickle.loads(task)]  # noqa: S301 - from the process that forked this one
         found = [item if isinstance(item, PackproofError) else recipe.to_wire(item) for item in recipe.prepare(samples)]
@@ -139,7 +141,10 @@ def serve(recipe: Recipe[Any, Any], connection: socket.socket) -> None:
 
 
 def _run(recipe: Recipe[Any, Any], connection: socket.socket, others: socket.socket, parent: int) -> None:
-    """The child's whole life. It ends with its parent, also inside a long task, and not by the signals that a job's processes share."""
+    """Run the child.
+
+    The child ends with its parent, also inside a long task, and ignores the signals that a job's processes share.
+    """
     code = 1
     try:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
@@ -169,7 +174,7 @@ def _follow(connection: socket.socket, parent: int) -> None:
 
 
 def _pack(found: list[Wire | PackproofError]) -> int:
-    """A descriptor of shared memory with the pickled structure and, aligned behind it, the arrays' bytes."""
+    """Return a descriptor of shared memory with the pickled structure and, aligned behind it, the arrays' bytes."""
     buffers: list[pickle.PickleBuffer] = []
     structure = pickle.dumps(found, protocol=5, buffer_callback=buffers.append)
     raws = [buffer.raw() for buffer in buffers]
@@ -188,7 +193,7 @@ def _pack(found: list[Wire | PackproofError]) -> int:
 
 
 def _unpack(view: memoryview) -> list[Wire | PackproofError]:
-    """The inverse of `_pack` from what it wrote, which the arrays keep alive."""
+    """Return the object that `_pack` wrote; the arrays keep the memory alive."""
     end = _HEADER_BYTES + int.from_bytes(view[:_HEADER_BYTES], "little")
     structure, sizes = pickle.loads(view[_HEADER_BYTES:end])  # noqa: S301 - from a process that this one forked
     places = _places(end, sizes)
@@ -198,7 +203,7 @@ def _unpack(view: memoryview) -> list[Wire | PackproofError]:
 
 
 def _places(start: int, sizes: Sequence[int]) -> list[int]:
-    """Where each buffer lies, and where all end."""
+    """Return the offset of each buffer, and the total size."""
     places = [start + -start % _ALIGNMENT]
     for size in sizes:
         end = places[-1] + size
@@ -213,7 +218,7 @@ def _write(descriptor: int, data: memoryview, place: int) -> None:
 
 
 def _read(descriptor: int) -> memoryview:
-    """All of it: not mapped, since a map holds a descriptor and a step may have a thousand of them."""
+    """Read the whole memory: a mapping would hold a descriptor, and a step may have a thousand of them."""
     view = memoryview(np.empty(os.fstat(descriptor).st_size, dtype=np.uint8))
     place = 0
     while place < view.nbytes:

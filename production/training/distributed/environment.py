@@ -1,4 +1,4 @@
-"""What the environment says of a process of a job: how many ranks a launcher started, which this is, how many threads it may use."""
+"""Read a job process's environment: ranks that a launcher started, this rank, and threads it may use."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ import os
 from production.errors import PackproofError
 
 _OF_A_RANK = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-"""What torch needs to find the other ranks; torchrun sets all of them."""
+"""Variables that torch needs to find the other ranks; torchrun sets all of them."""
 _MEND = "start with torchrun, or take it out of the environment"
 
 
 def started_ranks() -> int | None:
-    """Return how many ranks a launcher says that it started; None without one. Raises PackproofError for what is no number."""
+    """Return the number of ranks that a launcher started; None without a launcher.
+
+    Raises PackproofError for a value that is not a number.
+    """
     said = os.environ.get("WORLD_SIZE")
     if said is None:
         return None
@@ -22,7 +25,9 @@ def started_ranks() -> int | None:
 
 
 def check_environment() -> None:
-    """Refuse variables of a launcher that are there in part, empty, or no numbers: PackproofError names what is wrong with which."""
+    """Refuse launcher variables that are incomplete, empty, or not numbers: PackproofError names the variable and its
+    fault.
+    """
     size = started_ranks()
     there = [name for name in _OF_A_RANK if name in os.environ]
     if "RANK" in there or "WORLD_SIZE" in there:
@@ -42,9 +47,10 @@ def check_environment() -> None:
 
 
 def threads() -> int:
-    """Return the threads of `OMP_NUM_THREADS`, of a list those of the outermost level; 1 where it is not set or empty.
+    """Return the threads of `OMP_NUM_THREADS`, of a list those of the outermost level; 1 where it is not set or
+    empty.
 
-    Raises PackproofError for what is no number.
+    Raises PackproofError for a value that is not a number.
     """
     said = os.environ.get("OMP_NUM_THREADS", "").strip()
     if not said:

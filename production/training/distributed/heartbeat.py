@@ -1,7 +1,9 @@
-"""Who is missing when a collective fails: ranks give signs of life over the store, and say why they stop, or where they hang.
+"""Name the rank at fault when a collective fails: ranks send heartbeats over the store, and report why they stop or
+where they hang.
 
-A sign a second a rank costs the store two small messages; a failing job takes 5 s more to say which rank it was. Over gloo, whose
-collectives raise an error after their timeout; NCCL's own watchdog ends a process instead, and has not been run here.
+A heartbeat a second a rank costs the store two small messages; a failing job takes 5 s more to say which rank it was.
+Over gloo, whose collectives raise an error after their timeout; NCCL's own watchdog ends a process instead, and has
+not been run here.
 """
 
 from __future__ import annotations
@@ -21,20 +23,22 @@ from torch import distributed
 from production.errors import PackproofError
 
 HEARTBEAT_SECONDS = 1.0
-"""Between two signs of life of a rank."""
+"""Seconds between two heartbeats of a rank."""
 SILENT_SECONDS = 5.0
-"""A rank that gave none for so long is named as gone; one that is alive has so long to say where it hangs."""
+"""Seconds without a heartbeat after which a rank counts as gone; a rank that is alive has that long to report where
+it hangs.
+"""
 REPORTED_ELSEWHERE = "told by another rank"
-"""Note of an error that another rank has raised in the same words: to be printed once."""
+"""Note of an error that another rank has raised in the same words: the error is printed once."""
 
 
 class RankLost(PackproofError):  # noqa: N818 - says what happened
-    """A collective failed because of another rank; names it."""
+    """A collective failed because of another rank, which the error names."""
 
 
 @contextlib.contextmanager
 def report_lost_ranks() -> Iterator[None]:
-    """Turns the error of a collective into RankLost with the ranks that are gone, that stopped and why, or that hang.
+    """Turn the error of a collective into RankLost with the ranks that are gone, that stopped and why, or that hang.
 
     Enter it in the default process group; with one rank it does nothing.
     """
@@ -72,7 +76,7 @@ class _Watch:
         self._thread.start()
 
     def stops_for(self, error: BaseException) -> None:
-        """Say why this rank stops, for those that will wait for it."""
+        """Report why this rank stops, for the ranks that will wait for it."""
         with contextlib.suppress(Exception):  # the store may be gone
             self._store.set(self._key("stopped", self._rank), _short(error))
             self.marks_if_told(error)
@@ -84,7 +88,7 @@ class _Watch:
                 error.add_note(REPORTED_ELSEWHERE)
 
     def verdict(self) -> RankLost | None:
-        """Who is at fault, after having waited for a sign of life; None where nobody is known to be."""
+        """Return which rank is at fault, after having waited for a heartbeat; None where no rank is known to be."""
         try:
             self._store.set(self._key("waited", self._rank), "")
             before = self._counts()
@@ -128,7 +132,9 @@ class _Watch:
                 return
 
     def _answer(self) -> None:
-        """Others have given this rank up: say where it is and, unless it waits as they do, end it, which nobody else may."""
+        """Answer ranks that have given this rank up: report where it is and, unless it waits as they do, end its
+        process.
+        """
         frame = sys._current_frames().get(self._watched)  # noqa: SLF001 - the one way to see another thread's stack
         if frame is None:
             return
@@ -182,20 +188,20 @@ def _short(error: BaseException) -> str:
 
 
 def _place(stack: traceback.StackSummary) -> str:
-    """The innermost call, and the innermost one of this package where that is another."""
+    """Return the innermost call, and the innermost call of this package where that is another."""
     at = [stack[-1], *(frame for frame in stack[-2::-1] if f"{os.sep}production{os.sep}" in frame.filename)][:2]
     return ", called from ".join(f"{frame.filename}:{frame.lineno} in {frame.name}" for frame in at)
 
 
 def _is_waiting(stack: traceback.StackSummary) -> bool:
-    """Whether a rank is in a collective itself: its own timeout is then some seconds away."""
+    """Return whether a rank is in a collective itself: its own timeout is then some seconds away."""
     inner = stack[-1]
     is_torch = f"{os.sep}torch{os.sep}distributed{os.sep}" in inner.filename
     return is_torch or ".wait()" in linecache.getline(inner.filename, inner.lineno or 0)
 
 
 def is_of_a_collective(error: BaseException) -> bool:
-    """Backends raise RuntimeError, or what torch's checkpoints make of it, with nothing but words to tell it by."""
+    """Return whether an error is of a collective: backends raise RuntimeError, which only its text tells apart."""
     said = f"{type(error).__name__} {error}".lower()
     words = ("connection", "gloo", "nccl", "timed out", "timeout", "peer", "socket", "distbackend")
     return not isinstance(error, OSError) and any(word in said for word in words)

@@ -1,4 +1,4 @@
-"""A rank's process from torchrun's environment to megatron-core's parallel state, and back."""
+"""Take a rank's process from torchrun's environment to megatron-core's parallel state, and back."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from production.training.library_warnings import quiet
 
 @dataclass(frozen=True, kw_only=True)
 class Launched:
-    """A rank that may train."""
+    """Holds what a rank needs to train."""
 
     place: RankCoordinates
-    """Where it stands in the layout."""
+    """Coordinates of the rank in the layout of ranks."""
     device: torch.device
-    """Where its model lies."""
+    """Device of the rank's model."""
     backend: str
     """`nccl` or `gloo`."""
 
@@ -36,11 +36,11 @@ class Launched:
 def launched(
     sizes: ParallelSizes, *, device: str, timeout_seconds: int, seed: int, deterministic: bool = True
 ) -> Iterator[Launched]:
-    """Join the world that torchrun started (be one of one rank without it; stay in the default process group where there is
-    one), lay it out, seed it; all undone on exit.
+    """Join the world that torchrun started, lay it out and seed it; undo everything on exit.
 
-    `device` is `cpu`, `cuda` or `auto`. Raises PackproofError for a device that is not there or a world that the layout
-    does not fit, lost.RankLost where a rank vanishes while this one waits for it.
+    Without torchrun the world has one rank; an existing default process group is kept. `device` is `cpu`, `cuda` or
+    `auto`. Raises PackproofError for a device that is absent or a world that the layout does not fit,
+    heartbeat.RankLost where a rank vanishes while this one waits for it.
     """
     is_cuda = _is_cuda(device)
     quiet()
@@ -70,7 +70,7 @@ def launched(
 
 
 def world_size() -> int:
-    """Ranks that torchrun started, or of the process group that is there; 1 without either."""
+    """Return the ranks that torchrun started, or those of the existing process group; 1 without either."""
     return distributed.get_world_size() if distributed.is_initialized() else started_ranks() or 1
 
 
@@ -103,7 +103,9 @@ def _leave() -> None:
 
 
 def _seed(seed: int, place: RankCoordinates) -> None:
-    """As Megatron-LM: pipeline stages differ, tensor-parallel ranks in what they share out, replicas not at all."""
+    """Seed as Megatron-LM does: pipeline stages differ, tensor-parallel ranks differ in what they divide, replicas do
+    not differ.
+    """
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: PLC0415 - heavy
 
     of_stage = seed + 100 * place.pipeline_rank

@@ -1,4 +1,4 @@
-"""A rank whose launcher was killed: nobody would end it any more, so it saves and ends by itself."""
+"""Save and end a rank whose launcher was killed, since no other process would end the rank."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ import time
 from collections.abc import Iterator
 
 POLL_SECONDS = 1.0
-"""Between two looks at the launcher."""
+"""Seconds between two checks of the launcher."""
 LAUNCHER_GONE = "LAUNCHER_GONE"
-"""What is asked for an end with, beside the names of signals."""
+"""Name of this request to end, beside the names of signals."""
 
 
 @contextlib.contextmanager
 def outliving_no_launcher(asked: list[str], *, timeout_seconds: float) -> Iterator[None]:
-    """Ask this rank to save and end where torchrun, which started it, is gone; end the process where it has not after `timeout_seconds`.
+    """Ask this rank to save and end where torchrun, which started it, is gone; end the process after
+    `timeout_seconds`.
 
-    Without torchrun it does nothing: a shell that started a process may well be left.
+    Without torchrun it does nothing: a shell may end before the process that it started.
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         yield

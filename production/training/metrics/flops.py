@@ -1,6 +1,8 @@
-"""Model FLOPs of a step by Megatron-LM's formula, with attention counted over segments, not over the row's length.
+"""Compute model FLOPs of a step by Megatron-LM's formula, with attention counted over segments, not over the row's
+length.
 
-A row of 262,144 tokens in segments of 1,024 costs 256 times less attention than one segment; its row length would flatter MFU by that.
+A row of 262,144 tokens in segments of 1,024 costs 256 times less attention than one segment; counting its row length
+would raise the reported MFU by that factor.
 """
 
 from __future__ import annotations
@@ -14,20 +16,22 @@ import torch
 from production.errors import PackproofError
 
 FORWARD_AND_BACKWARD = 3
-"""A product is computed once forward and twice backward; what is computed again for recomputation does not count."""
+"""Passes of a product: once forward and twice backward; recomputation does not count."""
 MULTIPLY_ADD = 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelWork:
-    """What a model's matrix products cost (R-WORK-1), without embedding look-up, norms, softmax and router."""
+    """Sizes that give the cost of a model's matrix products (R-WORK-1), without embedding look-up, norms, softmax and
+    router.
+    """
 
     hidden_size: int
     """Channels of a token between layers."""
     vocab_size: int
     """Columns of the output layer, padding included."""
     attention_layers: int
-    """Those of the multi-token prediction included, as in the next two."""
+    """Attention layers, those of multi-token prediction included, as in the next two."""
     dense_layers: int
     """Layers with one feed-forward network."""
     expert_layers: int = 0
@@ -47,7 +51,7 @@ class ModelWork:
     expert_ffn_hidden_size: int = 0
     """Inner channels of one routed expert."""
     shared_expert_ffn_hidden_size: int = 0
-    """0 without a shared expert."""
+    """Inner channels of the shared expert; 0 without a shared expert."""
     expert_latent_size: int | None = None
     """Size that routed experts work in, if not the hidden size."""
     depths: int = 0
@@ -55,7 +59,7 @@ class ModelWork:
 
     @property
     def per_token(self) -> int:
-        """Floating-point operations that grow with tokens, forward and backward."""
+        """Return the floating-point operations per token, forward and backward."""
         hidden, products = self.hidden_size, 3 if self.is_gated else 2
         if self.expert_latent_size is None:
             routed = products * self.expert_ffn_hidden_size * self.experts_per_token * hidden
@@ -78,19 +82,20 @@ class ModelWork:
 
     @property
     def per_square(self) -> int:
-        """Those that grow with Σ L² over segments: two products of L × L, half of each masked."""
+        """Return the floating-point operations per Σ L² over segments: two products of L × L, half of each masked."""
         return FORWARD_AND_BACKWARD * MULTIPLY_ADD * self.attention_layers * self.query_size
 
     def __call__(self, tokens: int, square_sum: int) -> float:
-        """Floating-point operations of so many tokens in segments of so many squares, both without padding."""
+        """Return the floating-point operations of `tokens` and squared segment lengths, both without padding."""
         return float(self.per_token * tokens + self.per_square * square_sum)
 
 
 def work_of(config: Any, *, vocab_size: int, hybrid_layer_pattern: str | None = None) -> ModelWork:
-    """The work of a model of megatron-core's TransformerConfig `config`; `vocab_size` counts the padded output layer.
+    """Return the work of a model of megatron-core's TransformerConfig `config`; `vocab_size` counts the padded output
+    layer.
 
-    Raises PackproofError for a model that the formula does not cover (layers of state-space models): its TFLOP/s are then
-    not reported. Attention is that of SelfAttention, as all that `production.model.model` builds.
+    Raises PackproofError for a model that the formula does not cover (layers of state-space models), whose TFLOP/s
+    are then not reported. Attention is SelfAttention, as in every model that `production.model.model` builds.
     """
     depths = config.mtp_num_layers or 0
     if hybrid_layer_pattern is None:
@@ -118,10 +123,11 @@ def work_of(config: Any, *, vocab_size: int, hybrid_layer_pattern: str | None = 
 
 
 def segment_squares(cu_seqlens: torch.Tensor, padding_tokens: int) -> int:
-    """Σ L² over the segments of one row (R-WORK-2); `cu_seqlens` is [K] int32 on the host.
+    """Return Σ L² over the segments of one row (R-WORK-2); `cu_seqlens` is [K] int32 on the host.
 
-    Padding is taken off the end of the row, where all of it lies at cp 1. At cp > 1 each segment has up to 2·cp - 1
-    positions of its own padding, which are counted as if they lay there too: the sum is off by as much, of thousands.
+    Padding is subtracted at the end of the row, where all padding lies at cp 1. At cp > 1 each segment has up to 2·cp
+    - 1 positions of its own padding, which are counted as if they lay at the end too: the error of the sum is as
+    large, out of thousands.
     """
     lengths: list[int] = cu_seqlens.diff().tolist()
     for place in reversed(range(len(lengths))):
@@ -134,14 +140,14 @@ def segment_squares(cu_seqlens: torch.Tensor, padding_tokens: int) -> int:
 
 
 def peak_tflops(device: torch.device | str) -> float | None:
-    """The device's dense bf16 peak in TFLOP/s by its name; None on CPU and for a device that the table lacks."""
+    """Return the device's dense bf16 peak in TFLOP/s by its name; None on CPU and for a device that the table lacks."""
     if torch.device(device).type != "cuda":
         return None
     return peak_of(torch.cuda.get_device_name(device))
 
 
 def peak_of(name: str) -> float | None:
-    """As `peak_tflops`, of a device of this name, such as `NVIDIA H100 80GB HBM3`; None for a slice of one (MIG)."""
+    """Return the peak of a device of this name, such as `NVIDIA H100 80GB HBM3`; None for a slice of a device (MIG)."""
     words = re.split(r"[ -]+", name.removeprefix("NVIDIA "))
     if "MIG" in words:
         return None
@@ -171,13 +177,15 @@ PEAKS: dict[tuple[str, str], float] = {
     ("GB200", ""): 2500.0,
     ("GB300", ""): 2500.0,
 }
-"""Dense bf16 TFLOP/s of NVIDIA's data sheets by model and board (R-WORK-3): half of what they say with sparsity."""
+"""Dense bf16 TFLOP/s of NVIDIA's data sheets by model and board (R-WORK-3): half of the published figure with
+sparsity.
+"""
 ONE_PEAK = frozenset({"A10", "A30", "A40", "A100", "A800", "L4", "L40", "L40S"})
 """Models whose boards all have the same peak."""
 
 
 def _layers(config: Any, depths: int) -> tuple[int, int, int]:
-    """Attention, dense and expert layers; a depth has a layer like the last one."""
+    """Return attention, dense and expert layers; a depth has a layer like the last one."""
     if config.num_moe_experts is None:
         return config.num_layers + depths, config.num_layers + depths, 0
     frequency = config.moe_layer_freq

@@ -1,6 +1,8 @@
-"""Where a run's numbers go (R-RECORD): JSON lines always, TensorBoard beside them, W&B and MLflow (extras) where asked.
+"""Write a run's numbers (R-RECORD): always JSON lines, TensorBoard beside them, W&B and MLflow (extras) where asked
+for.
 
-One line of JSON costs 20 µs and is with the operating system before the next step begins; a line is not forced to the disk.
+One line of JSON costs 20 µs and is with the operating system before the next step begins; a line is not forced to the
+disk.
 """
 
 from __future__ import annotations
@@ -23,104 +25,111 @@ Value = float | int | bool | str
 Kind = Literal["run", "step", "validation", "end"]
 FILE = "metrics.jsonl"
 NOT_NUMBERS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
-"""JSON has no such numbers: a line holds these strings instead, and `read_records` turns them back."""
+"""Strings that stand for numbers which JSON lacks; `read_records` turns the strings back."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """What every logger is given."""
+    """Holds one record for all loggers."""
 
     kind: Kind
-    """`run`: the job's facts, at its beginning and at each resumption; `end`: how it ended."""
+    """Kind of record; `run` holds the job's facts, at its start and at each resumption, and `end` the way the run
+    ended.
+    """
     step: int
-    """The step that it belongs to; of `run`, the one before the first."""
+    """Step of the record; of `run`, the step before the first."""
     values: Mapping[str, Value]
-    """By name (`StepNumbers.values`; of a validation, `validation_loss` and the like)."""
+    """Values by name (`StepNumbers.values`; of a validation, `validation_loss` and the like)."""
 
 
 class Logger(Protocol):
-    """One place that numbers go to."""
+    """A destination of records."""
 
     def log(self, record: Record) -> None:
-        """Take one record; it is out of this process, or on its way, on return."""
+        """Take one record, which has left this process, or is on its way, on return."""
 
     def close(self) -> None:
-        """Nothing follows."""
+        """Close the logger; no record follows."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WandbSettings:
-    """A run of Weights & Biases."""
+    """Settings of a run of Weights & Biases."""
 
     project: str
     """Project that the run is put in."""
     name: str | None = None
-    """None: it makes one up."""
+    """Name of the run; None: W&B makes a name."""
     entity: str | None = None
     """Team or user; None: the login's own."""
     run_id: str | None = None
-    """Of the run, which is gone on with where it is there (a job gives its own); in offline mode the parts of one run are brought together
-    by `wandb sync --append`. None: W&B makes one up."""
+    """Identifier of the run, which continues where it exists (a job gives its own); None: W&B makes one up.
+
+    In offline mode `wandb sync --append` joins the parts of one run.
+    """
     mode: Literal["online", "offline"] = "online"
     """`offline` writes below the folder, for `wandb sync`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MlflowSettings:
-    """A run of MLflow."""
+    """Settings of a run of MLflow."""
 
     experiment: str
     """Experiment that the run is put in."""
     tracking_uri: str | None = None
     """A server, or `file:///…`; None: the folder `mlruns` below the run's."""
     run_name: str | None = None
-    """None: it makes one up."""
+    """Name of the run; None: MLflow makes a name."""
     run_id: str | None = None
-    """Of a run to go on with."""
+    """Identifier of a run to continue."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoggerSettings:
-    """Which loggers a run has beside the JSON lines."""
+    """Settings of a run's loggers beside the JSON lines."""
 
     folder: Path
-    """`metrics.jsonl` lies there, and what else is kept in files."""
+    """Folder of `metrics.jsonl` and of all other files of loggers."""
     tensorboard: str | None = "tensorboard"
-    """Folder of the event files, below `folder`; None for none."""
+    """Folder of the event files, below `folder`; None writes no event file."""
     wandb: WandbSettings | None = None
-    """None for none."""
+    """Settings of W&B; None does not log there."""
     mlflow: MlflowSettings | None = None
-    """None for none."""
+    """Settings of MLflow; None does not log there."""
 
 
 @dataclass(kw_only=True)
 class Loggers:
-    """Several loggers as one; a context manager that closes them. On ranks other than 0 there are none."""
+    """Joins several loggers in one; a context manager that closes them. Ranks other than 0 have no logger."""
 
     lines: JsonLines | None = None
     """The JSON lines; None on ranks other than 0."""
     others: dict[str, Logger] = field(default_factory=dict)
-    """The rest by name."""
+    """The other loggers by name."""
     say: Callable[[str], None] = lambda text: print(text, file=sys.stderr)
-    """Told when one of the rest fails; standard error unless given."""
+    """Called when one of the other loggers fails; prints to standard error unless given."""
 
     def __enter__(self) -> Self:
-        """Nothing more to open."""
+        """Return the loggers, which are already open."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close all."""
+        """Close all loggers."""
         self.close()
 
     def log(self, record: Record) -> None:
-        """Give the record to all. Raises what the JSON lines raise; another logger that fails is told of and left out."""
+        """Give the record to all loggers.
+
+        Raises what the JSON lines raise; another logger that fails is reported and left out.
+        """
         if self.lines is not None:
             self.lines.log(record)
         for name in list(self.others):
             self._try(name, lambda logger: logger.log(record))
 
     def close(self) -> None:
-        """Close all of them, also after one that fails."""
+        """Close all loggers, also after one that fails."""
         for name in list(self.others):
             self._try(name, lambda logger: logger.close())
         self.others.clear()
@@ -136,11 +145,11 @@ class Loggers:
 
 
 def open_loggers(settings: LoggerSettings, *, rank: int, run: Mapping[str, Value], finished_steps: int = 0) -> Loggers:
-    """The loggers of this run, after a `run` record with the facts `run`; none on ranks other than 0.
+    """Open the loggers of this run and log a `run` record with the facts `run`; ranks other than 0 open no logger.
 
-    With `finished_steps` the run goes on: files are appended to, and what they hold of later steps is overridden by
-    what follows. Raises PackproofError where a logger's package is missing, one cannot start (no login, no server), or the folder
-    cannot be written.
+    With `finished_steps` the run continues: files are appended to, and new records override older ones of later
+    steps. Raises PackproofError where a logger's package is missing, a logger cannot start (no login, no server), or
+    the folder cannot be written.
     """
     if rank != 0:
         return Loggers()
@@ -167,12 +176,13 @@ def open_loggers(settings: LoggerSettings, *, rank: int, run: Mapping[str, Value
 
 
 class JsonLines:
-    """One object a line (R-RECORD-1): `kind`, `step`, `time` in seconds since 1970, then the values. NaN and infinities are the strings of
-    NOT_NUMBERS.
+    """Writes one JSON object a line (R-RECORD-1): `kind`, `step`, `time` in seconds since 1970, then the values.
+
+    NaN and infinities are written as the strings of NOT_NUMBERS.
     """
 
     def __init__(self, path: Path) -> None:
-        """Append to the file (R-RECORD-2). A last line that was cut off is taken away; `repaired` says how many bytes that were."""
+        """Append to the file (R-RECORD-2). An incomplete last line is removed; `repaired` holds its number of bytes."""
         self._path = path
         try:
             self.repaired = _mend_tail(path)
@@ -198,15 +208,17 @@ class JsonLines:
 
 
 class TensorBoard:
-    """An event file for TensorBoard. It keeps float32: the JSON lines are the ones to compare losses by."""
+    """Writes an event file for TensorBoard, in float32: compare losses by the JSON lines."""
 
     def __init__(self, folder: Path, finished_steps: int) -> None:
-        """What earlier event files hold of steps after `finished_steps` is hidden; of a run that begins anew all of it, step 0 too."""
+        """Hide steps after `finished_steps` of earlier event files; a run that begins anew hides all steps, step 0
+        too.
+        """
         summaries = _import("torch.utils.tensorboard", package="tensorboard", extra=None)
         self._writer = summaries.SummaryWriter(str(folder), purge_step=finished_steps + 1 if finished_steps else 0)
 
     def log(self, record: Record) -> None:
-        """Scalars by name; facts of the run as text."""
+        """Log scalars by name, and facts of the run as text."""
         for name, value in record.values.items():
             if record.kind == "run" or isinstance(value, str):
                 self._writer.add_text(f"{record.kind}/{name}", str(value), record.step)
@@ -220,10 +232,10 @@ class TensorBoard:
 
 
 class Wandb:
-    """Weights & Biases; what was logged of steps that are run again stays as it was first."""
+    """Logs to Weights & Biases; steps that run again keep their first values."""
 
     def __init__(self, settings: WandbSettings, folder: Path, run: Mapping[str, Value]) -> None:
-        """Begin or go on with a run."""
+        """Begin or continue a run."""
         wandb = _import("wandb", package="wandb", extra="wandb")
         self._run: Any = wandb.init(
             project=settings.project,
@@ -238,7 +250,7 @@ class Wandb:
         )
 
     def log(self, record: Record) -> None:
-        """Scalars at their step; a run's facts are its config already."""
+        """Log scalars at their step; a run's facts are its config already."""
         if record.kind != "run":
             self._run.log(dict(record.values), step=record.step)
 
@@ -248,10 +260,10 @@ class Wandb:
 
 
 class Mlflow:
-    """An MLflow tracking server, or its folder of files."""
+    """Logs to an MLflow tracking server, or to its folder of files."""
 
     def __init__(self, settings: MlflowSettings, folder: Path, run: Mapping[str, Value]) -> None:
-        """Begin or go on with a run, in an experiment that is made if it is not there."""
+        """Begin or continue a run, in an experiment that is made if it does not exist."""
         self._mlflow = _import("mlflow", package="mlflow-skinny", extra="mlflow")
         place = settings.tracking_uri
         if place is None:
@@ -267,7 +279,7 @@ class Mlflow:
             self._client.log_batch(self._id, params=parameters)
 
     def log(self, record: Record) -> None:
-        """Numbers at their step."""
+        """Log numbers at their step."""
         now = time.time_ns() // 1_000_000
         metrics = [
             self._mlflow.entities.Metric(name, float(value), now, record.step)
@@ -277,14 +289,14 @@ class Mlflow:
         self._client.log_batch(self._id, metrics=metrics)
 
     def close(self) -> None:
-        """Say that the run has ended."""
+        """Mark the run as ended."""
         self._client.set_terminated(self._id)
 
 
 def read_records(path: Path) -> Iterator[Record]:
-    """The records of a file of JSON lines, in order; a last line without its end is left out.
+    """Return the records of a file of JSON lines, in order; an incomplete last line is left out.
 
-    Raises BadInput for a line that is none of ours.
+    Raises BadInput for a line that no logger of this module wrote.
     """
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
@@ -309,12 +321,12 @@ _START = {
     "wandb": "log in once (`wandb login`), or set logger.wandb.mode to offline",
     "mlflow": "give logger.mlflow.tracking_uri a server that can be reached, or leave it out: runs are kept below logger.log_dir then",
 }
-"""How a logger that does not start is mended."""
+"""Fixes for a logger that does not start."""
 
 
 @contextlib.contextmanager
 def _starting(name: str) -> Iterator[None]:
-    """Says in a job's words why a logger does not start, whatever its package raises."""
+    """Raise in a job's words why a logger does not start, whatever its package raises."""
     try:
         yield
     except PackproofError:
@@ -346,7 +358,7 @@ def _from_json(value: Value) -> Value:
 
 
 def _mend_tail(path: Path) -> int:
-    """Cut a last line that has no end, unless it is whole but for that; the number of bytes cut."""
+    """Cut an incomplete last line, unless only its newline is missing; return the number of bytes cut."""
     if not path.exists():
         return 0
     with path.open("r+b") as file:

@@ -1,4 +1,4 @@
-"""Line pictures as SVG text, without a plotting library: a run's losses, or two runs' over each other."""
+"""Draw line plots as SVG text, without a plotting library: a run's losses, or two runs' over each other."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ ROW = 16
 TICK_ROOM = 42
 """The least distance between two steps on the axis."""
 COLUMNS = 700
-"""Of more points than these, each column keeps its lowest and highest: spikes stay."""
+"""Columns of a line with more points; each column keeps its lowest and highest point, so that spikes stay."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """One series."""
+    """Holds one series."""
 
     name: str
-    """What the legend calls it."""
+    """Name in the legend."""
     points: Sequence[tuple[float, float]]
-    """(x, y), x rising; a y that is no finite number breaks the line and is marked at the top."""
+    """Points (x, y) with rising x; a y that is NaN or infinite breaks the line and is marked at the top."""
     colour: str = "#316dca"
     """As SVG's stroke."""
     width: float = 1.6
-    """Of the stroke, in pixels."""
+    """Width of the stroke, in pixels."""
     dashes: str = ""
     """As SVG's stroke-dasharray, such as `5 4`."""
     dots: bool = False
@@ -40,10 +40,10 @@ class Line:
 def draw(
     lines: Sequence[Line], *, title: str, x_title: str, y_title: str, from_zero: bool = False, width: int = WIDTH
 ) -> str:
-    """Return the picture as one `<svg>` element that can also stand alone as a file; light and dark as the viewer asks.
+    """Return the plot as one `<svg>` element that can also stand alone as a file; light or dark as the viewer asks.
 
-    `width` is in pixels, those of the letters: give a small one to a picture for a small screen. A legend that does not fit beside
-    the title goes below it.
+    `width` is in pixels, which are also the unit of letters: use a small width for a small screen. A legend that does
+    not fit beside the title goes below the title.
     """
     xs = [x for line in lines for x, _ in line.points]
     ys = [y for line in lines for _, y in line.points if math.isfinite(y)]
@@ -73,7 +73,7 @@ def draw(
 
 
 def ticks(low: float, high: float, *, whole: bool = False) -> list[float]:
-    """Round numbers from at most `low` to at least `high`, four to eleven of them."""
+    """Return round numbers from at most `low` to at least `high`, four to eleven of them."""
     if not high > low:
         spread = abs(low) * 0.05 or 1.0
         low, high = low - spread, high + spread
@@ -128,7 +128,7 @@ def _axes(frame: _Frame, x_ticks: Sequence[float], y_ticks: Sequence[float]) -> 
 
 
 def _number(value: float, among: Sequence[float]) -> str:
-    """With as many digits as tell it from its neighbours."""
+    """Return a number with as many digits as distinguish it from its neighbours."""
     step = among[1] - among[0]
     largest = max(abs(among[0]), abs(among[-1]))
     if value == 0:
@@ -176,7 +176,9 @@ def _thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]
 
 
 def _legend(lines: Sequence[Line], title: str, width: int) -> tuple[list[str], int]:
-    """Return the legend, and how much room it takes below the title: none where it fits beside it, else a row for each line."""
+    """Return the legend and its height below the title: 0 where the legend fits beside the title, else a row for each
+    line.
+    """
     rooms = [_room(line) for line in lines]
     if LEFT + 7.5 * len(title) + sum(rooms) <= width - RIGHT:
         lefts = itertools.accumulate(rooms[:-1], initial=float(width - RIGHT) - sum(rooms))
@@ -194,7 +196,7 @@ def _entry(line: Line, left: float, y: int) -> str:
 
 
 def _room(line: Line) -> float:
-    """What a legend's entry takes: without the font, a guess by the letter."""
+    """Return the width of a legend's entry: without the font, a guess by the letter."""
     return 50 + 6.3 * len(line.name)
 
 

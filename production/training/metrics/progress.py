@@ -1,4 +1,6 @@
-"""How far a run is: one bar that stays in place on a terminal, plain lines elsewhere, nothing on ranks other than 0."""
+"""Show a run's progress: one bar that stays in place on a terminal, plain lines elsewhere, nothing on ranks other
+than 0.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +16,11 @@ from rich.text import Text
 from production.training.metrics.step_numbers import StepNumbers
 
 RECENT = 0.9
-"""Weight of the earlier mean in the time of a step by which the time left is told: some twenty steps count."""
+"""Weight of the earlier mean in the step time from which the remaining time is estimated: some twenty steps count."""
 
 
 class RunProgress:
-    """Progress over the steps of a run. A context manager; draws only when told of a step, and starts no thread."""
+    """Shows progress over the steps of a run. A context manager; draws only at a step, and starts no thread."""
 
     def __init__(
         self,
@@ -31,9 +33,10 @@ class RunProgress:
         plain_every_seconds: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`plain_every_seconds` is the least time between plain lines; 0 prints one a step. First and last are always told.
+        """Show progress; `plain_every_seconds` is the least time between plain lines, and 0 prints one a step.
 
-        Without `bar` neither the bar nor a line a step is shown; what `say` is given always is.
+        First and last lines are always printed. Without `bar` neither the bar nor a line a step is shown; `say`
+        always prints.
         """
         self._total = total_steps
         self._done = finished_steps
@@ -64,11 +67,11 @@ class RunProgress:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Leave it as it stands."""
+        """Leave the bar as it stands."""
         self._bar.stop()
 
     def step(self, report: StepNumbers) -> None:
-        """Say that a step has ended."""
+        """Record that a step has ended."""
         self._done = report.step
         before = report.step_seconds if self._mean is None else self._mean
         self._mean = RECENT * before + (1 - RECENT) * report.step_seconds
@@ -84,13 +87,13 @@ class RunProgress:
             self._console.print(Text(f"step {report.step}/{self._total}  {said}"), soft_wrap=True)
 
     def say(self, text: str) -> None:
-        """One line of its own, above the bar: a validation, a checkpoint, a warning."""
+        """Print one line of its own, above the bar: a validation, a checkpoint, a warning."""
         if not self._silent:
             self._bar.console.print(Text(text), soft_wrap=True)
 
     @property
     def seconds_left(self) -> float | None:
-        """At the pace of the latest steps; None before the first."""
+        """Return the remaining seconds at the pace of the latest steps; None before the first."""
         return None if self._mean is None else self._mean * max(0, self._total - self._done)
 
     def _said(self, report: StepNumbers) -> str:
@@ -108,7 +111,7 @@ class RunProgress:
 
 
 def duration(seconds: float) -> str:
-    """In the largest two units that say it."""
+    """Return a duration in its two largest units."""
     if seconds < 1:
         return f"{1000 * seconds:.0f} ms"
     if seconds < 60:
@@ -121,7 +124,7 @@ def duration(seconds: float) -> str:
 
 
 def compact(number: float) -> str:
-    """With three digits and k, M or G."""
+    """Return a number with three digits and k, M or G."""
     for factor, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if number >= factor:
             return f"{number / factor:.3g} {letter}"

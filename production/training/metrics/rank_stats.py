@@ -1,6 +1,7 @@
-"""What every rank of the world measured, brought together at a report by one all-reduce: 16 bytes a rank and step, and 4 a rank.
+"""Collect timing and memory from all ranks. Each report issues one all-reduce of 16 bytes per rank per step, plus 4
+bytes per rank.
 
-512 ranks reduce 10 KiB for a step. All take part, of every pipeline stage and every tensor-parallel rank; nothing is sent between reports.
+512 ranks reduce 10 KiB for a step. All ranks of every pipeline stage take part; nothing is sent between reports.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from torch import distributed
 from production.training.metrics.timers import Seconds, read
 
 FIELDS = 4
-"""Numbers of a rank and step: of the step, its own, its wait for rows, its memory."""
+"""Numbers per rank and step: step seconds, own seconds, seconds of waiting for rows, memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """The ranks that share a reported number. Without process groups: this process alone."""
+    """Holds the ranks that share a reported number; without process groups, this process alone."""
 
     data: Any = None
     """Process group of dp × cp; None outside torch.distributed."""
@@ -31,11 +32,11 @@ class Group:
     has_loss: bool = True
     """Whether this rank holds the last stage, which computes losses."""
     dimensions: tuple[int, int, int, int] = (1, 1, 1, 1)
-    """Ranks of tp, cp, dp and pp, by which a rank of the world is told where it stands."""
+    """Ranks of tp, cp, dp and pp, from which the coordinates of a rank are computed."""
 
     @classmethod
     def of_parallel_state(cls) -> Group:
-        """The groups of this rank in megatron-core's parallel state."""
+        """Return this rank's groups in megatron-core's parallel state."""
         from megatron.core import parallel_state  # noqa: PLC0415 - heavy, and needed only where it was initialised
 
         stages = parallel_state.get_pipeline_model_parallel_world_size()
@@ -54,21 +55,23 @@ class Group:
 
     @property
     def size(self) -> int:
-        """R, the ranks of dp × cp."""
+        """Return R, the number of ranks of dp × cp."""
         return 1 if self.data is None else distributed.get_world_size(self.data)
 
     @property
     def world_size(self) -> int:
-        """W, all ranks."""
+        """Return W, the number of all ranks."""
         return 1 if self.data is None else distributed.get_world_size()
 
     @property
     def world_rank(self) -> int:
-        """Where this rank stands among them."""
+        """Return this rank's number in the world."""
         return 0 if self.data is None else distributed.get_rank()
 
     def place(self, rank: int) -> tuple[int, int, int, int]:
-        """Where a rank of the world stands in tp, cp, dp and pp: tp counts fastest, pp slowest (megatron-core's own order)."""
+        """Return the coordinates of a rank in tp, cp, dp and pp: tp counts fastest, pp slowest (megatron-core's own
+        order).
+        """
         found = []
         for size in self.dimensions:
             rank, place = divmod(rank, size)
@@ -78,57 +81,58 @@ class Group:
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:
-    """Seconds of one step on this rank."""
+    """Holds the seconds of one step on this rank."""
 
     step_seconds: Seconds
-    """From the end of the step before to the end of this one."""
+    """Seconds from the end of the previous step to the end of this one."""
     own_seconds: Seconds
-    """Of them, those until the rank first waits for other replicas: its own share, by which the slowest rank is found."""
+    """Seconds of the step until the rank first waits for other replicas, by which the slowest rank is found."""
     data_wait_seconds: float
-    """Those in which the host waited for rows."""
+    """Seconds in which the host waited for rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """One step's times and memory of all ranks; places in the lists are ranks of the world."""
+    """Holds one step's times and memory of all ranks; indices of the lists are ranks of the world."""
 
     step_seconds: Sequence[float]
-    """`Timing.step_seconds` of each."""
+    """`Timing.step_seconds` of each rank."""
     own_seconds: Sequence[float]
-    """`Timing.own_seconds` of each."""
+    """`Timing.own_seconds` of each rank."""
     data_wait_seconds: Sequence[float]
-    """`Timing.data_wait_seconds` of each."""
+    """`Timing.data_wait_seconds` of each rank."""
     memory_mebibytes: Sequence[float]
-    """What each uses."""
+    """Memory in use on each rank."""
 
     @property
     def slowest(self) -> int:
-        """The rank with the longest own share."""
+        """Return the rank with the longest own seconds."""
         return _most(self.own_seconds)
 
     @property
     def behind_seconds(self) -> float:
-        """How much longer than the mean of all ranks it took."""
+        """Return the slowest rank's seconds above the mean of all ranks."""
         return self.own_seconds[self.slowest] - sum(self.own_seconds) / len(self.own_seconds)
 
     @property
     def longest_wait(self) -> int:
-        """The rank that waited longest for rows."""
+        """Return the rank that waited longest for rows."""
         return _most(self.data_wait_seconds)
 
     @property
     def fullest(self) -> int:
-        """The rank that uses the most memory."""
+        """Return the rank that uses the most memory."""
         return _most(self.memory_mebibytes)
 
 
 def row_of(
     timings: Sequence[tuple[Timing, float]], *, stop_vote: int, rank: int, size: int, device: torch.device
 ) -> torch.Tensor:
-    """[W, 4·S + 1] float32 on the device: this rank's S steps' (timing, MiB), then its vote to stop, in its row, and zeros in the others'.
+    """Return [W, 4·S + 1] float32 on the device: this rank's S steps' (timing, MiB), then its stop vote, in its row,
+    and zeros elsewhere.
 
-    Each rank writes in its own row alone, so that a sum brings all together: a gather proper copies every rank's part by itself
-    over NCCL. On CUDA it waits until the device has ended the last of the steps.
+    Each rank writes only its own row, so that a sum collects all rows: a true gather copies every rank's part by
+    itself over NCCL. On CUDA the call waits until the device has ended the last of the steps.
     """
     numbers = [
         value
@@ -141,7 +145,7 @@ def row_of(
 
 
 def measured(numbers: Sequence[float], *, steps: int) -> tuple[list[Measured], int]:
-    """Of each step, and the largest vote to stop; from the flat sum of all ranks' `row_of`."""
+    """Return each step's numbers, and the largest stop vote, from the flat sum of all ranks' `row_of`."""
     width = FIELDS * steps + 1
     ranks = [numbers[at : at + width] for at in range(0, len(numbers), width)]
     found = [

@@ -1,4 +1,6 @@
-"""Auxiliary losses of experts, as the `training_log` of Megatron-LM's driver has them: megatron-core's tracker reports, under its names."""
+"""Report auxiliary losses of experts as the `training_log` of Megatron-LM's driver does: by megatron-core's tracker,
+under its names.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ NAMES = {
     "seq_aux_loss": "seq_load_balancing_loss",
     "global_aux_loss": "global_load_balancing_loss",
 }
-"""By kind of `moe_router_load_balancing_type`: what the tracker calls it."""
+"""Kind of `moe_router_load_balancing_type` to the tracker's name of the loss."""
 Z_LOSS = "z_loss"
 
 
@@ -57,5 +59,5 @@ def take_router_losses(
 
 
 def clear_router_losses() -> None:
-    """Forget what a validation, or a job before in this process, has recorded."""
+    """Clear what a validation, or an earlier job in this process, has recorded."""
     get_moe_metrics_tracker().clear()

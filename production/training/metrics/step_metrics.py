@@ -1,7 +1,9 @@
-"""What a step measures: device tensors until the reporting boundary, then one or two small collectives and one transfer to the host.
+"""Measure steps: numbers stay device tensors until a report, which takes one or two small collectives and one
+transfer to the host.
 
-A microbatch costs two small device operations and no synchronisation. A report all-reduces 4·(47 + 7·D) bytes a step for D depths
-and 4·A for A losses of routers over dp × cp, and 16 bytes a step and 4 more for each rank of the world over all of them (`everyone`): in one message where these are the same.
+A microbatch costs two small device operations and no synchronisation. A report all-reduces 4·(47 + 7·D) bytes a step
+for D depths and 4·A for A losses of routers over dp × cp, and 16 bytes a step and 4 more for each rank of the world
+over all of them (`rank_stats`): in one message where the two groups are the same.
 """
 
 from __future__ import annotations
@@ -24,18 +26,21 @@ __all__ = ["FlopsOf", "Group", "Losses", "StepMetrics", "StepNumbers", "Timing",
 MEBIBYTE = 1 << 20
 
 FlopsOf = Callable[[int, int], float]
-"""(tokens, Σ L² over segments) to the floating-point operations of forward and backward pass, all devices together."""
+"""Function from (tokens, Σ L² over segments) to the floating-point operations of forward and backward pass, all
+devices together.
+"""
 
 
 class StepMetrics:
-    """Gathers one step after another on this rank; every rank makes the same calls.
+    """Collects the numbers of one step after another on this rank; every rank makes the same calls.
 
-    Losses are summed as Megatron-LM sums them (R-LOSS-7: microbatches in order, then ranks, in float32), so that equal
-    inputs give an equal loss, to the bit where each step is reported alone. No call but a report waits for the device.
+    Losses are summed as Megatron-LM sums them (R-LOSS-7: microbatches in order, then ranks, in float32), so that
+    equal inputs give an equal loss, to the bit where each step is reported alone. No call but a report waits for the
+    device.
     """
 
     stop_vote: int = 0
-    """The largest that any rank gave the last report (`shutdown`)."""
+    """Largest vote that a rank gave the last report (`shutdown`)."""
 
     def __init__(
         self,
@@ -45,7 +50,9 @@ class StepMetrics:
         router_losses: Sequence[str] = (),
         device: torch.device | str = "cpu",
     ) -> None:
-        """`depths` is D, `router_losses` the names of what routers add; `device` is where losses live and where the all-reduce runs."""
+        """Start without steps; `depths` is D, `router_losses` the names of the routers' losses, `device` the device
+        of losses and of the all-reduce.
+        """
         self._group = group
         self._depths = depths
         self._router_losses = tuple(router_losses)
@@ -54,17 +61,18 @@ class StepMetrics:
         self._begin()
 
     def add_loss(self, loss_sum: torch.Tensor, mask_sum: torch.Tensor) -> None:
-        """Σ loss·mask and Σ mask of one microbatch on this rank's share of it: scalars on the device, last stage only."""
+        """Add Σ loss·mask and Σ mask of one microbatch on this rank's share: scalars on the device, last stage only."""
         self._losses.append(_pair(loss_sum, mask_sum))
 
     def add_multi_token(
         self, loss_sums: torch.Tensor, mask_sums: torch.Tensor, token_sums: torch.Tensor | None = None
     ) -> None:
-        """Both `[D]`, of one microbatch: Σ loss·mask and Σ mask of each depth.
+        """Add Σ loss·mask and Σ mask of each depth of one microbatch, both `[D]`.
 
-        For Megatron-LM's own number, a mean of means (R-LOSS-10), give the `loss_values` of its tracker after the last
-        microbatch, and the number of microbatches for each depth. `token_sums` `[3, D]` are then the sums by token, the targets
-        and the shares without one (`DepthFeed.token_sums`). Raises PackproofError for another number of depths.
+        For Megatron-LM's own number, a mean of means (R-LOSS-10), give the `loss_values` of its tracker after the
+        last microbatch, and the number of microbatches for each depth. `token_sums` `[3, D]` are then the sums by
+        token, the targets and the shares without targets (`DepthFeed.token_sums`). Raises PackproofError for another
+        number of depths.
         """
         if loss_sums.shape != (self._depths,) or mask_sums.shape != (self._depths,):
             raise PackproofError(
@@ -77,11 +85,16 @@ class StepMetrics:
             self._token_losses.append(token_sums.detach().float())
 
     def add_accepted(self, accepted: torch.Tensor) -> None:
-        """`[2, D]` on the last stage: positions at which a depth's best guess is its label, and positions that count."""
+        """Add `[2, D]` on the last stage: positions at which a depth's best guess is its label, and positions that
+        count.
+        """
         self._accepted = accepted.detach().flatten().to(self._device, torch.float32)
 
     def add_rows(self, counts: RowCounts) -> None:
-        """Rows that this rank feeds, from the host. Every rank may call it: one of each context-parallel group counts."""
+        """Add rows that this rank feeds, from the host.
+
+        Every rank may call it: one of each context-parallel group counts.
+        """
         if self._group.counts_rows:
             self._counts += counts
 
@@ -95,9 +108,10 @@ class StepMetrics:
         timing: Timing,
         router_losses: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
-        """What was added since the last call is this step, its gradient norm a scalar. It stays on the device until `report`.
+        """End the step, which holds everything added since the last call; its gradient norm is a scalar.
 
-        Raises PackproofError where losses are missing on the last stage, or there on another.
+        The step stays on the device until `report`. Raises PackproofError where losses are missing on the last stage,
+        or present on another.
         """
         counts = torch.tensor(self._counts.limbs(), dtype=torch.float32).to(self._device, non_blocking=True)
         payload = torch.cat([self._loss_payload(), *self._beside_losses(router_losses or {}), counts])
@@ -119,12 +133,13 @@ class StepMetrics:
     def report(
         self, *, flops_of: FlopsOf | None = None, peak_tflops: float | None = None, stop_vote: int = 0
     ) -> list[StepNumbers]:
-        """The numbers of every step that has ended since the last report: an all-reduce over dp × cp, another over the world
-        where that is more, one transfer to the host; on CUDA they are sent when the events of the last step have passed.
+        """Return the numbers of every step that has ended since the last report.
 
-        `flops_of` gives the model's floating-point operations for (tokens, square sum) without padding; `peak_tflops`
-        is one device's; `stop_vote` is this rank's vote to stop. Collective: every rank of the world calls it after the same steps, those
-        of stages without a loss too.
+        A report takes an all-reduce over dp × cp, another over the world where the world is larger, and one transfer
+        to the host; on CUDA the numbers are sent when the events of the last step have passed. `flops_of` gives the
+        model's floating-point operations for (tokens, square sum) without padding; `peak_tflops` is one device's;
+        `stop_vote` is this rank's vote to stop. Collective: every rank of the world calls it after the same steps,
+        stages without a loss too.
         """
         ended, self._ended = self._ended, []
         if not ended:
@@ -158,7 +173,8 @@ class StepMetrics:
         ]
 
     def report_losses(self) -> Losses:
-        """The losses added since the last step: for validation, where they weigh tokens and so do not depend on dp or cp.
+        """Return the losses added since the last step: for validation, where they weigh tokens and so do not depend
+        on dp or cp.
 
         Collective, as `report`.
         """
@@ -225,7 +241,9 @@ class StepMetrics:
         self._counts = RowCounts()
 
     def _loss_payload(self) -> torch.Tensor:
-        """[2 + 5·D]: Σ loss·mask, Σ mask, then those of the depths, then their sums by token; the sum over ranks makes them the batch's."""
+        """Return [2 + 5·D]: Σ loss·mask, Σ mask, then those of the depths, then their sums by token; the sum over
+        ranks makes them the batch's.
+        """
         if self._group.has_loss != bool(self._losses):
             raise PackproofError(
                 what="no microbatch's loss was added"
@@ -240,7 +258,9 @@ class StepMetrics:
         return torch.cat([self._summed(self._losses, (2,)), depths, tokens])
 
     def _beside_losses(self, router_losses: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-        """[2·D] and [A]: guesses of depths, and the routers' losses, which one rank of dp × cp sends, since all have the same."""
+        """Return [2·D] guesses of depths and [A] losses of routers, which one rank of dp × cp sends, since all have
+        the same.
+        """
         sends = self._group.data is None or distributed.get_rank(self._group.data) == 0
         zero = torch.zeros((), device=self._device)
         routed = [
@@ -250,7 +270,9 @@ class StepMetrics:
         return [self._accepted, *([torch.stack(routed)] if routed else [])]
 
     def _read_beside(self, payload: torch.Tensor) -> torch.Tensor:
-        """[S, D + A]: acceptance rates in percent, as Megatron-LM divides them and NaN of nothing, then the routers' losses."""
+        """Return [S, D + A]: acceptance rates in percent, divided as in Megatron-LM (NaN for 0 / 0), then the
+        routers' losses.
+        """
         right, every = payload[:, : self._depths], payload[:, self._depths : 2 * self._depths]
         rates = (right / every.clamp(min=1) * 100.0).where(every > 0, torch.nan)
         return torch.cat([rates, payload[:, 2 * self._depths :][:, : len(self._router_losses)]], dim=1)
@@ -259,7 +281,7 @@ class StepMetrics:
         return torch.stack(list(pairs)).sum(dim=0) if pairs else torch.zeros(shape, device=self._device)
 
     def _reduced(self, payload: torch.Tensor) -> torch.Tensor:
-        """Summed over dp × cp, and the last stage's on every stage."""
+        """Return the payload summed over dp × cp, with the last stage's values on every stage."""
         group = self._group
         if group.data is not None:
             distributed.all_reduce(payload, group=group.data)
@@ -269,7 +291,9 @@ class StepMetrics:
         return payload
 
     def _together(self, payload: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The payload as `_reduced`, the rows summed over the world: in one message where dp × cp are all of it."""
+        """Return the payload as `_reduced`, and the rows summed over the world: in one message where dp × cp is the
+        world.
+        """
         if self._group.size == self._group.world_size:
             # The losses stand first, as they do alone.
             sent = self._reduced(torch.cat([payload, rows.flatten()]))
@@ -320,7 +344,7 @@ class StepMetrics:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Ended:
-    """A step that has ended and was not reported yet."""
+    """Holds a step that has ended and was not reported yet."""
 
     step: int
     learning_rate: float
@@ -332,7 +356,7 @@ class _Ended:
 
 
 def memory_mebibytes(device: torch.device | str) -> float:
-    """MiB in use: the largest allocation so far on CUDA, the resident set of this process on CPU."""
+    """Return MiB in use: the largest allocation so far on CUDA, the resident set of this process on CPU."""
     if torch.device(device).type == "cuda":
         return torch.cuda.max_memory_allocated(device) / MEBIBYTE
     return float(psutil.Process().memory_info().rss) / MEBIBYTE

@@ -1,4 +1,4 @@
-"""How a run went (R-RECORD-2), from its file of JSON lines: one table for the terminal, one picture of its losses."""
+"""Summarize a run from its file of JSON lines (R-RECORD-2): one table for the terminal, one plot of its losses."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ VALIDATION_COLOUR = "#c2410c"
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """A run's numbers. Steps that were run twice, around a resumption, count as they were run last."""
+    """Holds a run's numbers. Steps that ran twice, around a resumption, count as they ran last."""
 
     steps: int
     """The last step."""
@@ -35,63 +35,63 @@ class Summary:
     mtp_losses: Sequence[Sequence[tuple[int, float]]]
     """The losses of each depth, as Megatron-LM reports them."""
     mtp_token_losses: Sequence[Sequence[tuple[int, float]]]
-    """The same by token, which shares without a target do not dilute; empty where the records lack them."""
+    """Losses by token, which shares without targets do not dilute; empty where the records lack them."""
     mtp_empty_shares: Sequence[float]
-    """Of each depth the mean part of its shares that had no target, 0 to 1; 0 where the records do not say."""
+    """Mean share of each depth's shares without targets, 0 to 1; 0 where the records do not say."""
     validation_losses: Sequence[tuple[int, float]]
-    """The same of validations."""
+    """Validation losses as (step, loss)."""
     not_finite: Sequence[int]
-    """Steps whose loss is no number."""
+    """Steps whose loss is NaN or infinite."""
     median_step_seconds: float
-    """Without the first step after each start, which builds what the others use."""
+    """Median seconds of a step, without the first step after each start, which builds what the others use."""
     seconds: float
-    """Of all steps together."""
+    """Seconds of all steps together."""
     tokens_per_second: float
     """Positions over those seconds."""
     trained_tokens: int
-    """Of all steps together."""
+    """Trained tokens of all steps together."""
     padding_share: float
-    """Of all positions, 0 to 1."""
+    """Share of padding in all positions, 0 to 1."""
     data_wait_share: float
-    """Of the steps' time."""
+    """Share of the steps' time spent waiting for rows."""
     rows_truncated: int
-    """Of all steps together."""
+    """Truncated rows of all steps together."""
     conversations_dropped: int
-    """Of all steps together."""
+    """Dropped conversations of all steps together."""
     conversations_masked_out: int
-    """Of all steps together: online conversations that were too long."""
+    """Online conversations that were too long, of all steps together."""
     control_tokens: int
     """Control tokens that stood in contents as text, of all steps together."""
     labels_masked_as_padding: int
     """Labels of contents that did not count because they are the pad token's id, of all steps together."""
     notes: Sequence[str]
-    """What the run said of all its rows when it began."""
+    """Notes of the run's first record on all its rows."""
     tflops_per_second: float | None
-    """Median over steps; None where not measured, as the next."""
+    """Model TFLOP/s per device, median over steps; None where not measured, as the next."""
     mfu: float | None
-    """Median over steps."""
+    """MFU, median over steps."""
     memory_mebibytes: float
-    """The most of any step."""
+    """Memory of the step that used the most."""
     memory_rank: int | None
-    """The rank of the world that used it; None where the records do not say, as the next three."""
+    """Rank of the world that used the most memory; None where the records do not say, as the next three."""
     slowest_rank: int | None
-    """The rank of the world that most steps were slowest on."""
+    """Rank of the world that was slowest in most steps."""
     slowest_rank_place: str
-    """Where it stands, as `tp 1, cp 0, dp 3, pp 0`."""
+    """Coordinates of the slowest rank, such as `tp 1, cp 0, dp 3, pp 0`."""
     slowest_rank_steps: int
-    """On how many."""
+    """Steps in which that rank was slowest."""
     slowest_rank_behind_seconds: float
-    """How much longer than the mean of all ranks it took then, median."""
+    """Median of that rank's seconds above the mean of all ranks in those steps."""
     consumed_samples: int
     """Rows since the beginning of the job."""
     starts: int
-    """How often the run was begun or resumed."""
+    """Number of starts and resumptions."""
     ended: str
-    """Why it ended, in the job's words; empty where it did not say."""
+    """Reason of the run's end in the job's words; empty where the run did not say."""
 
 
 def summarize(records: Iterable[Record]) -> Summary | None:
-    """What a run's records say; None where no step was finished."""
+    """Return the summary of a run's records; None where no step was finished."""
     steps: dict[int, dict[str, Value]] = {}
     validations: dict[int, float] = {}
     firsts: list[int] = []
@@ -115,7 +115,7 @@ def summarize(records: Iterable[Record]) -> Summary | None:
 
 
 def show(summary: Summary, console: Console, *, folder: Path) -> None:
-    """The closing table."""
+    """Return the closing table."""
     table = Table(title="how the run went", title_justify="left", show_header=False)
     table.add_column("what", style="bold", no_wrap=True)
     table.add_column("value")
@@ -128,7 +128,7 @@ def show(summary: Summary, console: Console, *, folder: Path) -> None:
 
 
 def write_picture(summary: Summary, path: Path) -> None:
-    """The losses as a self-contained SVG file."""
+    """Write the losses as a self-contained SVG file."""
     lines = [Line(name="loss", points=summary.losses, colour=COLOURS[0], dots=len(summary.losses) <= 40)]
     for depth, losses in enumerate(summary.mtp_losses, 1):
         lines.append(
@@ -143,7 +143,9 @@ def write_picture(summary: Summary, path: Path) -> None:
 
 
 def close_run(folder: Path, console: Console) -> Summary | None:
-    """Read the folder's `metrics.jsonl`, print the table and write `loss.svg` beside it; what of it fails is told, the run is done."""
+    """Read the folder's `metrics.jsonl`, print the table and write `loss.svg` beside it; a fault here is printed and
+    does not fail the run.
+    """
     summary = None
     try:
         summary = summarize(read_records(folder / FILE))
@@ -267,7 +269,7 @@ def _first_and_last(losses: Sequence[tuple[int, float]]) -> str:
 
 
 def _dilution(summary: Summary, depth: int) -> str:
-    """What is said of a depth whose number counts shares without a target as 0."""
+    """Return the note on a depth whose number counts shares without targets as 0."""
     share, by_token = summary.mtp_empty_shares[depth - 1], summary.mtp_token_losses[depth - 1]
     if not share or not by_token:
         return ""
@@ -275,7 +277,7 @@ def _dilution(summary: Summary, depth: int) -> str:
 
 
 def _masked_out(summary: Summary) -> list[tuple[str, str]]:
-    """A line of its own where there were any: what they would have trained is lost."""
+    """Return the line on conversations that were too long and trained nothing; empty without such conversations."""
     count = summary.conversations_masked_out
     return [("too long", f"{count:,} conversations trained nothing (data.on_long_conversation)")] if count else []
 
@@ -286,7 +288,7 @@ def _fullest(steps: dict[int, dict[str, Value]]) -> int | None:
 
 
 def _slowest(steps: dict[int, dict[str, Value]]) -> dict[str, Any]:
-    """The fields of `Summary` about it."""
+    """Return the fields of `Summary` on the slowest rank."""
     by_rank: dict[int, list[dict[str, Value]]] = {}
     for values in steps.values():
         if "slowest_rank" in values:

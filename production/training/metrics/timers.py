@@ -1,6 +1,7 @@
-"""When things happened, in the order of the device that does them: marks that wait for nothing, read as seconds at a report.
+"""Time a step in the order of the device that runs it: events that wait for nothing, read as seconds at a report.
 
-On CUDA a mark is an event, four of them a step: the host's own clock would tell when work was asked for, not when it was done.
+On CUDA a mark is an event, four of them a step: the host's clock would tell when work was launched, not when it was
+done.
 """
 
 from __future__ import annotations
@@ -12,53 +13,56 @@ from typing import Any, Protocol
 import torch
 
 Seconds = float | Callable[[], float]
-"""A number, or what gives it at a report: on CUDA it is known only when the device has come so far."""
+"""A number, or a function that returns it at a report: on CUDA the number is known only when the device has come so
+far.
+"""
 
 Mark = Any
-"""What a clock's `mark` gave: the host's time, or a CUDA event."""
+"""Result of a clock's `mark`: the host's time, or a CUDA event."""
 
 
 class Clock(Protocol):
-    """Takes marks and says what lies between them."""
+    """Takes marks and returns the time between them."""
 
     def mark(self) -> Mark:
-        """Here, after all that this rank has asked of its device so far. Waits for nothing."""
+        """Return a mark behind all that this rank has launched so far. Waits for nothing."""
 
     def between(self, begin: Mark, end: Mark) -> Seconds:
-        """From one mark to a later one. To be read by `read`, at a report."""
+        """Return the time from one mark to a later one, for `read` at a report."""
 
 
 class HostClock:
-    """Of the CPU, where what was called has been done on return."""
+    """Clock of the CPU, where a call has finished its work on return."""
 
     def mark(self) -> Mark:
-        """The host's time."""
+        """Return the host's time."""
         return time.perf_counter()
 
     def between(self, begin: Mark, end: Mark) -> Seconds:
-        """Known at once."""
+        """Return the time between two marks, which is known at once."""
         return float(end - begin)
 
 
 class DeviceClock:
-    """Of CUDA: events on the current stream. Its logic is tested with stand-ins of events; no GPU was at hand, and it has never run on one.
+    """Clock of CUDA: events on the current stream. Its logic is tested with stand-ins of events, and has never run on
+    a GPU.
 
-    What lies between two events is the device's own time, idle time included: a step that waited for its rows, and found the
-    device with nothing to do, is longer by that; one whose rows came while the device was at work is not.
+    The time between two events is the device's own time, idle time included. A step whose rows came late, while the
+    device had nothing to do, is longer by the wait; a step whose rows came while the device was at work is not.
     """
 
     def __init__(self, event: Callable[[], Any] | None = None) -> None:
-        """`event` makes one that keeps time; None: `torch.cuda.Event(enable_timing=True)`."""
+        """Use `event` to make an event that keeps time; None: `torch.cuda.Event(enable_timing=True)`."""
         self._event = event or _event
 
     def mark(self) -> Mark:
-        """An event, recorded behind what was launched so far."""
+        """Return an event, recorded behind what was launched so far."""
         event = self._event()
         event.record()
         return event
 
     def between(self, begin: Mark, end: Mark) -> Seconds:
-        """Known when the device has passed the second event: reading it waits for that."""
+        """Return a function that reads the time, and waits until the device has passed the second event."""
 
         def seconds() -> float:
             end.synchronize()
@@ -72,10 +76,10 @@ def _event() -> Any:
 
 
 def clock_here() -> Clock:
-    """The device's where steps run on CUDA, else the host's."""
+    """Return the device's clock where steps run on CUDA, else the host's."""
     return DeviceClock() if torch.cuda.is_available() else HostClock()
 
 
 def read(seconds: Seconds) -> float:
-    """The number; on CUDA this may wait for the device."""
+    """Return the number; on CUDA this may wait for the device."""
     return seconds() if callable(seconds) else seconds

@@ -1,4 +1,4 @@
-"""Which packages a run was made with, for its records and its checkpoints."""
+"""List the package versions of a run, for its records and its checkpoints."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _PACKAGES = ("packproof", "megatron-core", "torch", "transformers", "transformer
 
 @functools.cache
 def versions() -> dict[str, str]:
-    """Version by package, of those that are installed."""
+    """Return the version of each installed package by name."""
     found = {}
     for package in _PACKAGES:
         try:

@@ -1,4 +1,4 @@
-"""Set-up refusals on batches, datasets and the length of a row (SPEC R-SETUP-9 to R-SETUP-11)."""
+"""Refuse impossible batches, datasets and lengths of rows (SPEC R-SETUP-9 to R-SETUP-11)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _FP8 = {"blockwise": "fp8_blockwise", "mxfp8": "fp8_mxfp8"}
 
 
 def check_batches(setup: Setup) -> Iterator[SetupRefused]:
-    """Micro and global batch sizes, and who packs (R-SETUP-9)."""
+    """Refuse impossible micro and global batch sizes, and check which side packs (R-SETUP-9)."""
     job, policy = setup.job, setup.job.policy
     for key, size in (
         ("policy.train_micro_batch_size", policy.train_micro_batch_size),
@@ -48,7 +48,9 @@ def check_batches(setup: Setup) -> Iterator[SetupRefused]:
 
 
 def check_data(setup: Setup) -> Iterator[SetupRefused]:
-    """What datasets may stand together, how their rows are made and in which order they come (R-SETUP-10)."""
+    """Refuse datasets that may not stand together, and impossible settings of their rows and their order
+    (R-SETUP-10).
+    """
     job = setup.job
     splits = {"train": job.data.train, "validation": job.data.validation}
     if not job.data.train:
@@ -75,7 +77,7 @@ def check_data(setup: Setup) -> Iterator[SetupRefused]:
 
 
 def check_length(setup: Setup) -> Iterator[SetupRefused]:
-    """Lengths that layout and kernels can take (R-SETUP-11)."""
+    """Refuse lengths that layout and kernels cannot take (R-SETUP-11)."""
     job, policy = setup.job, setup.job.policy
     factor = _domain_factor(job)
     multiple = factor * kernel_divisor(job)
@@ -101,7 +103,7 @@ def check_length(setup: Setup) -> Iterator[SetupRefused]:
 
 
 def kernel_divisor(job: Job) -> int:
-    """What the kernels need a rank's share of a row to be a multiple of (R-ONLINE-5, as on the direct path)."""
+    """Return the multiple that the kernels need of a rank's share of a row (R-ONLINE-5, as on the direct path)."""
     given, fp8 = job.megatron.transformer, job.megatron.fp8_cfg
     recipe = fp8.fp8_recipe if fp8.enabled else given.get("fp8_recipe", "delayed")
     is_fp8 = fp8.enabled or given.get("fp8") is not None

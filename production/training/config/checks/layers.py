@@ -1,4 +1,6 @@
-"""Set-up refusals on layers: letters of a hybrid pattern, and how layers are shared out to pipeline stages (SPEC R-SETUP-18)."""
+"""Refuse impossible layers: letters of a hybrid pattern, and divisions of layers among pipeline stages (SPEC
+R-SETUP-18).
+"""
 
 from __future__ import annotations
 
@@ -18,12 +20,14 @@ _OF_A_GPT = (
     "account_for_loss_in_pipeline_split",
     "moe_layer_freq",
 )
-"""Options that a pattern says itself, and that HybridModel does not read."""
+"""Options that a hybrid pattern itself expresses, and that HybridModel does not read."""
 _UNEVEN = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
 
 
 def check_pattern(setup: Setup) -> Iterator[SetupRefused]:
-    """A hybrid pattern as megatron-core reads it, of layers that are there, and of as many stages as the layout has (R-SETUP-18)."""
+    """Refuse a hybrid pattern that megatron-core cannot read, with absent layers, or with other stages than the
+    layout has (R-SETUP-18).
+    """
     pattern = setup.job.model.hybrid_layer_pattern
     if pattern is None:
         return
@@ -51,7 +55,7 @@ def check_pattern(setup: Setup) -> Iterator[SetupRefused]:
 
 
 def check_stages(setup: Setup, config: Any) -> Iterator[SetupRefused]:
-    """Layers of a GPT on each stage, in megatron-core's own count, and a layout of stages that this schedule runs (R-SETUP-18)."""
+    """Refuse a division of a GPT's layers among stages that megatron-core or this schedule cannot run (R-SETUP-18)."""
     with quiet():
         from megatron.core.transformer.transformer_block import get_num_layers_to_build  # noqa: PLC0415 - heavy
     key = f"{_TRANSFORMER}.pipeline_model_parallel_layout"
@@ -93,7 +97,7 @@ def _check_letters(setup: Setup, pattern: str) -> Iterator[SetupRefused]:
 
 
 def _check_segments(setup: Setup, main: str) -> Iterator[SetupRefused]:
-    """megatron-core would leave out the layers of stages beyond the ranks."""
+    """Refuse segments beyond the ranks, whose layers megatron-core would leave out."""
     stages, segments = setup.job.megatron.pipeline_model_parallel_size, main.split("|")
     uneven = [name for name in _UNEVEN if setup.job.megatron.transformer.get(name) is not None]
     if len(segments) > 1 and (len(segments) != stages or uneven):

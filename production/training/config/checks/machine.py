@@ -1,4 +1,4 @@
-"""Refusals on the machine that a run is started on: folders that cannot be written, packages that are not there (SPEC R-SETUP-20)."""
+"""Refuse a machine that cannot run the job: folders that cannot be written, missing packages (SPEC R-SETUP-20)."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ _PACKAGES = {
     "logger.wandb_enabled": ("wandb", "wandb (packproof[wandb])"),
     "logger.mlflow_enabled": ("mlflow", "mlflow-skinny (packproof[mlflow])"),
 }
-"""Switches to the module that they need, and the package that has it."""
+"""Switches to the module that they need, and the package of the module."""
 
 
 def missing_packages(job: Job) -> list[SetupRefused]:
-    """Packages that a run of this job needs and this machine lacks: refusals of a run, notes of a dry run."""
+    """Return the packages that a run of this job needs and this machine lacks: refusals of a run, notes of a dry run."""
     return [*_missing_packages(Setup(job=job, world_size=1, device=None))]
 
 
 def held_checkpoints(job: Job) -> list[SetupRefused]:
-    """Checkpoints and locks of another run that lie where the job would write, found without writing: notes of a dry run."""
+    """Return checkpoints and locks of another run in the job's folders, without writing: notes of a dry run."""
     setup, found = Setup(job=job, world_size=1, device=None), []
     folder, key = Path(job.checkpointing.checkpoint_dir), "checkpointing.checkpoint_dir"
     if job.checkpointing.enabled and not job.checkpointing.resume and any(folder.glob("step_*/packproof.json")):
@@ -41,13 +41,15 @@ def held_checkpoints(job: Job) -> list[SetupRefused]:
 
 
 def check_machine(job: Job) -> list[SetupRefused]:
-    """What of this machine would end a run later: folders are made and written to here, which a dry run must not do."""
+    """Refuse a machine on which a run would fail later: folders are made and written to here, which a dry run must
+    not do.
+    """
     setup = Setup(job=job, world_size=1, device=None)
     return [*_missing_packages(setup), *_unwritable(setup)]
 
 
 def check_writable(job: Job) -> list[SetupRefused]:
-    """Folders of `check_machine` that something else stands in the way of, found without writing: notes of a dry run."""
+    """Return the folders of `check_machine` that cannot be made, without writing: notes of a dry run."""
     setup = Setup(job=job, world_size=1, device=None)
     found: list[SetupRefused] = []
     for key, folder in _folders(job).items():
@@ -58,7 +60,7 @@ def check_writable(job: Job) -> list[SetupRefused]:
 
 
 def _folders(job: Job) -> dict[str, Path]:
-    """Dotted key to each folder that a run writes to."""
+    """Return dotted key and folder of everything that a run writes to."""
     logs = Path(job.logger.log_dir)
     found = {"logger.log_dir": logs}
     if job.logger.tensorboard_enabled:
@@ -92,7 +94,7 @@ def _unwritable(setup: Setup) -> list[SetupRefused]:
 
 
 def _is_told(folder: Path, found: list[SetupRefused], job: Job) -> bool:
-    """Whether a folder above it is refused already."""
+    """Return whether a folder above it is refused already."""
     folders = _folders(job)
     return any(folders[each.key] in folder.parents for each in found)
 
@@ -108,7 +110,7 @@ def _no_folder(setup: Setup, key: str, folder: Path, why: str, place: Path) -> S
 
 
 def _nearest(folder: Path) -> Path:
-    """The folder, or what is there of the way to it."""
+    """Return the folder, or its nearest existing parent."""
     return next((each for each in (folder, *folder.absolute().parents) if os.path.lexists(each)), Path("/"))
 
 
@@ -124,7 +126,7 @@ def _missing_packages(setup: Setup) -> Iterator[SetupRefused]:
 
 
 def has_bridge() -> bool:
-    """Whether Megatron-Bridge is installed."""
+    """Return whether Megatron-Bridge is installed."""
     try:
         return importlib.util.find_spec("megatron.bridge") is not None
     except ModuleNotFoundError:

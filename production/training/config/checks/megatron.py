@@ -1,4 +1,6 @@
-"""Set-up refusals on what megatron-core is told: contradictions, overlap, precision, and its own word (SPEC R-SETUP-6, R-SETUP-12 to 14)."""
+"""Refuse options that contradict the job or megatron-core: overlap, precision, and megatron-core's own checks (SPEC
+R-SETUP-6, R-SETUP-12 to 14).
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,7 @@ _OWN = {
         )
     },
 }  # fmt: skip
-"""Fields of TransformerConfig that a key of the job says."""
+"""Fields of TransformerConfig to the job's key that sets them."""
 _ONLY_WHERE_SET = {
     "fp8",
     "fp8_recipe",
@@ -64,14 +66,14 @@ _ONLY_WHERE_SET = {
     "recompute_method",
     "recompute_num_layers",
 }
-"""Of those, the ones whose key may stay silent: then what is passed on by name holds."""
+"""Keys of those that may be absent: then the option passed on by name holds."""
 
 _KERNELS = re.compile(r"transformer.?engine|\bTE\b|\bapex\b|deepep|hybridep|flash.?attn", re.IGNORECASE)
-"""How megatron-core names what it misses."""
+"""Pattern of the kernel packages in megatron-core's messages."""
 
 
 def check_contradictions(setup: Setup) -> Iterator[SetupRefused]:
-    """An option passed on by name that says otherwise than the job's own key for it (R-SETUP-6)."""
+    """Refuse an option passed on by name that contradicts the job's own key (R-SETUP-6)."""
     job = setup.job
     passed_on = converted("transformer", job.megatron.transformer)
     own = transformer_options(_with_megatron(job, transformer={}))
@@ -98,7 +100,9 @@ def check_contradictions(setup: Setup) -> Iterator[SetupRefused]:
 
 
 def check_overlap(setup: Setup) -> Iterator[SetupRefused]:
-    """Overlap of communication that cannot be had with packed rows, multi-token depths or this optimizer (R-SETUP-12)."""
+    """Refuse overlap of communication that packed rows, multi-token depths or this optimizer do not allow
+    (R-SETUP-12).
+    """
     job, given = setup.job, setup.job.megatron.transformer
     key = f"{_MEGATRON}.transformer.overlap_moe_expert_parallel_comm"
     if given.get("overlap_moe_expert_parallel_comm"):
@@ -119,7 +123,7 @@ def check_overlap(setup: Setup) -> Iterator[SetupRefused]:
 
 
 def check_precision(setup: Setup) -> Iterator[SetupRefused]:
-    """Precisions that the optimizer or the device cannot take (R-SETUP-13)."""
+    """Refuse precisions that the optimizer or the device cannot take (R-SETUP-13)."""
     job, optimizer = setup.job, setup.job.megatron.optimizer
     precision, key = job.policy.precision, "policy.precision"
     if precision == "float64":
@@ -146,9 +150,10 @@ def check_precision(setup: Setup) -> Iterator[SetupRefused]:
 
 
 def check_megatron(setup: Setup) -> Iterator[SetupRefused]:
-    """What the installed megatron-core itself says against its configurations (R-SETUP-14).
+    """Refuse a configuration that the installed megatron-core itself rejects (R-SETUP-14).
 
-    Its kind is `not_installed` where only a kernel that this machine lacks stands against it.
+    The refusal's kind is `not_installed` where only a kernel that this machine lacks stands against the
+    configuration.
     """
     with quiet():
         from production.model.model import transformer_config  # noqa: PLC0415 - imports megatron-core's models
@@ -193,7 +198,7 @@ def _error(make: Callable[[Job], Any], job: Job) -> Exception | None:
 
 
 def _blamed(job: Job, kind: Kind, make: Callable[[Job], Any], what: str) -> str | None:
-    """The option without which megatron-core takes the rest; of several the first that it names."""
+    """Return the option without which megatron-core accepts the rest; of several, the first that megatron-core names."""
     given = getattr(job.megatron, kind)
     alone = [
         name
@@ -210,13 +215,13 @@ def _with_megatron(job: Job, **changes: Any) -> Job:
 
 
 def _kind(what: str) -> str:
-    """Whether megatron-core misses a kernel package here, or refuses what it is told."""
+    """Return whether megatron-core misses a kernel package here, or rejects an option."""
     is_here = importlib.util.find_spec("transformer_engine") is not None
     return "not_installed" if _KERNELS.search(what) and not is_here else "megatron"
 
 
 def _check_optimizer_pairs(setup: Setup) -> Iterator[SetupRefused]:
-    """Options of the optimizer that the data parallelism, the precision or the policy also say."""
+    """Refuse options of the optimizer that contradict the data parallelism, the precision or the policy."""
     job = setup.job
     optimizer, ddp = job.megatron.optimizer, job.megatron.distributed_data_parallel_config
     is_distributed, is_bfloat16 = uses_distributed_optimizer(job), job.policy.precision == "bfloat16"
@@ -244,7 +249,7 @@ def _check_optimizer_pairs(setup: Setup) -> Iterator[SetupRefused]:
 
 
 def _dtype_of(word: str | None) -> Any:
-    """The torch dtype that an option's word stands for; None for none."""
+    """Return the torch dtype of an option's word; None for no word."""
     return None if word is None else dtype(word.removeprefix("torch."))
 
 

@@ -1,4 +1,4 @@
-"""Set-up refusals on numbers of model and optimizer that would only fail where they are used (SPEC R-SETUP-18)."""
+"""Refuse numbers of model and optimizer that would only fail where they are used (SPEC R-SETUP-18)."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _MANY, _WIDE = 1 << 16, (1 << 31) - 1
 """The most layers, depths or experts, and the largest width, that anything is counted with before a model is built."""
 _COUNTED = ("num_layers", "num_moe_experts")
 _OF_TORCH = ("adam", "sgd")
-"""Optimizers that megatron-core has without a further package."""
+"""Optimizers that megatron-core runs without a further package."""
 
 
 def check_model(setup: Setup) -> Iterator[SetupRefused]:
-    """Sizes that fit each other: heads, groups, channels, experts (R-SETUP-18)."""
+    """Refuse sizes that do not fit each other: heads, groups, channels, experts (R-SETUP-18)."""
     model = setup.job.model
     # 0 layers, width or heads are no shape at all, and refused as such.
     small = [
@@ -47,7 +47,7 @@ def check_model(setup: Setup) -> Iterator[SetupRefused]:
 
 
 def check_optimizer(setup: Setup) -> Iterator[SetupRefused]:
-    """What the optimizer is given (R-SETUP-18)."""
+    """Refuse impossible numbers of the optimizer (R-SETUP-18)."""
     given = setup.job.megatron.optimizer
     bounds = {
         "adam_beta1": (0, 1, "in [0, 1)"),

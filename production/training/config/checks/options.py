@@ -1,4 +1,6 @@
-"""Set-up refusals on megatron-core's options: parts that are not here, kernels that the device lacks, values that do not fit (SPEC R-SETUP-7, 13, 18)."""
+"""Refuse options of megatron-core for absent parts, absent kernels, or values that do not fit (SPEC R-SETUP-7, 13,
+18).
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ _TRANSFORMER_ENGINE = ("transformer_engine", "Transformer Engine (the extra `te`
 
 
 def check_unsupported(setup: Setup) -> Iterator[SetupRefused]:
-    """Options that turn on a part which this job does not have (R-SETUP-7)."""
+    """Refuse options that turn on a part which this job does not have (R-SETUP-7)."""
     with quiet():
         from production.model.model import NOT_BUILT  # noqa: PLC0415 - imports megatron-core's models
 
@@ -44,7 +46,7 @@ def check_unsupported(setup: Setup) -> Iterator[SetupRefused]:
 
 
 def check_kernels(setup: Setup) -> Iterator[SetupRefused]:
-    """Options that only CUDA or a kernel package acts on, where it is not (R-SETUP-13)."""
+    """Refuse options that act only on CUDA or in a kernel package, where that is absent (R-SETUP-13)."""
     for kind in PASSED_ON:
         for key, _, part in _turned_on(setup, kind, NEEDS_CUDA[kind]):
             if setup.device == "cpu":
@@ -63,7 +65,9 @@ def check_kernels(setup: Setup) -> Iterator[SetupRefused]:
 
 
 def check_values(setup: Setup) -> Iterator[SetupRefused]:
-    """Options whose values do not fit the model or each other, at which megatron-core fails only where it uses them, or never (R-SETUP-18)."""
+    """Refuse option values that do not fit the model or each other, at which megatron-core fails late or never
+    (R-SETUP-18).
+    """
     job = setup.job
     for name, words in ALLOWED_VALUES.items():
         for word in _words(setup, name):
@@ -93,7 +97,9 @@ def check_values(setup: Setup) -> Iterator[SetupRefused]:
 
 
 def _check_recomputation(setup: Setup) -> Iterator[SetupRefused]:
-    """Layers that are recomputed together: megatron-core counts up by 0 for ever, and takes more than there are only until it builds."""
+    """Refuse impossible recomputation: megatron-core loops forever on 0 layers, and fails late on more layers than
+    there are.
+    """
     given, key = setup.job.megatron.transformer, f"{_TRANSFORMER}.recompute_num_layers"
     count = given.get("recompute_num_layers")
     if count is None:
@@ -125,7 +131,7 @@ def _check_experts(setup: Setup) -> Iterator[SetupRefused]:
 
 
 def _turned_on(setup: Setup, kind: Kind, parts: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
-    """Dotted key, name and part of each option of `parts` that is given another value than megatron-core's default."""
+    """Yield dotted key, name and part of each option of `parts` with a value other than megatron-core's default."""
     passed_on, defaults = converted(kind, getattr(setup.job.megatron, kind)), option_defaults(kind)
     for name, value in passed_on.items():
         if name in parts and value != defaults[name]:
@@ -133,7 +139,7 @@ def _turned_on(setup: Setup, kind: Kind, parts: Mapping[str, str]) -> Iterator[t
 
 
 def _check_modules(setup: Setup) -> Iterator[SetupRefused]:
-    """What the model's own keys ask of Transformer Engine's modules where torch's are taken, and the other way round."""
+    """Refuse model keys that need Transformer Engine's modules where torch's are used, and the reverse."""
     model = setup.job.model
     if model.attention_dropout > 0:
         yield from _missing(
@@ -162,7 +168,9 @@ def _check_dispatcher(setup: Setup) -> Iterator[SetupRefused]:
 
 
 def _missing(setup: Setup, key: str, part: str, module: str, package: str) -> Iterator[SetupRefused]:
-    """On the CPU in any case; on CUDA without the package, which is a note where the job runs on another machine (`validation.notes`)."""
+    """Return why a kernel is missing: always on the CPU; on CUDA without the package, a note where the job runs
+    elsewhere (`validation.notes`).
+    """
     if setup.device == "cpu":
         yield _on_the_cpu(setup, key, part)
     elif setup.device == "cuda" and importlib.util.find_spec(module) is None:
@@ -178,6 +186,6 @@ def _on_the_cpu(setup: Setup, key: str, part: str) -> SetupRefused:
 
 
 def _words(setup: Setup, name: str) -> list[str]:
-    """Those that an option of `transformer` is given, one or a list."""
+    """Return the words of an option of `transformer`, one or a list."""
     given = setup.job.megatron.transformer.get(name)
     return [] if given is None else [given] if isinstance(given, str) else list(given)

@@ -1,4 +1,4 @@
-"""Set-up refusals on the course of a run: steps, schedule, checkpoints, where the weights come from (SPEC R-SETUP-15 to 18)."""
+"""Refuse an impossible course of a run: steps, schedule, checkpoints, source of the weights (SPEC R-SETUP-15 to 18)."""
 
 from __future__ import annotations
 
@@ -15,15 +15,17 @@ _MEGATRON = "policy.megatron_cfg"
 _OPTIMIZER = f"{_MEGATRON}.optimizer"
 _SCHEDULER = f"{_MEGATRON}.scheduler"
 METRICS = ("train:loss", "val:val_loss")
-"""What the best checkpoints can be chosen by."""
+"""Metrics by which the best checkpoints can be chosen."""
 _DURATION = re.compile(r"\d{1,5}:\d{1,2}:\d{1,2}:\d{1,2}", re.ASCII)
 _YEAR = 366 * 24 * 3600
 _MOST_ROWS = 1 << 24
-"""Rows of a global batch, and positions of a row in thousands: the numbers of a batch are made before a file is asked."""
+"""Rows of a global batch at most, and thousands of positions of a row: a batch's numbers are computed before a file
+is read.
+"""
 
 
 def check_steps(setup: Setup) -> Iterator[SetupRefused]:
-    """How long the job runs, and when it validates (R-SETUP-15)."""
+    """Refuse an impossible length of the job, or period of validation (R-SETUP-15)."""
     job, sft = setup.job, setup.job.sft
     if sft.max_num_steps is None and sft.max_num_epochs is None:
         what = "nothing says when the job ends"
@@ -64,7 +66,7 @@ def check_steps(setup: Setup) -> Iterator[SetupRefused]:
 
 
 def check_schedule(setup: Setup) -> Iterator[SetupRefused]:
-    """Learning rate and its course, as megatron-core's scheduler can take them (R-SETUP-16)."""
+    """Refuse a learning rate or a course of it that megatron-core's scheduler cannot take (R-SETUP-16)."""
     job, schedule = setup.job, setup.job.megatron.scheduler
     optimizer = job.megatron.optimizer
     rate, least = float(optimizer["lr"] or 0.0), optimizer.get("min_lr")
@@ -109,12 +111,14 @@ def check_schedule(setup: Setup) -> Iterator[SetupRefused]:
 
 
 def _kind_of(setup: Setup, key: str) -> str:
-    """What set the value at `key`: a file, an override, another value that it was derived from, or nothing."""
+    """Return what set the value at `key`: a file, an override, a derivation, or nothing."""
     return setup.job.sources[key].kind if key in setup.job.sources else "default"
 
 
 def _check_weight_decay(setup: Setup) -> Iterator[SetupRefused]:
-    """Its first and last value as the scheduler will be given them: what is not set is the optimizer's, or megatron-core's own default."""
+    """Refuse first and last weight decays that the scheduler cannot take; unset ones are the optimizer's or
+    megatron-core's default.
+    """
     schedule, default = setup.job.megatron.scheduler, setup.job.megatron.optimizer.get("weight_decay")
     said = f"{_OPTIMIZER}.weight_decay"
     if default is None:
@@ -142,7 +146,7 @@ def _check_weight_decay(setup: Setup) -> Iterator[SetupRefused]:
 
 
 def check_checkpoints(setup: Setup) -> Iterator[SetupRefused]:
-    """Checkpoints that can be written and read again (R-SETUP-17)."""
+    """Refuse checkpoints that cannot be written or read again (R-SETUP-17)."""
     job, saved = setup.job, setup.job.checkpointing
     yield from _check_time_limit(setup)
     if not saved.enabled:
@@ -177,7 +181,7 @@ def check_checkpoints(setup: Setup) -> Iterator[SetupRefused]:
 
 
 def _check_measured(setup: Setup) -> Iterator[SetupRefused]:
-    """A validation loss is of the step that it was made at: a run that saves at no such step never has one to choose by."""
+    """Refuse a validation metric that no saved step has: a validation loss belongs to the step that made it."""
     sft, saved = setup.job.sft, setup.job.checkpointing
     last = sft.max_num_steps
     if saved.metric_name != "val:val_loss" or sft.val_period < 1 or saved.save_period < 1 or last is None:
@@ -206,7 +210,7 @@ def _check_time_limit(setup: Setup) -> Iterator[SetupRefused]:
 
 
 def check_start(setup: Setup) -> Iterator[SetupRefused]:
-    """Where the weights come from, and the shape that must be known (R-SETUP-18)."""
+    """Refuse a source of weights that contradicts the job, or a shape that is not known (R-SETUP-18)."""
     model, policy = setup.job.model, setup.job.policy
     if model.initial == "huggingface" and model.initial_path is None and policy.model_name is None:
         what, mend = "weights from Hugging Face without a name", "set it, or policy.model_name"

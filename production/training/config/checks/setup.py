@@ -1,4 +1,4 @@
-"""Set-up refusals on what this job does not have, and on the layout (SPEC R-SETUP-7 and R-SETUP-8)."""
+"""Refuse parts that this job does not have, and impossible layouts (SPEC R-SETUP-7 and R-SETUP-8)."""
 
 from __future__ import annotations
 
@@ -46,30 +46,30 @@ _DIMENSIONS = [
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """What a check looks at."""
+    """Holds the input of every check."""
 
     job: Job
     """The job."""
     world_size: int
-    """Ranks it is to run on."""
+    """Ranks of the run."""
     device: str | None
     """`cpu`, `cuda`, or None where it is not known."""
 
     @property
     def data_parallel_size(self) -> int | None:
-        """dp, or None where the world is not made of whole replicas."""
+        """Return dp, or None where the world is not made of whole replicas."""
         if any(_look_up(self.job, key) < 1 for key in _DIMENSIONS):
             return None
         size = sizes(self.job).of_a_replica
         return None if self.world_size < 1 or self.world_size % size else self.world_size // size
 
     def refuse(self, kind: str, key: str, what: str, mend: str) -> SetupRefused:
-        """A refusal at `key` as the file has it, with the file and line that set it."""
+        """Return a refusal at `key` as the file writes it, with the file and line that set it."""
         return SetupRefused(kind=kind, key=self.job.written(key), what=what, where=self.job.where(key), mend=mend)
 
 
 def check_switches(setup: Setup) -> Iterator[SetupRefused]:
-    """Backends, losses and parts that this job does not have (R-SETUP-7)."""
+    """Refuse backends, losses and parts that this job does not have (R-SETUP-7)."""
     megatron = setup.job.megatron
     if not megatron.enabled:
         what, mend = "the backend is not Megatron: megatron-core is the one backend", f"set {_MEGATRON}.enabled to true"
@@ -87,14 +87,14 @@ def check_switches(setup: Setup) -> Iterator[SetupRefused]:
 
 
 def check_paths(setup: Setup) -> Iterator[SetupRefused]:
-    """Paths that are empty, which would stand for the folder that the job is started in (R-SETUP-20)."""
+    """Refuse empty paths, which would stand for the folder that the job is started in (R-SETUP-20)."""
     for key in _PATHS:
         if _look_up(setup.job, key) == "":
             yield setup.refuse("no_folder", key, "an empty path", "name a folder or file, or leave the key out")
 
 
 def check_layout(setup: Setup) -> Iterator[SetupRefused]:
-    """The world and the dimensions it is cut into (R-SETUP-8)."""
+    """Refuse a world that the layout's dimensions do not divide (R-SETUP-8)."""
     job, megatron = setup.job, setup.job.megatron
     if setup.world_size > _MOST_RANKS:
         what = f"{setup.world_size} ranks, where no plan is made for more than {_MOST_RANKS}"

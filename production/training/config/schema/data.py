@@ -1,4 +1,4 @@
-"""What is trained on: files, how their rows are made, and in which order they come."""
+"""Declare the data of a job: files, settings of their rows, and the order of rows."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class DataFile:
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetDefaults:
-    """Section `data.default`: what a dataset takes where it does not say itself. The fields are those of `Dataset`."""
+    """Section `data.default`: defaults of the datasets. The fields are those of `Dataset`."""
 
     dataset_name: Literal["megatron_sft_packed", "openai_format"] | None = None
     """Kind of dataset; None: each dataset must say."""
@@ -32,7 +32,7 @@ class DatasetDefaults:
     tool_key: str | None = "tools"
     """Online: key of a line that holds the tools its chat template is given; None: the line's tools are left out."""
     on_bad_row: Literal["error", "skip"] = "error"
-    """What an unreadable line does: stop the job, or be left out, counted and listed (SPEC R-FILE-8)."""
+    """Treatment of an unreadable line: stop the job, or leave the line out, count and list it (SPEC R-FILE-8)."""
     semantics: str = "megatron-lm-0.19"
     """Preset of SPEC section 7, optionally with overrides: `strict,lost_conversations=refuse`."""
     megatron_sft_prompt_format: Literal["nemotron-nano-v2", "nemotron-h-aligned", "identity", "default"] | None = None
@@ -63,7 +63,7 @@ class Dataset:
     tool_key: str | None = "tools"
     """Online: key of a line that holds the tools its chat template is given; None: the line's tools are left out."""
     on_bad_row: Literal["error", "skip"] = "error"
-    """What an unreadable line does (SPEC R-FILE-8)."""
+    """Treatment of an unreadable line (SPEC R-FILE-8)."""
     semantics: str = "megatron-lm-0.19"
     """Preset of SPEC section 7, optionally with overrides."""
     megatron_sft_prompt_format: Literal["nemotron-nano-v2", "nemotron-h-aligned", "identity", "default"] | None = None
@@ -82,7 +82,7 @@ class Dataset:
 
     @property
     def is_packed(self) -> bool:
-        """Whether the rows were packed ahead of time."""
+        """Return whether the rows were packed ahead of time."""
         return self.dataset_name == PACKED
 
 
@@ -95,7 +95,7 @@ class Data:
     validation: tuple[Dataset, ...] = ()
     """Datasets validated on; none: no validation."""
     default: DatasetDefaults = DatasetDefaults()
-    """What both take where they do not say themselves."""
+    """Values that the datasets of both splits take where they do not set their own."""
     shuffle: bool = False
     """False: file order, as Megatron-LM's sampler (`indices[i % n]`). True: a new seeded order each epoch, the same on every rank."""
     seed: int | None = None
@@ -111,7 +111,7 @@ class Data:
     prefetch: int = 8
     """Microbatches prepared ahead per rank."""
     cache_folder: str | None = None
-    """Where indices of files are kept; None: beside the file, else the user's cache (SPEC R-FILE-3)."""
+    """Folder of the files' indices; None: beside the file, else the user's cache (SPEC R-FILE-3)."""
     verify_files: bool = False
     """Whether an index is compared with all bytes of its file, not only size, time and samples (SPEC R-FILE-4)."""
     max_input_seq_length: int | None = None

@@ -1,4 +1,4 @@
-"""The whole configuration of a job, resolved: what every part of the training job reads, and where each value came from."""
+"""Declare the whole resolved configuration of a job, and the source of each value."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from production.training.config.schema.sections import Checkpointing, Cluster, L
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """Where one value came from."""
+    """Names the source of one value."""
 
     kind: Literal["default", "file", "override", "derived"]
-    """What set it."""
+    """Kind of source that set the value."""
     place: str = ""
     """`job.yaml:12`, the override as typed, or what it was derived from; empty for a default."""
     expression: str = ""
@@ -34,48 +34,50 @@ class Job:
     sft: Sft
     """Length of the run and validation."""
     policy: Policy
-    """What trains."""
+    """Model name, tokenizer, batch sizes, precision and megatron-core's options."""
     model: Model
     """The shape of the model."""
     data: Data
-    """What is trained on."""
+    """Data to train on."""
     loss: Loss
-    """What token losses are divided by."""
+    """Divisor of the token losses."""
     checkpointing: Checkpointing
-    """What is saved."""
+    """Checkpoints."""
     logger: Logger
-    """What is reported."""
+    """Logs and reports."""
     cluster: Cluster
-    """What the job runs on."""
+    """Machines of the job."""
     sources: Mapping[str, Source] = field(default_factory=dict)
-    """Dotted key of each value (lists as `[0]`) to where it came from."""
+    """Dotted key of each value (lists as `[0]`) to its source."""
 
     @property
     def megatron(self) -> MegatronCfg:
-        """Short for `policy.megatron_cfg`."""
+        """Return `policy.megatron_cfg`."""
         return self.policy.megatron_cfg
 
     @property
     def is_packed(self) -> bool:
-        """Whether the job takes the direct path: its training rows were packed ahead of time."""
+        """Return whether the job takes the direct path: its training rows were packed ahead of time."""
         return not self.data.train or self.data.train[0].is_packed
 
     def where(self, key: str) -> str:
-        """`key` with the place that set it, for messages: `policy.precision (job.yaml:7)`."""
+        """Return `key` with the place that set it, for messages: `policy.precision (job.yaml:7)`."""
         source = self.sources.get(key)
         if source is None:
             return f"{key} (default)"
         return f"{self.written(key)} ({'derived from ' if source.kind == 'derived' else ''}{source.place})"
 
     def written(self, key: str) -> str:
-        """The key as the file has it (`Source.written`)."""
+        """Return the key as the file writes it (`Source.written`)."""
         return (self.sources[key].written if key in self.sources else "") or key
 
     def dataset_key(self, split: str, index: int) -> str:
-        """Dotted key of a dataset, as the file wrote it: `data.train`, or `data.train[0]` where a list stands there."""
+        """Return the dotted key of a dataset, as the file wrote it: `data.train`, or `data.train[0]` where a list
+        stands there.
+        """
         key = f"data.{split}"
         return f"{key}[{index}]" if any(each.startswith(f"{key}[{index}]") for each in self.sources) else key
 
     def describe(self) -> dict[str, Any]:
-        """The resolved configuration as plain mappings, lists and values: what a checkpoint or a log keeps of it."""
+        """Return the resolved configuration as plain mappings, lists and values, for checkpoints and logs."""
         return dict(plain(self))

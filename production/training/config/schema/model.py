@@ -1,4 +1,4 @@
-"""The shape of the model: enough to build it from nothing, and what megatron-core's own options add to it by name."""
+"""Declare the shape of the model: enough to build the model from nothing, beside megatron-core's own options by name."""
 
 from __future__ import annotations
 

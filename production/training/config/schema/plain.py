@@ -1,4 +1,4 @@
-"""A configuration as plain values, for files and logs."""
+"""Turn a configuration into plain values, for files and logs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def plain(value: Any) -> Any:
-    """`value` as mappings, lists and plain values, the sources left out."""
+    """Return `value` as mappings, lists and plain values, without the sources."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = [each.name for each in dataclasses.fields(value) if each.name != "sources"]
         return {name: plain(getattr(value, name)) for name in fields}

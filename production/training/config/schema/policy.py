@@ -1,4 +1,4 @@
-"""What trains: model name, tokenizer, batch sizes, precision, and everything that megatron-core is told."""
+"""Declare the policy: model name, tokenizer, batch sizes, precision, and megatron-core's options."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Tokenizer:
 
 @dataclass(frozen=True, kw_only=True)
 class Switch:
-    """A part of NeMo-RL that this job does not have: its section may stand in a file, but only switched off."""
+    """Section of a NeMo-RL part that this job does not have: the section may stand in a file, but only switched off."""
 
     enabled: bool = False
     """Only false."""
@@ -112,7 +112,7 @@ class MegatronCfg:
     """Whether norms and dropout are shared along the row over the tensor parallel ranks; None: derived, true exactly with tensor parallelism.
     Only that: the model of this job always does so."""
     pipeline_dtype: Literal["float32", "float64", "bfloat16", "float16"] | None = None
-    """What stages send each other; None: derived, `policy.precision`. Only that."""
+    """Dtype in which stages send activations; None: derived, `policy.precision`. Only that."""
     activation_checkpointing: bool = False
     """NeMo-RL's word for full recomputation, uniform, one layer at a time."""
     use_fused_linear_logprobs: bool = False
@@ -162,11 +162,13 @@ class Policy:
     precision: Literal["float32", "float64", "bfloat16"] = "bfloat16"
     """Of parameters and activations; on CPU only the first two."""
     make_sequence_length_divisible_by: int | None = None
-    """Online: what each sequence is padded to; None: derived, the domain factor (2 x cp, x tp with sequence parallelism)."""
+    """Online: multiple to which each sequence is padded; None: derived, the domain factor (2 x cp, x tp with sequence
+    parallelism).
+    """
     max_grad_norm: float | None = None
     """NeMo-RL's word for the optimizer's `clip_grad`; None: the optimizer's."""
     megatron_cfg: MegatronCfg = MegatronCfg()
-    """Everything that megatron-core is told."""
+    """Options of megatron-core."""
     dynamic_batching: DynamicBatching = DynamicBatching()
     """Only switched off."""
     sequence_packing: SequencePacking = SequencePacking()

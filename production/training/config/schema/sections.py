@@ -1,4 +1,4 @@
-"""The smaller sections of a job: how long it trains, its loss, what it saves, what it reports, what it runs on."""
+"""Declare the smaller sections of a job: length of the run, loss, checkpoints, logs, machines."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Sft:
 
 @dataclass(frozen=True, kw_only=True)
 class Loss:
-    """Section `loss`: what the summed token losses are divided by, and how multi-token depths weigh."""
+    """Section `loss`: the divisor of the summed token losses, and the weights of multi-token depths."""
 
     name: Literal["NLLLossFn"] = "NLLLossFn"
     """The loss; only the negative log-likelihood of the next token."""
@@ -58,9 +58,9 @@ class Checkpointing:
     keep_top_k: int | None = 3
     """Checkpoints kept; None: all. The newest is always kept."""
     metric_name: str | None = None
-    """What the best are chosen by, such as `val:val_loss`; None: the newest are kept."""
+    """Metric by which the best checkpoints are chosen, such as `val:val_loss`; None: the newest are kept."""
     higher_is_better: bool = False
-    """Which way `metric_name` is read."""
+    """Whether a higher `metric_name` is better."""
     checkpoint_must_save_by: str | None = None
     """Time after the start, `days:hours:minutes:seconds`, at which a checkpoint is written and the job ends cleanly; None: never."""
     save_optimizer: bool = True
@@ -156,5 +156,5 @@ class Cluster:
 
     @property
     def ranks(self) -> int | None:
-        """Processes in all; None where this section does not say it."""
+        """Return the number of all processes; None where this section does not give it."""
         return None if self.num_nodes is None or self.gpus_per_node is None else self.num_nodes * self.gpus_per_node
