@@ -89,7 +89,7 @@ SIZES = {
         divergences=12,
         layouts=50,
         plain=950,
-        models={1: Steps(models=6, others=3), 2: Steps(models=2), 4: Steps(), 8: Steps(layouts=8)},
+        models={1: Steps(models=6, others=3), 2: Steps(models=3), 4: Steps(), 8: Steps(layouts=8)},
         trainer={"dense": (0,), "experts": (0,), "float32": (0,)},
         whole_runs=(0,),
         sample_witnessed=2,

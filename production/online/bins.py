@@ -130,7 +130,7 @@ def squeeze(rectangle: Rectangle, padding: Padding) -> Squeezed:
         raise PackproofError(
             what=f"a bin of {total} tokens with padding, and rows of {row}",
             where="pad_packed_seq_to",
-            mend="take the longest bin of the rank (rectangle.longest_bin)",
+            mend="take the longest bin of the rank (padded_batch.longest_bin)",
         )
     padded[-1] += row - total
     ends = padded.cumsum(0)

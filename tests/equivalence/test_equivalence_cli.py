@@ -164,7 +164,7 @@ def test_what_contradicts_a_file_s_manifest_is_refused_and_another_cp_is_taken(t
     assert code == 0
     assert report["own_settings"]["settings"].items() >= {"context_parallel_size": 4, "semantics": "strict"}.items()
     assert report["own_settings"]["compared"] == 2
-    assert [each["rows"] for each in report["checks"] if each["check"] == "sample"] == [2]
+    assert [each["rows"] for each in report["checks"] if each["check"] == "own"] == [2]
 
 
 def test_a_subject_of_one_format_is_judged_by_it_and_the_rest_is_left_out_and_counted(tmp_path, capsys):

@@ -395,7 +395,7 @@ def test_a_name_can_be_given_for_one_side(tmp_path):
 # A constant ratio
 
 
-def scaled(tmp_path, factor_of):
+def with_losses_scaled(tmp_path, factor_of):
     """The records of `one`, each loss multiplied by what `factor_of` says of its step, against those as they are."""
     lines = []
     for line in (RECORDED / "one.metrics.jsonl").read_text().splitlines():
@@ -408,6 +408,6 @@ def scaled(tmp_path, factor_of):
 
 
 def test_losses_that_are_off_by_one_ratio_at_all_steps_are_said_to_be(tmp_path):
-    assert "a constant ratio: B's loss is 1.003 times A's" in verdict(scaled(tmp_path, lambda _: 1.003))
-    assert "constant ratio" not in verdict(scaled(tmp_path, lambda step: 1.003 + 0.001 * (step % 2)))
+    assert "a constant ratio: B's loss is 1.003 times A's" in verdict(with_losses_scaled(tmp_path, lambda _: 1.003))
+    assert "constant ratio" not in verdict(with_losses_scaled(tmp_path, lambda step: 1.003 + 0.001 * (step % 2)))
     assert "constant ratio" not in verdict(compare(ours("one"), ours("one"), WINDOW))

@@ -106,8 +106,8 @@ def test_what_a_dump_leaves_out_is_derived_and_told(tmp_path):
 def test_names_are_mapped_and_labels_may_be_unshifted(tmp_path, run):
     """A trainer whose model shifts dumps `y`, the tokens themselves with -100 where they do not train, and no mask."""
     settings = RowSettings(pack_length=32, prompt_format="nemotron-h-aligned")
-    file = write_rows(tmp_path, [many(2)])
-    row = build(many(2), settings=settings)
+    file = write_rows(tmp_path, [many(1)])
+    row = build(many(1), settings=settings)
     trained = torch.where(row.token_mask != 0, row.target_ids, -100)
 
     def theirs(found):
