@@ -65,9 +65,7 @@ def test_another_dtype_is_compared_by_value_and_told(tmp_path):
         assert torch.equal(getattr(read.row, tensor), getattr(row, tensor)), tensor
         assert getattr(read.row, tensor).dtype == getattr(row, tensor).dtype, tensor
     assert [note.what for note in read.notes] == [
-        "input_ids is int32, not int64; its values are compared",
-        "token_mask is bool, not float32; its values are compared",
-        "cu_seqlens is int64, not int32; its values are compared",
+        "input_ids is int32, not int64, token_mask is bool, not float32, cu_seqlens is int64, not int32; values are compared"
     ]
 
 

@@ -111,6 +111,8 @@ def _where(comparison: Comparison) -> str:
     at = min(differ)
     which = "" if len(wholes) == 1 else f" in {_names([each for each in wholes if each.first_at == at])}"
     outside = "" if window.first <= at <= window.last else f", outside of the window {window}"
+    if comparison.equal_but_for_rounding:
+        return f"within rounding, recorded losses are unequal from step {at} on{which}, of {every}{outside}"
     return f"losses first differ at step {at}{which}, of {every}{outside}"
 
 

@@ -101,7 +101,7 @@ def find(request: Request) -> Findings:
         match = _match(request, dump, dumped)
     notes = list(dump.notes) if dump is not None else []
     if match is not None:
-        notes.append(match.note(asked_row=request.row))
+        notes.insert(0, match.note(asked_row=request.row))
     if request.only_trained_labels:
         sides, note = _only_trained(sides)
         notes.append(note)

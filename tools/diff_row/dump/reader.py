@@ -82,7 +82,13 @@ def read_dump(path: str | Path, row: int = 0, conventions: Conventions | None = 
         one["cu_seqlens"] = _without_filling(one["cu_seqlens"], lengths["input_ids"])
     _derive(one, path, notes)
     longest = int(one.pop("max_seqlen").reshape(-1)[0])
-    cast = {name: _cast(name, one[name], notes) for name in DTYPES}
+    cast = {name: _cast(name, one[name]) for name in DTYPES}
+    if told := [
+        f"{name} is {_called(one[name])}, not {_called(cast[name])}"
+        for name in DTYPES
+        if one[name].dtype != cast[name].dtype
+    ]:
+        notes.append(_note(f"{', '.join(told)}; values are compared", "section 1"))
     return Dump(
         row=Row(
             input_ids=cast["input_ids"],
@@ -273,17 +279,14 @@ def _derive(one: dict[str, torch.Tensor], path: Path, notes: list[Flaw]) -> None
         notes.append(_note(f"no max_seqlen was dumped: the longest segment has {longest:,} positions", "R-CU-1"))
 
 
-def _cast(name: str, tensor: torch.Tensor, notes: list[Flaw]) -> torch.Tensor:
+def _cast(name: str, tensor: torch.Tensor) -> torch.Tensor:
     """The tensor in the dtype of SPEC section 1, where that changes no value: sides are compared by value."""
-    wanted = DTYPES[name]
-    if tensor.dtype == wanted:
-        return tensor
-    cast = tensor.to(wanted)
-    if not torch.equal(cast.to(torch.float64), tensor.to(torch.float64)):
-        return tensor
-    called = [str(dtype).removeprefix("torch.") for dtype in (tensor.dtype, wanted)]
-    notes.append(_note(f"{name} is {called[0]}, not {called[1]}; its values are compared", "section 1"))
-    return cast
+    cast = tensor.to(DTYPES[name])
+    return cast if torch.equal(cast.to(torch.float64), tensor.to(torch.float64)) else tensor
+
+
+def _called(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _note(what: str, rule: str) -> Flaw:

@@ -47,7 +47,7 @@ class Match:
     def note(self, *, asked_row: int | None) -> Flaw:
         """What is said of the match: that it was found, or which row it is instead of the one that was asked for."""
         if not self.exact:
-            what = f"no row of the file has the dump's ids: row {self.row} is nearest, with {self.shared:,} of {self.length:,} equal"
+            what = f"no row of the file has the dump's ids: row {self.row} is nearest, with {self.shared:,} of {self.length:,} equal (another tokenizer, format or file?)"
         elif asked_row in (None, self.row):
             what = f"the dump is row {self.row} of the file, found by its ids"
         else:
