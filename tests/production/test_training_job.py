@@ -61,10 +61,12 @@ def test_recomputed_activations_give_the_same_losses(train, case):
     assert len(without["losses"]) == 4
     for step, (loss, depths, norm, rate) in with_it["losses"].items():
         other_loss, other_depths, other_norm, other_rate = without["losses"][step]
-        # Around recomputed experts autograd adds the parts of a gradient in another order: the losses of the steps after differ by it.
-        bound = 1e-6 if EXPERTS.items() <= changes.items() else 0
-        assert (loss, *depths) == pytest.approx((other_loss, *other_depths), rel=bound if step > 1 else 0, abs=0)
-        assert norm == pytest.approx(other_norm, rel=bound, abs=0)
+        # Around recomputed experts autograd adds the parts of a gradient in another order. That moves weights by far less than a
+        # float32 loss can show, so a later loss may be rounded the other way: by one unit in its last place, and no more.
+        has_experts = EXPERTS.items() <= changes.items()
+        unit = 2.0**-23 if has_experts and step > 1 else 0
+        assert (loss, *depths) == pytest.approx((other_loss, *other_depths), rel=unit, abs=0)
+        assert norm == pytest.approx(other_norm, rel=1e-6 if has_experts else 0, abs=0)
         assert rate == other_rate
 
 
