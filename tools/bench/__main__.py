@@ -10,6 +10,7 @@ import tyro
 
 from production.errors import PackproofError
 from tools.bench.attention import attention
+from tools.bench.cache import cache
 from tools.bench.loader import loader
 from tools.bench.multi_token import multi_token
 from tools.bench.rows import rows
@@ -26,6 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "shards": shards,
         "multi_token": multi_token,
         "loader": loader,
+        "cache": cache,
         "attention": attention,
         "suite": suite,
     }

@@ -52,7 +52,7 @@ class _Bench:
         self._builder = RowBuilder(tokenizer=tokenizer, settings=settings)
         self._builder_of_all = RowBuilder(tokenizer=tokenizer, settings=settings, reuse_equal_turns=False)
         self._rows = _make_rows(tokenizer, _conversations(task["files"], kind), pack_length)
-        self._dataset = _megatron_lm(task["tokenizer"], self._format.name, pack_length, self._rows)
+        self._dataset = megatron_lm_dataset(task["tokenizer"], self._format.name, pack_length, self._rows)
 
     def run(self) -> Result:
         texts = [self._texts(messages) for messages in self._rows]
@@ -196,7 +196,7 @@ def _put_together(conversation: Messages) -> Messages:
     return [{"role": role, "content": content} for role, content in text.items()]
 
 
-def _megatron_lm(folder: str, prompt_format: str, pack_length: int, rows: list[Messages]) -> Any:
+def megatron_lm_dataset(folder: str, prompt_format: str, pack_length: int, rows: list[Messages]) -> Any:
     """The installed SFTDataset over these rows."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of absent CUDA and optional kernels, on import

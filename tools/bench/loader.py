@@ -51,7 +51,7 @@ def loader(
     found = AutoTokenizer.from_pretrained(cached_tokenizer("nemotron-like") if tokenizer is None else tokenizer)
     settings = RowSettings(pack_length=pack_length)
     builder = RowBuilder(tokenizer=found, settings=settings)
-    rows = _full_rows(builder, data, pack_length, steps * global_batch_size)
+    rows = full_rows(builder, data, pack_length, steps * global_batch_size)
     with tempfile.TemporaryDirectory(prefix="packproof-bench-") as place:
         path = Path(place) / "rows.jsonl.packed"
         path.write_text("".join(json.dumps({"messages": row}, ensure_ascii=False) + "\n" for row in rows))
@@ -115,7 +115,7 @@ def _show(
     return ratios
 
 
-def _full_rows(builder: RowBuilder, data: Path, pack_length: int, count: int) -> list[Messages]:
+def full_rows(builder: RowBuilder, data: Path, pack_length: int, count: int) -> list[Messages]:
     """Rows that no padding is left in."""
     texts = _numbered(data)
     rows: list[Messages] = []

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Self
 
 import torch
@@ -16,6 +18,7 @@ from production.online.chat import ChatTokenizer
 from production.online.padded_batch import Rectangle
 from production.parallel.sizes import RankCoordinates
 from production.rows.batch import Batch
+from production.rows.builder import RowSettings
 from production.rows.guards import BatchSettings
 from production.training.config import (
     Dataset,
@@ -26,12 +29,13 @@ from production.training.config import (
     row_settings,
     sizes,
 )
-from production.training.data.dataset import ConversationBatch, ConversationData, PackedData, Recipe
+from production.training.data.dataset import ConversationBatch, ConversationData, PackedData, Recipe, row_facts
 from production.training.data.fingerprint import fingerprint
 from production.training.data.first_lines import look
 from production.training.data.loader import Loader, LoaderSettings, Prepared
 from production.training.data.online_bins import bin_settings, pack_bins
 from production.training.data.order import Order, Sample, ValidationOrder
+from production.training.data.row_cache import RowCache
 from production.training.data.token_checks import check_tokens, message_keys
 from production.training.data.tokenizer import load_tokenizer
 from production.training.metrics.token_counts import RowCounts
@@ -66,6 +70,7 @@ class BatchStream:
     def __init__(self, job: Job, place: RankCoordinates, *, consumed_samples: int = 0) -> None:
         """Open the files, the tokenizer and the loaders. Raises PackproofError for files that cannot be fed."""
         self._job, self._place = job, place
+        self._caches: dict[str, RowCache] = {}
         self.skipped_in_validation: list[SkippedRow] = []
         """Rows that the last validation skipped; `skipped` has those of training."""
         self.tokenizer = load_tokenizer(job)
@@ -89,6 +94,7 @@ class BatchStream:
             settings=self._loader_settings(job.policy.train_global_batch_size),
             consumed_samples=consumed_samples,
         )
+        self.notes = (*self.notes, *map(_stored, self._caches.values()))
 
     def __enter__(self) -> Self:
         return self
@@ -97,8 +103,10 @@ class BatchStream:
         self.close()
 
     def close(self) -> None:
-        """Stop the loader's workers."""
+        """Stop the loader's workers, and let go of the row caches."""
         self._loader.close()
+        for cache in self._caches.values():
+            cache.close()
 
     @property
     def total_steps(self) -> int | None:
@@ -211,7 +219,26 @@ class BatchStream:
             settings=settings,
             guards=guards,
             keys=message_keys(dataset, settings, self.tokenizer),
+            caches=self._caches_of(dataset, settings, sources),
         )
+
+    def _caches_of(
+        self, dataset: Dataset, settings: RowSettings, sources: Sequence[PackedSource]
+    ) -> tuple[RowCache, ...]:
+        """Return the row cache of each source, opened once; none without `data.cache_dir`."""
+        data = self._job.data
+        if data.cache_dir is None:
+            return ()
+        found = []
+        for source in sources:
+            facts = row_facts(source, self.tokenizer, settings, ignored=dataset.ignore_keys)
+            key = json.dumps(facts, sort_keys=True)
+            if key not in self._caches:
+                self._caches[key] = RowCache(
+                    Path(data.cache_dir), facts=facts, rows=len(source), limit_bytes=int(data.cache_limit_gb * 1e9)
+                )
+            found.append(self._caches[key])
+        return tuple(found)
 
     def _loader_settings(self, global_batch_size: int) -> LoaderSettings:
         """Return the loader's settings: `data.prefetch` counts microbatches, the loader counts global batches."""
@@ -266,6 +293,10 @@ def _as_one(job: Job) -> Dataset:
                 mend="give all training datasets the same settings, as one dataset of several files",
             )
     return dataclasses.replace(first, data_path=tuple(file for each in job.data.train for file in each.data_path))
+
+
+def _stored(cache: RowCache) -> str:
+    return f"row cache {cache.path}: {cache.stored():,} of {cache.rows:,} rows are stored"
 
 
 def _open(job: Job, dataset: Dataset, *, apart: bool) -> list[PackedSource]:

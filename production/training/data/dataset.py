@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import msgspec
 import numpy as np
 import torch
 
@@ -24,7 +25,9 @@ from production.rows.batch import Batch, BatchSettings, collate_checked
 from production.rows.builder import GROUP_TOKENS, Row, RowBuilder, RowSettings
 from production.rows.token_facts import ControlTokens
 from production.tokens.message_keys import MessageKeys
+from production.training.data.fingerprint import tokenizer_identity
 from production.training.data.order import Sample
+from production.training.data.row_cache import RowCache
 from production.training.metrics.token_counts import RowCounts
 
 Wire = Mapping[str, Any]
@@ -99,10 +102,12 @@ class PackedData:
         settings: RowSettings,
         guards: BatchSettings,
         keys: MessageKeys | None = None,
+        caches: Sequence[RowCache] = (),
     ) -> None:
         """`guards` are the job's; the number of rows is the order's affair and is not asked of a rank's share.
 
-        `keys` refuses rows with keys that no row honours; None: nothing is asked of them.
+        `keys` refuses rows with keys that no row honours; None: nothing is asked of them. `caches` keep the rows of each source, so
+        that a row is built once; they must have been opened with `row_facts` of the same source, tokenizer, settings and keys.
         """
         self.settings = settings
         self.rows = tuple(map(len, sources))
@@ -112,9 +117,20 @@ class PackedData:
         self._keys = keys
         self._control_tokens = ControlTokens(tokenizer)
         self._guards = dataclasses.replace(guards, global_batch_size=None, data_parallel_size=1)
+        self._caches = tuple(caches)
 
     def prepare(self, samples: Sequence[Sample]) -> list[Row | PackproofError]:
         """Return the row of each sample, or a BadRow."""
+        if not self._caches:
+            return self._build(samples)
+        stored = [self._caches[sample.source].get(sample.row) for sample in samples]
+        built = iter(self._build([sample for sample, row in zip(samples, stored, strict=True) if row is None]))
+        return [
+            next(built) if row is None else _placed(row, self._sources, sample)
+            for sample, row in zip(samples, stored, strict=True)
+        ]
+
+    def _build(self, samples: Sequence[Sample]) -> list[Row | PackproofError]:
         read = [_read(self._sources, sample, self._keys) for sample in samples]
         good = [messages for messages in read if not isinstance(messages, PackproofError)]
         try:
@@ -123,9 +139,15 @@ class PackedData:
             built = iter([self._build_alone(messages) for messages in good])
         built = map(self._counted, built, good)
         return [
-            found if isinstance(found, PackproofError) else _placed(next(built), self._sources, sample)
+            found if isinstance(found, PackproofError) else self._finished(next(built), sample)
             for found, sample in zip(read, samples, strict=True)
         ]
+
+    def _finished(self, row: Row | Exception, sample: Sample) -> Row | PackproofError:
+        """Store the row or its refusal where rows are cached, and return it with its location."""
+        if self._caches and isinstance(row, Row | RowRefused):
+            self._caches[sample.source].put(sample.row, row)
+        return _placed(row, self._sources, sample)
 
     def to_wire(self, item: Row) -> Wire:
         """Return the row as numpy arrays."""
@@ -168,6 +190,21 @@ class PackedData:
             return self._builder.build(messages)
         except Exception as error:  # noqa: BLE001 - named with its row by the caller
             return error
+
+
+def row_facts(
+    source: PackedSource, tokenizer: Any, settings: RowSettings, *, ignored: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Return all that decides a source's rows, besides the code, as plain values: the facts of a `RowCache`.
+
+    `ignored` are the keys of messages that are passed over (`ignore_keys`).
+    """
+    return {
+        "source": source.fingerprint,
+        "tokenizer": tokenizer_identity(tokenizer),
+        "settings": msgspec.to_builtins(settings),
+        "ignored": sorted(ignored),
+    }
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

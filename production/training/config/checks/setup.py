@@ -34,8 +34,8 @@ _OF_THE_LAUNCHER = {
 }  # fmt: skip
 """Variables that torchrun sets for each process."""
 _PATHS = (
-    "logger.log_dir", "checkpointing.checkpoint_dir", "data.cache_folder", "policy.tokenizer.name", "model.initial_path",
-    "policy.tokenizer.chat_template",
+    "logger.log_dir", "checkpointing.checkpoint_dir", "data.cache_folder", "data.cache_dir", "policy.tokenizer.name",
+    "model.initial_path", "policy.tokenizer.chat_template",
 )  # fmt: skip
 _MOST_RANKS = 1 << 24
 _DIMENSIONS = [

@@ -112,6 +112,10 @@ class Data:
     """Microbatches prepared ahead per rank."""
     cache_folder: str | None = None
     """Folder of the files' indices; None: beside the file, else the user's cache (SPEC R-FILE-3)."""
+    cache_dir: str | None = None
+    """Direct: folder in which built rows are kept for later epochs, runs and the other ranks of the machine; None: rows are built each time. The rows are the same to the bit."""
+    cache_limit_gb: float = 100.0
+    """Gigabytes that `cache_dir` may take; caches that nobody uses are removed for new ones, the longest unused first, and then no more rows are stored."""
     verify_files: bool = False
     """Whether an index is compared with all bytes of its file, not only size, time and samples (SPEC R-FILE-4)."""
     max_input_seq_length: int | None = None
