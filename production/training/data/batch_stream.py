@@ -94,7 +94,7 @@ class BatchStream:
             settings=self._loader_settings(job.policy.train_global_batch_size),
             consumed_samples=consumed_samples,
         )
-        self.notes = (*self.notes, *map(_stored, self._caches.values()))
+        self.notes += map(_stored, self._caches.values())
 
     def __enter__(self) -> Self:
         return self

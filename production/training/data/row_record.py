@@ -114,6 +114,7 @@ def decode(record: memoryview) -> Row | RowRefused:
 def _smaller(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
     """Return the array in the smallest dtype of the record that holds each value exactly."""
     fits: Callable[[npt.NDArray[Any]], bool]
+    smaller: np.dtype[Any]
     if array.dtype == np.int64:
         smaller, fits = np.dtype(np.int32), lambda it: bool(it.min() >= _INT32.min and it.max() <= _INT32.max)
     elif array.dtype == np.float32:
