@@ -1,15 +1,12 @@
 """R-LOSS in production: what a schedule is given, in tensors alone, and the online loss over real groups of ranks."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import online_loss_world as world
 import pytest
 import torch
 
+from equivalence.workers import open_world, preload
 from production import loss
 from production.errors import PackproofError
 
@@ -98,15 +95,11 @@ def test_what_would_only_show_in_the_gradient_is_refused():
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
+def ranks():
     """What each of the four ranks found."""
-    folder = tmp_path_factory.mktemp("online")
-    root = Path(__file__).parents[2]
-    environment = os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    command = [sys.executable, world.__file__, str(folder)]
-    done = subprocess.run(command, env=environment, timeout=120, check=False, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return [torch.load(folder / f"{rank}.pt") for rank in range(world.TENSOR * world.CONTEXT)]
+    preload("online_loss_world")
+    with open_world(world.TENSOR * world.CONTEXT) as ranks:
+        return ranks.run("online_loss_world:work")
 
 
 @pytest.mark.xdist_group("gloo")

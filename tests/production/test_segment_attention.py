@@ -4,10 +4,6 @@ Dense attention in a wider precision is the truth. In float64 and float32 ours m
 value by value; in bfloat16 by at most twice what dense attention in bfloat16 is off.
 """
 
-import os
-import subprocess
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -19,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from equivalence.workers import open_world, preload
 from production.errors import PackproofError
 from production.model.device import attention_kernels, attention_share
 from production.model.device.attention import SegmentAttention
@@ -32,15 +29,11 @@ KERNELS = {"fused": FUSED_CPU, "tiled": TILED}
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
+def ranks():
     """What each of the four ranks found."""
-    folder = tmp_path_factory.mktemp("world")
-    root = Path(__file__).parents[2]
-    environment = os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, world.__file__, str(folder)]
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=180, check=False)
-    assert ended.returncode == 0, ended.stderr
-    return [torch.load(folder / f"rank_{rank}.pt", weights_only=True) for rank in range(world.SIZE)]
+    preload("segment_attention_world", megatron=False)
+    with open_world(world.SIZE) as ranks:
+        return ranks.run("segment_attention_world:found")
 
 
 @pytest.fixture(params=KERNELS)

@@ -1,11 +1,6 @@
 """What a step measures: its numbers, and what they cost in synchronisations and messages."""
 
-import json
 import math
-import os
-import subprocess
-import sys
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -13,6 +8,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from training_metrics_world import COUNTS
 
+from equivalence.workers import open_world, preload
 from production.errors import PackproofError
 from production.training.metrics.step_metrics import Group, StepMetrics, Timing
 from production.training.metrics.timers import DeviceClock, HostClock, clock_here, read
@@ -288,21 +284,11 @@ def test_on_cuda_neither_a_microbatch_nor_the_end_of_a_step_synchronizes():
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory):
+def world():
     """What four ranks reported, by rank."""
-    folder = tmp_path_factory.mktemp("world")
-    script = Path(__file__).with_name("training_metrics_world.py")
-    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, str(script), str(folder)],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-        env=environment,
-    )
-    assert done.returncode == 0, done.stderr
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(4)]
+    preload("training_metrics_world", megatron=False)
+    with open_world(4) as ranks:
+        return ranks.run("training_metrics_world:measured")
 
 
 @pytest.mark.xdist_group("gloo")
