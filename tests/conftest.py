@@ -17,6 +17,12 @@ hypothesis.settings.register_profile("explore", deadline=None, max_examples=1000
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "suite"))
 
 
+def pytest_addoption(parser):
+    parser.addoption(
+        "--every-layout", action="store_true", help="hold every layout of four ranks to Megatron-LM's pieces, not some"
+    )
+
+
 def pytest_collection_modifyitems(config, items):
     """Deselect what needs a GPU where there is none; the summary says so."""
     if torch.cuda.is_available():

@@ -1,4 +1,7 @@
-"""Megatron-LM's own pieces and packproof, interleaved: losses, gradient norms and weights are equal to the bit in every layout of two and four ranks."""
+"""Megatron-LM's own pieces and packproof, interleaved: losses, gradient norms and weights are equal to the bit in layouts of two and four ranks.
+
+Of four ranks the suite takes layouts that hold each pair of dimensions together; `make test ARGS=--every-layout` takes all 32.
+"""
 
 import itertools
 import json
@@ -19,7 +22,36 @@ TOKENIZER = str(Path(__file__).parents[2] / "examples" / "tokenizers" / "nemotro
 WORDS = ["river", "stone", "lamp", "cloud", "paper", "seven", "green", "quick", "under", "table", "music", "north"]
 STEPS, PACK_LENGTH = 5, 64
 LAYOUTS = [layout for size in (2, 4) for layout in layouts(size)]
+DIMENSIONS = ("tensor", "context", "pipeline", "expert", "data")
 SERIES = {"loss", "gradient_norm", "learning_rate", "consumed_samples", "trained_tokens"}
+
+
+def sizes_of(layout):
+    return {name: layout.data_size if name == "data" else getattr(layout.sizes, name) for name in DIMENSIONS}
+
+
+def shows(layout):
+    """Pairs of dimensions of more than one rank, and dimensions of four."""
+    sizes = {name: size for name, size in sizes_of(layout).items() if size > 1}
+    return {*itertools.combinations(sizes, 2), *(name for name, size in sizes.items() if size == 4)}
+
+
+def few(found):
+    """As few of these layouts as show all that they show, chosen greedily."""
+    chosen, left = [], set().union(*map(shows, found))
+    while left:
+        chosen.append(max(found, key=lambda layout: len(shows(layout) & left)))
+        left -= shows(chosen[-1])
+    return chosen
+
+
+FEW = [*(layout for layout in layouts(2) if layout.sizes.expert == 1), *few(list(layouts(4)))]
+
+
+def pytest_generate_tests(metafunc):
+    if "layout" in metafunc.fixturenames:
+        chosen = LAYOUTS if metafunc.config.getoption("--every-layout") else FEW
+        metafunc.parametrize("layout", chosen, ids=lambda layout: layout.name.replace(" ", "-"))
 
 
 def conversation(number):
@@ -143,7 +175,6 @@ def job(rows, layout, **model):
 
 
 @pytest.mark.xdist_group("gloo")
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name.replace(" ", "-"))
 def test_five_steps_are_equal_to_the_bit(layout, rows):
     preload(*live.MODULES)
     from tools.compare_runs.live_rank import together
@@ -162,6 +193,13 @@ def test_five_steps_are_equal_to_the_bit(layout, rows):
                 assert first[name] == second[name], (model, name)
                 assert all(map(math.isfinite, first[name].values())), (model, name)
             assert len(set(first["loss"].values())) == STEPS, "the model does not move"
+
+
+def test_the_few_layouts_hold_each_dimension_with_each_other_and_each_alone_on_four_ranks():
+    shown = set().union(*map(shows, FEW))
+    assert set(itertools.combinations(DIMENSIONS, 2)) <= shown
+    assert set(DIMENSIONS) <= shown
+    assert len(FEW) < len(LAYOUTS) / 2
 
 
 def command(rows, *more):
