@@ -27,11 +27,11 @@ equivalence: $(STAMP) ## the main job: three witnesses, the packed sample and ge
 
 .PHONY: test
 test: $(STAMP) ## the tests
-	$(BIN)/python -m pytest -n auto --dist loadgroup --durations=10 $(ARGS)
+	$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder --durations=10 $(ARGS)
 
 .PHONY: coverage
 coverage: $(STAMP) ## the tests with coverage, which costs a third more time
-	$(BIN)/python -m pytest -n auto --dist loadgroup --cov --cov-report=term:skip-covered $(ARGS)
+	$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder --cov --cov-report=term:skip-covered $(ARGS)
 
 .PHONY: train
 train: $(STAMP) ## train a small model on the packed sample: two ranks on the CPU, minutes (ARGS="sft.max_num_steps=10 …")

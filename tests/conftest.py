@@ -24,7 +24,13 @@ def pytest_addoption(parser):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Deselect what needs a GPU where there is none; the summary says so."""
+    """Put the files that open worlds first, and deselect what needs a GPU where there is none; the summary says so.
+
+    Workers take whole files (`--dist loadfile`), so that what a file sets up is set up once; a long file at the end would leave
+    the other workers with nothing to do.
+    """
+    long = {item.path for item in items if item.get_closest_marker("worlds")}
+    items.sort(key=lambda item: item.path not in long)
     if torch.cuda.is_available():
         return
     needing = [item for item in items if item.get_closest_marker("gpu")]

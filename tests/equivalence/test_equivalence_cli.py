@@ -96,7 +96,7 @@ def test_bad_input_or_a_witness_that_cannot_be_loaded_exits_2_and_is_named(optio
     assert said in capsys.readouterr().err
 
 
-@pytest.mark.xdist_group("gloo")
+@pytest.mark.worlds
 def test_training_steps_are_in_the_report_with_what_stands_in(tmp_path, capsys):
     steps = [path for path, _ in store.replay(kinds=["models"])]
     replayed = steps[0]

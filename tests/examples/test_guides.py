@@ -18,7 +18,7 @@ sys.path.insert(0, str(ROOT))
 GUIDES = ROOT / "docs" / "guides"
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
-pytestmark = pytest.mark.xdist_group("gloo")
+pytestmark = pytest.mark.worlds
 
 
 YAML_FILES = ("job.yaml", "chat.yaml")

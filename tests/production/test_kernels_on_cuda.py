@@ -16,7 +16,7 @@ import segment_attention_world as plain
 import torch
 from attention_truth import assert_exact
 
-pytestmark = pytest.mark.xdist_group("gloo")
+pytestmark = pytest.mark.worlds
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 ON_CUDA = pytest.mark.gpu

@@ -102,7 +102,7 @@ def ranks():
         return ranks.run("online_loss_world:work")
 
 
-@pytest.mark.xdist_group("gloo")
+@pytest.mark.worlds
 def test_r_loss_5_ranks_that_share_a_row_and_its_vocabulary_have_one_loss_and_their_parts_of_its_gradient(ranks):
     row = world.microbatch(0, size=1).row
     logits = world.logits().double().requires_grad_()
@@ -125,7 +125,7 @@ def test_r_loss_5_ranks_that_share_a_row_and_its_vocabulary_have_one_loss_and_th
     assert ranks[0]["loss"] == ranks[2]["loss"]  # every cp rank has the row's
 
 
-@pytest.mark.xdist_group("gloo")
+@pytest.mark.worlds
 def test_r_loss_7_and_9_reports_are_added_up_over_the_group_that_shares_a_row(ranks):
     each = [ranks[rank]["report"] for rank in (0, 2)]
     total = each[0] + each[1]

@@ -68,7 +68,7 @@ def test_segments_longer_than_a_tile_are_dense_attention(dtype):
     assert_exact(found, lengths, tensors, 0.5)
 
 
-@pytest.mark.xdist_group("gloo")
+@pytest.mark.worlds
 def test_attention_over_ranks_is_dense_attention_of_the_whole_row(ranks):
     seen = set()
     for number, (cp, lengths, heads, dtype, kernel) in enumerate(world.cases()):
@@ -85,7 +85,7 @@ def test_attention_over_ranks_is_dense_attention_of_the_whole_row(ranks):
     assert {each[1:] for each in seen} == {(dtype, kernel) for dtype in world.DTYPES for kernel in KERNELS}
 
 
-@pytest.mark.xdist_group("gloo")
+@pytest.mark.worlds
 def test_attention_over_ranks_gives_the_same_bits_again(ranks):
     seen = 0
     for results in ranks:
@@ -96,7 +96,7 @@ def test_attention_over_ranks_gives_the_same_bits_again(ranks):
     assert seen >= 8
 
 
-@pytest.mark.xdist_group("gloo")
+@pytest.mark.worlds
 def test_nothing_of_other_segments_reaches_one_over_ranks(ranks):
     seen = 0
     for results in ranks:
@@ -108,7 +108,7 @@ def test_nothing_of_other_segments_reaches_one_over_ranks(ranks):
     assert seen >= 20
 
 
-@pytest.mark.xdist_group("gloo")
+@pytest.mark.worlds
 def test_a_segment_that_the_ranks_do_not_divide_is_refused(ranks):
     for results in ranks:
         kind, what = results["refused"]
@@ -366,7 +366,7 @@ def test_attention_on_cuda_is_dense_attention():
         assert_exact([each.cpu() for each in found], lengths, tensors, 8**-0.5)
 
 
-@pytest.mark.xdist_group("gloo")
+@pytest.mark.worlds
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
 def test_gathered_rows_are_whole_and_have_the_gradient_that_was_named(ranks, layout):
     for cp, groups in world.GROUPS.items():
@@ -386,7 +386,7 @@ def test_gathered_rows_are_whole_and_have_the_gradient_that_was_named(ranks, lay
             assert (forward, backward) == (1, 0)
 
 
-@pytest.mark.xdist_group("gloo")
+@pytest.mark.worlds
 def test_tokens_may_lie_along_another_dimension_and_in_several_rows(ranks):
     for cp, groups in world.GROUPS.items():
         values = torch.arange(0, 3 * 14 * cp, 3, dtype=torch.float64)
@@ -397,7 +397,7 @@ def test_tokens_may_lie_along_another_dimension_and_in_several_rows(ranks):
             assert torch.equal(ranks[member][f"{cp} rows"][0], torch.arange(28 * cp).view(2, -1))
 
 
-@pytest.mark.xdist_group("gloo")
+@pytest.mark.worlds
 def test_half_precision_is_added_in_float32(ranks):
     for results in ranks:
         assert results["half precision"][0].tolist() == [260.0, 260.0]  # 259, rounded once

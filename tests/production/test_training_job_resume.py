@@ -15,7 +15,7 @@ from production.semantics import DEFAULT_PRESET, PRESETS
 from production.training.data.fingerprint import tokenizer_identity
 
 pytestmark = [
-    pytest.mark.xdist_group("gloo"),
+    pytest.mark.worlds,
     pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning"),
 ]
 

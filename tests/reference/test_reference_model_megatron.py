@@ -111,7 +111,7 @@ def given_and_found():
     return dict(zip(CASES, zip(given, found, strict=True), strict=True))
 
 
-@pytest.mark.xdist_group("gloo")
+@pytest.mark.worlds
 @pytest.mark.parametrize("name", CASES)
 def test_r_model_11_losses_and_gradients_are_megatron_cores(name, given_and_found):
     given, found = given_and_found[name]

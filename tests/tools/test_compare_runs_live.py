@@ -174,7 +174,7 @@ def job(rows, layout, **model):
     )
 
 
-@pytest.mark.xdist_group("gloo")
+@pytest.mark.worlds
 def test_five_steps_are_equal_to_the_bit(layout, rows):
     preload(*live.MODULES)
     from tools.compare_runs.live_rank import together
@@ -206,7 +206,7 @@ def command(rows, *more):
     return main(["live", "--config", str(config(rows)), "--steps", "4", "--layout", "cp2", *more])
 
 
-@pytest.mark.xdist_group("gloo")
+@pytest.mark.worlds
 def test_the_command_prints_the_table_and_writes_what_it_measured(rows, tmp_path, capsys):
     depths = ["policy.megatron_cfg.mtp_num_layers=2", "model.num_layers=1", "policy.train_global_batch_size=2"]
     page, numbers = tmp_path / "live.html", tmp_path / "live.json"
@@ -230,7 +230,7 @@ def test_the_command_prints_the_table_and_writes_what_it_measured(rows, tmp_path
     assert page.read_text().count("<svg") >= 5
 
 
-@pytest.mark.xdist_group("gloo")
+@pytest.mark.worlds
 def test_another_normalization_shows_as_a_difference_and_is_compared_only_with_a_bound(rows, capsys):
     other = ["--normalization", "global_valid_tokens", "policy.train_global_batch_size=2"]
     assert command(rows, *other) == 2
