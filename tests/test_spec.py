@@ -19,7 +19,7 @@ EVIDENCE = (DOCS / "evidence.md").read_text(encoding="utf-8")
 # A rule's item: anchors, number with the letter of a part, third sides, text; then the line with its two links.
 ITEM = re.compile(
     r"^- ((?:<a id=\"[\w-]+\"></a>)+)\*\*(R-[A-Z]+-\d+)([a-z]?)\*\* \*\(([a-z, ]+)\)\* (.+)<br>\n"
-    r"  Code: \[`([\w.]+)`\]\(\.\./([\w/]+\.py)\)\. Test: \[`(\w+)`\]\(\.\./([\w/]+\.py)\)\.$",
+    r"  Code: \[`([\w.]+)`\]\(\.\./([\w/]+\.py)\) · Test: \[`(\w+)`\]\(\.\./([\w/]+\.py)\)$",
     re.MULTILINE,
 )
 ITEMS = ITEM.findall(SPEC)
