@@ -44,10 +44,15 @@ lint: $(STAMP) ## ruff, the type checker, the import contracts
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+.PHONY: docs
+docs: $(STAMP) ## the documentation as a site in site/, links and anchors checked
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet $(ARGS)
+
 .PHONY: bench
 bench: $(STAMP) ## the benchmark of docs/benchmarks.md
 	$(BIN)/python -m tools.bench rows $(ARGS)
 
 .PHONY: clean
 clean: ## remove what was built, not the environment
-	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage*
+	rm -rf build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage*

@@ -69,7 +69,7 @@ class RowRefused(PackproofError):  # noqa: N818 - reads as the verdict it is
     """A row that can be read but must not be trained on, such as one with an empty assistant turn."""
 
     kind: str
-    """One word for the fault, of SPEC section 9."""
+    """One word for the fault, of docs/SPEC.md#refusals."""
     conversation: int | None
     turn: int | None
 

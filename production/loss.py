@@ -1,4 +1,4 @@
-"""The loss outside the model, as the functions that megatron-core's schedules call: direct and online, three normalizations (SPEC section 14).
+"""The loss outside the model, as the functions that megatron-core's schedules call: direct and online, three normalizations (docs/SPEC.md#loss).
 
 Tensors only: nothing here waits for the device, and what is reported stays [sum, count] until it is reduced over all ranks.
 """

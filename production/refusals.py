@@ -1,4 +1,4 @@
-"""Why a row is refused: the kinds of SPEC section 9, and how to mend each."""
+"""Why a row is refused: the kinds of docs/SPEC.md#refusals, and how to mend each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which behaviour holds where published paths differ (SPEC section 7): one frozen value, chosen by name and never by accident."""
+"""Which behaviour holds where published paths differ (docs/SPEC.md#presets): one frozen value, chosen by name and never by accident."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Semantics:
     row_ends: Literal["any", "system_to_assistant"] = "any"
     """What a row must start and end with (R-ENDS-1)."""
     turn_check: Literal["relative", "exact"] = "relative"
-    """How a turn's own tokens are compared with the conversation's (R-TURN-1, 5)."""
+    """How a turn's own tokens are compared with the conversation's (R-TURN-1e)."""
     exact_fill: Literal["continue", "stop"] = "continue"
     """Whether a conversation is begun on a row that is exactly full (R-LAYOUT-4)."""
     indivisible_segment: Literal["keep", "refuse"] = "keep"
@@ -127,4 +127,4 @@ PRESETS: dict[str, Semantics] = {
         unknown_pad_token="refuse",
     ),
 }
-"""The published combinations, by name (the table of SPEC section 7)."""
+"""The published combinations, by name (the table of docs/SPEC.md#presets)."""

@@ -1,4 +1,4 @@
-"""The online path's tokens: a conversation message by message, with the mask of each, as NeMo-RL publishes it (SPEC section 15)."""
+"""The online path's tokens: a conversation message by message, with the mask of each, as NeMo-RL publishes it (docs/SPEC.md#online-path)."""
 
 from __future__ import annotations
 

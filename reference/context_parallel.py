@@ -1,4 +1,4 @@
-"""Which positions of a row a context-parallel rank owns, and the way back (SPEC section 11). Loops over segments and chunks."""
+"""Which positions of a row a context-parallel rank owns, and the way back (docs/SPEC.md#context-parallelism). Loops over segments and chunks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Packed files as a person would read them: all lines with Python's own JSON, and which of them are rows (SPEC section 10)."""
+"""Packed files as a person would read them: all lines with Python's own JSON, and which of them are rows (docs/SPEC.md#files)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a batch of the job must not be, as a person would read it off the rows (SPEC section 8, R-GUARD-1)."""
+"""What a batch of the job must not be, as a person would read it off the rows (docs/SPEC.md#batch, R-GUARD-1)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The loss of a global batch: what each rank returns to the schedule, what a token's gradient weighs after it, what is reported.
 
 `losses[rank][microbatch]` and `masks[rank][microbatch]` are tensors [n], rank by rank over dp x cp, cp fastest; upstream's
-arithmetic in upstream's order, written out (SPEC section 14).
+arithmetic in upstream's order, written out (docs/SPEC.md#loss).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The online path from conversations to a row, and the one function in which it and the direct path meet (SPEC sections 15 and 17).
+"""The online path from conversations to a row, and the one function in which it and the direct path meet (docs/SPEC.md#online-path and #both-paths).
 
 Lists and loops, a sequence at a time; every rank's share is cut out of the whole row.
 """

@@ -1,4 +1,4 @@
-"""A small transformer on one process that computes what megatron-core's GPTModel and HybridModel compute on a packed row (SPEC section 16).
+"""A small transformer on one process that computes what megatron-core's GPTModel and HybridModel compute on a packed row (docs/SPEC.md#model).
 It takes their weights by name, unsharded; quadratic in a segment, so for rows of hundreds of tokens.
 """
 

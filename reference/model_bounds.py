@@ -1,4 +1,4 @@
-"""How far another correct side may be from the reference's model, taken from what rounding does to the reference itself (SPEC section 16).
+"""How far another correct side may be from the reference's model, taken from what rounding does to the reference itself (docs/SPEC.md#model).
 Costs one run without rounding and one for each of three noisy ones, and holds for the very row and weights that are compared.
 """
 

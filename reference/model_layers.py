@@ -1,4 +1,4 @@
-"""The layers of the small transformer, each with the arithmetic of megatron-core 0.19 (SPEC section 16). Loops over segments
+"""The layers of the small transformer, each with the arithmetic of megatron-core 0.19 (docs/SPEC.md#model). Loops over segments
 and experts: an expert reads every token and is weighted 0 where it was not chosen, so no token's result depends on another's.
 """
 

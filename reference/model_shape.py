@@ -1,4 +1,4 @@
-"""What a model is like beside its weights: the fields of megatron-core's own configuration that change what it computes (SPEC section 16)."""
+"""What a model is like beside its weights: the fields of megatron-core's own configuration that change what it computes (docs/SPEC.md#model)."""
 
 from __future__ import annotations
 

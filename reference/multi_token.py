@@ -1,4 +1,4 @@
-"""What multi-token prediction reads at each depth: a row's tensors shifted within its segments (SPEC section 12)."""
+"""What multi-token prediction reads at each depth: a row's tensors shifted within its segments (docs/SPEC.md#multi-token-prediction)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which row comes when: epochs, shuffling, cyclic runs, blends and the last batch, as a person would write them (SPEC section 19)."""
+"""Which row comes when: epochs, shuffling, cyclic runs, blends and the last batch, as a person would write them (docs/SPEC.md#order)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The online path's four packers, as a person would write them: which sequences share a bin (SPEC section 13)."""
+"""The online path's four packers, as a person would write them: which sequences share a bin (docs/SPEC.md#packing)."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ class Tokenizer(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
-    """A prompt format with its overrides (SPEC section 3)."""
+    """A prompt format with its overrides (docs/SPEC.md#prompts)."""
 
     format: str
     """`nemotron-nano-v2`, `nemotron-h-aligned`, `identity` or `default`."""
@@ -135,7 +135,7 @@ def pad_token(prompt: Prompt) -> str:
 
 
 def is_masked(prompt: Prompt, semantics: Semantics) -> bool:
-    """Whether the format masks the prompt and checks its turns (SPEC section 4)."""
+    """Whether the format masks the prompt and checks its turns (docs/SPEC.md#targets-and-turns)."""
     if prompt.format == "identity":
         return semantics.identity_prompt == "masked"
     return prompt.format != "default"
@@ -226,7 +226,7 @@ def tokenize_conversation(
 
 
 def check_turn(conversation: Conversation, number: int, semantics: Semantics) -> None:
-    """Refuse a turn for its role, its order or its emptiness. R-TURN-1 (1 to 4), R-TURN-2."""
+    """Refuse a turn for its role, its order or its emptiness. R-TURN-1a to 1d, R-TURN-2."""
     exact = semantics.turn_rules == "every_format"
     if not isinstance(conversation[number]["role"], str):
         raise RowRefused("bad_message", "the role is not text", turn=number)
@@ -268,7 +268,7 @@ def masked_length(message: Message, length: int, number: int, prompt: Prompt, se
 
 
 def matches(whole: list[int], alone: list[int], semantics: Semantics) -> bool:
-    """Whether a turn's tokens in its place equal those it has alone. R-TURN-1 (5)."""
+    """Whether a turn's tokens in its place equal those it has alone. R-TURN-1e."""
     if semantics.turn_check == "exact":
         return whole == alone
     if len(whole) != len(alone):

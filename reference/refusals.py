@@ -1,4 +1,4 @@
-"""A refusal is a result: what a row was refused for, where, and how to mend it (SPEC section 9)."""
+"""A refusal is a result: what a row was refused for, where, and how to mend it (docs/SPEC.md#refusals)."""
 
 from __future__ import annotations
 

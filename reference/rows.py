@@ -1,6 +1,6 @@
 """One row of a fixed length from its conversations: padding, truncation, shift, mask, positions, boundaries, report.
 
-Lists and loops, in the order of SPEC section 5; slow on purpose.
+Lists and loops, in the order of docs/SPEC.md#row; slow on purpose.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Segment:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Row:
-    """The five tensors of a row (SPEC section 1), its longest segment, what it lost, and what stands where."""
+    """The five tensors of a row (docs/SPEC.md#tensors), its longest segment, what it lost, and what stands where."""
 
     input_ids: torch.Tensor
     """[P] int64."""
@@ -55,7 +55,7 @@ class Row:
     """[K] int32, ending with its first P."""
     max_seqlen: int
     report: dict[str, int | None]
-    """SPEC section 6."""
+    """docs/SPEC.md#report."""
     segments: list[Segment]
     """Conversations that were tokenized, in order."""
     is_padding: list[bool]
@@ -84,7 +84,7 @@ class Pack:
 
 
 def build_row(messages: Sequence[Message], tokenizer: Tokenizer, settings: RowSettings) -> Row:
-    """The row of these messages, labels shifted by one (R-SHIFT-1). Raises RowRefused, in the order of SPEC section 9.
+    """The row of these messages, labels shifted by one (R-SHIFT-1). Raises RowRefused, in the order of docs/SPEC.md#refusals.
 
     R-FORMAT-1 is its first check.
     """

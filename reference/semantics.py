@@ -1,4 +1,4 @@
-"""The behaviours that differ between published paths, as one frozen value with named presets (SPEC section 7)."""
+"""The behaviours that differ between published paths, as one frozen value with named presets (docs/SPEC.md#presets)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A plain training loop on one process: gradient of a global batch, clipping, AdamW, schedule, as megatron-core takes a step in any layout (SPEC section 21).
+"""A plain training loop on one process: gradient of a global batch, clipping, AdamW, schedule, as megatron-core takes a step in any layout (docs/SPEC.md#training-step).
 Row after row through the small transformer, so for models of some thousand weights.
 """
 

@@ -1,4 +1,4 @@
-"""How far another correct side may be from the reference's trainer after some steps, taken from what rounding does to the trainer itself (SPEC section 21).
+"""How far another correct side may be from the reference's trainer after some steps, taken from what rounding does to the trainer itself (docs/SPEC.md#training-step).
 Costs one run without rounding and three noisy ones beside the run that is compared, and holds for that very run.
 """
 

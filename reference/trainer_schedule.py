@@ -1,4 +1,4 @@
-"""The course of learning rate and weight decay over the steps of a run: megatron-core's formulas in its order, so that values are equal to the bit (SPEC section 21)."""
+"""The course of learning rate and weight decay over the steps of a run: megatron-core's formulas in its order, so that values are equal to the bit (docs/SPEC.md#training-step)."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """What a divergence is predicted from: a row's outcome under the more permissive of two semantics, and what led to it.
 
-Refusals have a stage, their place in SPEC section 9's order of checks, so that of two the earlier one is known.
+Refusals have a stage, their place in docs/SPEC.md#refusals's order of checks, so that of two the earlier one is known.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Stage = tuple[int, ...]
     DROPPED,
     TRUNCATED,
 ) = range(13)
-"""The stages of a row, in SPEC section 9's order."""
+"""The stages of a row, in docs/SPEC.md#refusals's order."""
 
 WHOLE, AFTER = -1, 1 << 30
 """In place of a turn's number: before the first turn, after the last."""

@@ -73,7 +73,7 @@ class RecordedBatch:
     data_parallel_size: int
     """What the batch was padded for."""
     batch: Mapping[str, torch.Tensor]
-    """The collated batch, by the names of SPEC section 8."""
+    """The collated batch, by the names of docs/SPEC.md#batch."""
     padded: Mapping[str, torch.Tensor]
     """The same after the padding."""
 

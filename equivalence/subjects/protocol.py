@@ -33,7 +33,7 @@ Messages = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True, kw_only=True)
 class RowSettings:
-    """What a row is built for. Raises ValueError where no row could be built (SPEC section 9)."""
+    """What a row is built for. Raises ValueError where no row could be built (docs/SPEC.md#refusals)."""
 
     pack_length: int
     """P: tokens a row has in the model."""
@@ -42,7 +42,7 @@ class RowSettings:
     context_parallel_size: int = 1
     """cp: segments are padded to multiples of 2·cp where it exceeds 1."""
     semantics: str = "megatron-lm-0.19"
-    """A preset of SPEC section 7, optionally with overrides: `strict,lost_conversations=refuse`."""
+    """A preset of docs/SPEC.md#presets, optionally with overrides: `strict,lost_conversations=refuse`."""
     pad_token: str | None = None
     """Override of the format's pad token."""
     assistant_prefix_len: int | None = None
@@ -80,7 +80,7 @@ def overridden(semantics: str, **changes: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Refusal:
-    """A row that a side will not build. Compared by its kind (SPEC section 9)."""
+    """A row that a side will not build. Compared by its kind (docs/SPEC.md#refusals)."""
 
     kind: str
     """One of SPEC's kinds."""
@@ -107,7 +107,7 @@ class Row:
     """[K] int32, from 0 to its first P (R-CU-1)."""
     max_seqlen: int | None = None
     report: Mapping[str, int | None] | None = None
-    """SPEC section 6; None from a side that counts nothing (Megatron-LM)."""
+    """docs/SPEC.md#report; None from a side that counts nothing (Megatron-LM)."""
     refusal: Refusal | None = None
 
 

@@ -4,7 +4,7 @@ All checks happen on the host before anything is copied; then each tensor moves 
 stage gets everything: boundaries reach the middle stages without a broadcast, at the price of copies that a middle
 stage does not read.
 
-Reference: `reference/microbatches.py`, SPEC sections 15 and 17.
+Reference: `reference/microbatches.py`, docs/SPEC.md#online-path and #both-paths.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ megatron-core rolls the cut tensors, one segment and two messages at a time; her
 row, taken at a rank's positions, gives its ids, positions, labels and masks of all depths at once: D + 1 times the
 memory of its cut.
 
-Reference: `reference/multi_token.py`, R-MTP-1 to 3, SPEC section 12.
+Reference: `reference/multi_token.py`, R-MTP-1 to 3, docs/SPEC.md#multi-token-prediction.
 """
 
 from __future__ import annotations

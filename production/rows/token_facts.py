@@ -1,7 +1,7 @@
 """Note and count tokens that differ from what their author may have meant, by tokenizer, format and file (SPEC
 R-TOLD-1 and 2).
 
-No note changes a row: rows are Megatron-LM's. SPEC section 22 says what `strict` does about each.
+No note changes a row: rows are Megatron-LM's. docs/spec-tokens.md says what `strict` does about each.
 """
 
 from __future__ import annotations

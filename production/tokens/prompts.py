@@ -2,7 +2,7 @@
 
 Rendering is plain Python per message, about 1 µs each, a tenth of what a template engine takes.
 
-Reference: `reference/prompts.py`, SPEC sections 2 and 3.
+Reference: `reference/prompts.py`, docs/SPEC.md#input and #prompts.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ TURN_ROLES = ("system", "user", "assistant", "tool")
 
 @dataclass(frozen=True, kw_only=True)
 class PromptFormat:
-    """Holds one format of SPEC's table in section 3."""
+    """Holds one format of the table in docs/SPEC.md#prompts."""
 
     name: str
     """One of FORMATS."""
@@ -43,7 +43,7 @@ class PromptFormat:
     """How many tokens of an assistant turn are not trained."""
 
     def is_masked(self, semantics: Semantics) -> bool:
-        """Return whether prompts are not trained (SPEC section 4)."""
+        """Return whether prompts are not trained (docs/SPEC.md#targets-and-turns)."""
         return self.assistant_format or (self.name == "identity" and semantics.identity_prompt == "masked")
 
     @property

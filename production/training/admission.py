@@ -1,4 +1,4 @@
-"""Decide whether a job may run on this machine, whoever starts the job (SPEC section 18)."""
+"""Decide whether a job may run on this machine, whoever starts the job (docs/spec-setup.md)."""
 
 from __future__ import annotations
 

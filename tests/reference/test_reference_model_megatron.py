@@ -94,7 +94,7 @@ def shape(settings, transformer):
 
 
 def training_loss(given, losses):
-    """What megatron-core's backward pass starts from: the masked sum, MTP's weights of section 12, the balancing losses."""
+    """What megatron-core's backward pass starts from: the masked sum, MTP's weights (docs/SPEC.md#multi-token-prediction), the balancing losses."""
     masks = [shift(given["token_mask"], CU, depth) for depth in range(len(losses.tokens))]
     total = (losses.tokens[0] * masks[0]).sum() + sum(losses.auxiliary) * len(masks[0])
     for tokens, mask in zip(losses.tokens[1:], masks[1:], strict=True):

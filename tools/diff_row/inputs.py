@@ -250,7 +250,7 @@ def _only_trained(sides: Sequence[Side], *, last_only: bool = False) -> tuple[li
     built = [side for side in sides if side.row.refusal is None]
     sizes = {side.row.target_ids.numel() for side in built if side.row.target_ids is not None}
     if len(sizes) != 1 and last_only:
-        return list(sides), Flaw(what="rows of several lengths", rule="section 1", count=1, position=None, note=True)
+        return list(sides), Flaw(what="rows of several lengths", rule="#tensors", count=1, position=None, note=True)
     if len(sizes) != 1:
         raise BadInput("--only-trained-labels: the sides have rows of several lengths: give the dump's --pack-length")
     trained = torch.stack([side.row.token_mask.reshape(-1) != 0 for side in built if side.row.token_mask is not None])

@@ -1,4 +1,4 @@
-"""What the tokens of a row of a file are that their author may not have meant (SPEC section 22): told beside the screen, on standard error."""
+"""What the tokens of a row of a file are that their author may not have meant (docs/spec-tokens.md): told beside the screen, on standard error."""
 
 from __future__ import annotations
 

@@ -119,7 +119,7 @@ for _name, _what in (
     )(lambda d, name=_name: setattr(d, "tokenizer", name))  # type: ignore[misc]
 
 
-# Refusals: each kind of SPEC section 9 must come up.
+# Refusals: each kind of docs/SPEC.md#refusals must come up.
 
 
 def _checked(d: Draft) -> None:

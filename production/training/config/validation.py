@@ -1,5 +1,5 @@
 """Find everything for which a job must not run, before any model is built: `refusals` finds all, `validate` raises
-the first (SPEC section 18).
+the first (docs/spec-setup.md).
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def validate(job: Job, world_size: int, *, device: str | None = None) -> None:
 
 
 def refusals(job: Job, world_size: int, *, device: str | None = None) -> list[SetupRefused]:
-    """Return all reasons why a job must not run on `world_size` ranks, in the order of SPEC section 18; empty where
+    """Return all reasons why a job must not run on `world_size` ranks, in the order of docs/spec-setup.md; empty where
     it may run.
 
     A missing kernel package is not a reason on a machine without CUDA that the job does not run on: see `notes`.

@@ -79,7 +79,7 @@ class BatchStream:
             raise refusal
         self.notes = found.notes
         self.token_notes = check_tokens(job, self.tokenizer)
-        """Notes on the tokens of all rows, whatever the rows hold (SPEC section 22)."""
+        """Notes on the tokens of all rows, whatever the rows hold (docs/spec-tokens.md)."""
         train = _as_one(job)
         self.sources = _open(job, train, apart=any(file.weight is not None for file in train.data_path))
         self._rows = row_settings(job, train)

@@ -37,7 +37,7 @@ Wire = Mapping[str, Any]
 class BadRow(PackproofError):  # noqa: N818 - reads as the verdict it is
     """A row cannot be trained on; names the row's location.
 
-    `kind` is SPEC's (section 9), R-FILE's, `refused` or `unexpected`.
+    `kind` is SPEC's (docs/SPEC.md#refusals), R-FILE's, `refused` or `unexpected`.
     """
 
     kind: str
@@ -172,7 +172,7 @@ class PackedData:
         return dataclasses.replace(batch, sample_mask=torch.tensor(list(weights), dtype=torch.float32)), counts
 
     def _counted(self, row: Row | Exception, messages: Sequence[Any]) -> Row | Exception:
-        """Return the row with suspicious tokens counted in its report (SPEC section 22)."""
+        """Return the row with suspicious tokens counted in its report (docs/spec-tokens.md)."""
         if isinstance(row, Exception):
             return row
         masked = 0
@@ -209,7 +209,7 @@ def row_facts(
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ConversationBatch:
-    """Holds the conversations of a whole global batch, which is packed as one (SPEC section 13)."""
+    """Holds the conversations of a whole global batch, which is packed as one (docs/SPEC.md#packing)."""
 
     conversations: tuple[Conversation, ...]
     """Tokenized conversations in order, not padded."""

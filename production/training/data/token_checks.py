@@ -1,5 +1,5 @@
-"""Check before any model is built that tokenizer, prompt formats and first rows mean what their author did (SPEC
-section 22).
+"""Check before any model is built that tokenizer, prompt formats and first rows mean what their author did (docs/spec-tokens.md
+).
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ LIMBS = 5
 
 @dataclass(frozen=True, kw_only=True)
 class RowCounts:
-    """Counts of rows (SPEC section 6), which can be added."""
+    """Counts of rows (docs/SPEC.md#report), which can be added."""
 
     rows: int = 0
     """Rows counted."""

@@ -48,7 +48,7 @@ class Dump:
     """One row of a dumped batch."""
 
     row: Row
-    """Its tensors, in the dtypes of SPEC section 1 where that changes no value; boundaries without their filling."""
+    """Its tensors, in the dtypes of docs/SPEC.md#tensors where that changes no value; boundaries without their filling."""
     names: str
     """Whose names the file uses: packproof, megatron_lm, or "your" where some were mapped."""
     rows: int
@@ -64,7 +64,7 @@ def read_dump(path: str | Path, row: int = 0, conventions: Conventions | None = 
     chosen, found, unread = _named_tensors(path, conventions)
     notes: list[Flaw] = []
     if unread:
-        notes.append(_note(f"not read: {', '.join(unread)} (--name TENSOR=FIELD says what a tensor is)", "section 1"))
+        notes.append(_note(f"not read: {', '.join(unread)} (--name TENSOR=FIELD says what a tensor is)", "#tensors"))
     tensors = _split_flattened(found, conventions.pack_length, notes)
     count = _count(tensors["input_ids"], path)
     if not 0 <= row < count:
@@ -88,7 +88,7 @@ def read_dump(path: str | Path, row: int = 0, conventions: Conventions | None = 
         for name in DTYPES
         if one[name].dtype != cast[name].dtype
     ]:
-        notes.append(_note(f"{', '.join(told)}; values are compared", "section 1"))
+        notes.append(_note(f"{', '.join(told)}; values are compared", "#tensors"))
     return Dump(
         row=Row(
             input_ids=cast["input_ids"],
@@ -280,7 +280,7 @@ def _derive(one: dict[str, torch.Tensor], path: Path, notes: list[Flaw]) -> None
 
 
 def _cast(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor in the dtype of SPEC section 1, where that changes no value: sides are compared by value."""
+    """The tensor in the dtype of docs/SPEC.md#tensors, where that changes no value: sides are compared by value."""
     cast = tensor.to(DTYPES[name])
     return cast if torch.equal(cast.to(torch.float64), tensor.to(torch.float64)) else tensor
 

@@ -1,4 +1,4 @@
-"""The online path's bins as the reference packs them, for what a rank of a job fed (SPEC section 15).
+"""The online path's bins as the reference packs them, for what a rank of a job fed (docs/SPEC.md#online-path).
 
 One packing holds for the whole global batch, so all its conversations are made before the first bin is known.
 """

@@ -5,7 +5,7 @@
   bin of the online path), settings_from (by setting, where it comes from if nobody gave it). `settings`: RowSettings by field, null if only a dump is looked at.
   `tokenizer`: its name or folder, or null.
 - `sides`, a list: name, version, refusal (null, or kind, message, conversation, turn), pack_length, boundaries,
-  max_seqlen, trained_tokens, report (SPEC section 6, or null), flaws (a list: what, rule, count, position, note).
+  max_seqlen, trained_tokens, report (docs/SPEC.md#report, or null), flaws (a list: what, rule, count, position, note).
 - `conversations`, a list: number, roles, tokens, start, end, padding, trained, state; null for what is unknown.
 - `first`: null, or left, right, tensor, class, position, left_value, right_value, where, conversation, turn, role,
   rules, and neighbourhood, a list: position, where, boundary (sides), tokens (by side), values (by tensor, then by

@@ -268,7 +268,7 @@ def _names(pair: Pair, findings: Findings) -> str:
 def _next(findings: Findings, page: str | None) -> Text:
     line = Text("next  ", "dim")
     if findings.first is not None:
-        line.append(f"docs/SPEC.md {RULES.get(findings.first.kind, 'sections 4 and 5')}; ")
+        line.append(f"docs/SPEC.md {RULES.get(findings.first.kind, '#targets-and-turns, #row')}; ")
     return line.append(f"all tokens: {page}" if page else "all tokens: the same command with --html FILE")
 
 

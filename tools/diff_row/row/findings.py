@@ -42,9 +42,9 @@ RULES = {
     "boundary": "R-SPLIT-1, R-LAYOUT-2 to R-LAYOUT-6, R-CU-1",
     "max_seqlen": "R-CU-1",
     "report": "R-REPORT-1 to R-REPORT-3",
-    "refusal": "section 9, and R-TURN-1 for turns",
-    "dtype_or_shape": "section 1",
-    "other": "sections 4 and 5",
+    "refusal": "#refusals, and R-TURN-1 for turns",
+    "dtype_or_shape": "#tensors",
+    "other": "#targets-and-turns, #row",
 }
 """Where SPEC speaks of a class of differences."""
 

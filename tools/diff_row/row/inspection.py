@@ -1,6 +1,6 @@
 """Whether a row is consistent in itself: labels are shifted ids, boundaries restart positions, the mask fits the labels.
 
-It needs no messages and no other side; what all presets have in common is asked (SPEC sections 1, 5 and 8).
+It needs no messages and no other side; what all presets have in common is asked (docs/SPEC.md#tensors, #row and #batch).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def inspect(row: Row, context_parallel_size: int | None = None) -> list[Flaw]:
     if any(tensor is None for tensor in tensors.values()):
         return []
     flaws = [
-        Flaw(what=f"{name} is {_kind(tensor)}, not {_kind(DTYPES[name])}", rule="section 1", count=1, position=None)
+        Flaw(what=f"{name} is {_kind(tensor)}, not {_kind(DTYPES[name])}", rule="#tensors", count=1, position=None)
         for name, tensor in tensors.items()
         if tensor.dtype != DTYPES[name]
     ]
