@@ -137,7 +137,7 @@ def show(summary: dict[str, Any], console: Console, files: list[str]) -> None:
         console.print(line, highlight=False)
         for each in witness["stand_ins"]:
             console.print(Text(f"{'':<13}not as it comes: {each}", "dim"))
-    console.print(checks_table(summary["checks"]))
+    console.print(checks_table(summary["checks"], spent=summary["seconds_by_check"]))
     if summary["own_settings"]:
         console.print(own_line(summary["own_settings"]), highlight=False)
     for each in summary["left_out"]:
@@ -175,23 +175,33 @@ def _generated(generated: dict[str, Any]) -> str:
     return f"{rows}, {generated['rows_per_second']:,.0f} rows/s ({generated['cpu_milliseconds_per_row']:.1f} ms of CPU a row)"
 
 
-def checks_table(checks: list[dict[str, Any]], title: str = "rows by check and format") -> Table:
-    """A line for each check and format."""
+def checks_table(
+    checks: list[dict[str, Any]], title: str = "rows by check and format", *, spent: dict[str, float] | None = None
+) -> Table:
+    """A line for each check and format; with `spent`, the seconds of workers that each check took."""
     table = Table(title=title, title_justify="left")
     for name in ("check", "format"):
         table.add_column(name, no_wrap=True)
     for name in ("rows", "equal", "refused alike", "differing"):
         table.add_column(name, justify="right")
+    if spent is not None:
+        table.add_column("seconds", justify="right")
     before = None
     for each in checks:
         if before not in (None, each["check"]):
             table.add_section()
         differing = Text(f"{each['differing']:,}", "bold red" if each["differing"] else "dim")
-        what = WHAT[each["check"]] if before != each["check"] else ""
-        before = each["check"]
+        is_first, before = before != each["check"], each["check"]
+        what = WHAT[each["check"]] if is_first else ""
         counts = (f"{each[name]:,}" for name in ("rows", "equal", "refused_alike"))
-        table.add_row(what, each["format"], *counts, differing)
+        seconds = [_seconds(spent, each["check"], is_first=is_first)] if spent is not None else []
+        table.add_row(what, each["format"], *counts, differing, *seconds)
     return table
+
+
+def _seconds(spent: dict[str, float], check: str, *, is_first: bool) -> str:
+    """Return the seconds of a check on its first line; a check that runs within another's jobs has none of its own."""
+    return f"{spent[check]:.1f}" if is_first and check in spent else ""
 
 
 def _layouts(summary: dict[str, Any]) -> Table:

@@ -217,7 +217,7 @@ def _run_some(some: list[Job], outcome: Outcome, progress: Progress, started: fl
         for ended in running:
             if ended is not None:
                 job, tally = ended
-                tally.differences = [_saved(each, outcome, alone) for each in tally.differences]
+                tally.differences = [_saved(each, job, outcome, alone) for each in tally.differences]
                 outcome.tally.add(tally)
                 outcome.done += cost(job)
                 progress(job.title, outcome)
@@ -358,14 +358,14 @@ def sample_notes(sample: Path | None, tokenizer: str) -> list[str]:
     return [misfit_text(name, misfits) for name, misfits in found.items() if misfits]
 
 
-def _saved(differing: Differing, outcome: Outcome, alone: Replayer) -> Differing:
+def _saved(differing: Differing, job: Job, outcome: Outcome, alone: Replayer) -> Differing:
     """Save the shrunk case of a difference where the next run replays it first, and replay the first of a kind alone."""
     if differing.case is None:
         return differing
     options = outcome.options
     case = store.parse(differing.case)
     if not any(_is_alike(each, differing) for each in outcome.tally.differences):
-        differing = replace(differing, alone=alone(differing.case), together=_together(case, differing, options))
+        differing = replace(differing, alone=alone(differing.case), together=_together(job, options))
     if differing.path is not None:  # it was replayed from there
         return differing
     why = f"{differing.check}: {differing.left} and {differing.right} differ"
@@ -373,11 +373,10 @@ def _saved(differing: Differing, outcome: Outcome, alone: Replayer) -> Differing
     return replace(differing, path=str(path), command=store.command(case, path, _sides(differing, case, options)))
 
 
-def _together(case: store.Case, differing: Differing, options: Options) -> str:
-    """The command that draws a case again with those before it."""
-    title = case.origin or differing.where
+def _together(job: Job, options: Options) -> str:
+    """The command that runs a case again with those before it."""
     words = ["python", "-m", "equivalence", "run", "--size", options.size, "--seed", str(options.seed)]
-    return shlex.join([*words, "--job", title, "--subjects", ",".join(options.subjects)])
+    return shlex.join([*words, "--job", job.title, "--subjects", ",".join(options.subjects)])
 
 
 def _sides(differing: Differing, case: store.Case, options: Options) -> list[str]:

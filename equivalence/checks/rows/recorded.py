@@ -18,6 +18,7 @@ from equivalence.checks.cuts.context_parallel import rotary_index
 from equivalence.checks.cuts.pairs import Side, compare_sides
 from equivalence.checks.rows.rows import build, covers
 from equivalence.recorded.outcomes import Packing, Partition, RecordedBatch, RecordedRow
+from equivalence.subjects import load
 from equivalence.subjects.protocol import Refusal, Row, Subject
 from production.errors import PackproofError
 from production.online import packing as production_packing
@@ -50,6 +51,15 @@ EXCEPTIONS = {
 """What Megatron-LM raises where SPEC has a kind of refusal, as `subjects.megatron_lm.refusal_kind` reads it."""
 
 _Bins = Sequence[Sequence[int]]
+
+
+def check_recorded(value: Packing | Partition | RecordedBatch | RecordedRow) -> CheckResult:
+    """Check one outcome of any kind, as a saved case holds it; rows with both sides of this project."""
+    if isinstance(value, RecordedRow):
+        return check_recorded_row(value, [load("reference"), load("production")])
+    if isinstance(value, Packing):
+        return check_recorded_packing(value)
+    return check_recorded_partition(value) if isinstance(value, Partition) else check_recorded_batch(value)
 
 
 def check_recorded_packing(packing: Packing) -> CheckResult:
