@@ -41,6 +41,7 @@ CHECKS: dict[str, Check] = {
             cost=0.7,
             replay="equivalence.checks.rows.recorded:check_recorded",
         ),
+        Check(name="first_look", title="first look at own settings", kind="row", difference_kind="row", cost=2.0),
         Check(name="own", title="own settings", kind="row", difference_kind="row", cost=5.5),
         Check(
             name="files",

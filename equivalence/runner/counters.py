@@ -70,7 +70,7 @@ class Tally:
     """Time in each subject; under `generated` all that drawing, building and comparing generated rows took, of the clock,
     and under `generated_cpu` of the processor."""
     spent: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    """Seconds of workers by the clock, by check: drawing, all sides, and comparing; of ranks too, for which a worker waits."""
+    """Seconds of the processor by check: of workers, for drawing, all sides and comparing, and of the ranks that they started."""
     messages: int = 0
     """In generated rows."""
     layers: list[dict[str, Any]] = field(default_factory=list)

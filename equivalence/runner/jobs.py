@@ -9,6 +9,7 @@ import contextlib
 import functools
 import itertools
 import json
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -41,9 +42,9 @@ from equivalence.subjects.protocol import row_of
 def run(job: Job) -> Tally:
     """Run a job. An exception of production or of a subject is among the tally's differences, one of a witness among its errors."""
     tally = Tally()
-    started, used = time.perf_counter(), time.process_time()
+    started, used, spent = time.perf_counter(), time.process_time(), sum(os.times()[:4])
     RUNNERS[job.kind](job, [subject(name) for name in job.subjects], tally)
-    tally.spent[job.check] += time.perf_counter() - started
+    tally.spent[job.check] += sum(os.times()[:4]) - spent
     if job.kind == "rows":
         tally.seconds["generated"] += time.perf_counter() - started
         tally.seconds["generated_cpu"] += time.process_time() - used
@@ -104,7 +105,7 @@ def _sample(job: Job, sides: list[Subject], tally: Tally) -> None:
     """Rows of a packed file: read by Megatron-LM's own reader where it is a witness, line by line for the others."""
     path = Path(job.paths[0])
     tokenizer = tokenizers.load(job.tokenizer)
-    check = "own" if job.is_own else "sample"
+    check = job.check
     settings = RowSettings(
         prompt_format=job.prompt_format,
         pack_length=job.pack_length,
@@ -325,6 +326,7 @@ RUNNERS: dict[str, Callable[[Job, list[Subject], Tally], None]] = {
     "files": _files,
     "recorded": _recorded,
     "sample": _sample,
+    "first_look": _sample,
     "rows": _rows,
     "batches": _batches,
     "divergences": _divergences,

@@ -14,7 +14,6 @@ import torch
 
 from equivalence.cases.difference import compare_rows
 from equivalence.cases.result import CheckResult, Finding
-from equivalence.checks.cuts.context_parallel import rotary_index
 from equivalence.checks.cuts.pairs import Side, compare_sides
 from equivalence.checks.rows.rows import build, covers
 from equivalence.recorded.outcomes import Packing, Partition, RecordedBatch, RecordedRow
@@ -74,7 +73,9 @@ def check_recorded_packing(packing: Packing) -> CheckResult:
 
 def check_recorded_partition(partition: Partition) -> CheckResult:
     """Every implementation of the zigzag gives a rank the positions that Transformer Engine's kernel gives it (R-CP-1)."""
-    from equivalence.trainers.megatron_step import partitioned_indices  # noqa: PLC0415 - Megatron-LM's training code takes seconds
+    # megatron-core and Megatron-LM's training code take seconds to import, and the other outcomes need neither.
+    from equivalence.checks.cuts.context_parallel import rotary_index  # noqa: PLC0415
+    from equivalence.trainers.megatron_step import partitioned_indices  # noqa: PLC0415
 
     cu, rank, size = list(partition.cu_seqlens), partition.rank, partition.size
     boundaries = torch.tensor(cu, dtype=torch.int32)
