@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import dataclasses
+import datetime as dt
 import importlib
 import json
 import math
@@ -27,7 +28,7 @@ class DataCase:
     check: str
     """The check's name in `equivalence.checks.registry.CHECKS`."""
     value: Any
-    """What the check takes: numbers, texts, bytes, tensors, lists, tuples, dicts and dataclasses of the suite."""
+    """What the check takes: numbers, texts, bytes, times, tensors, lists, tuples, dicts and dataclasses of the suite."""
     note: str = ""
     """Why it was saved."""
     origin: str = ""
@@ -73,6 +74,8 @@ def encode(value: Any) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {each.name: encode(getattr(value, each.name)) for each in dataclasses.fields(value)}
         return {f"{type(value).__module__}:{type(value).__qualname__}": fields}
+    if isinstance(value, dt.datetime):
+        return {"datetime": value.isoformat()}
     if isinstance(value, (bytes, bytearray)):
         return {"bytes": base64.b64encode(value).decode("ascii")}
     if isinstance(value, tuple):
@@ -86,7 +89,7 @@ def encode(value: Any) -> Any:
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     raise CaseError(
-        f"a case cannot hold a {type(value).__name__}: use numbers, texts, bytes, tensors or a dataclass of the suite"
+        f"a case cannot hold a {type(value).__name__}: use numbers, texts, bytes, times, tensors or a dataclass of the suite"
     )
 
 
@@ -100,6 +103,8 @@ def decode(read: Any) -> Any:
     if name == "tensor":
         dtype, shape, values = inner
         return torch.tensor(decode(values), dtype=getattr(torch, dtype)).reshape(shape)
+    if name == "datetime":
+        return dt.datetime.fromisoformat(inner)
     if name == "bytes":
         return base64.b64decode(inner)
     if name == "tuple":

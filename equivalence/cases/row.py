@@ -11,6 +11,7 @@ from typing import Any, cast
 from equivalence.cases.difference import Difference
 from equivalence.errors import CaseError
 from equivalence.subjects import Row, RowSettings
+from equivalence.subjects.protocol import ROW_TENSORS
 
 SCHEMA = 1
 """Raised when a saved case can no longer be read as it was meant."""
@@ -105,6 +106,13 @@ def read_case(path: Path) -> RowCase:
     except (OSError, UnicodeDecodeError) as error:
         raise CaseError(f"{path} cannot be read as a case: {error}; give the path of a saved case") from error
     return RowCase.from_json(text, where=str(path))
+
+
+def expectation(row: Row) -> dict[str, Any]:
+    """Return a row as what a case may expect: its tensors as lists and its longest segment, or its refusal's kind."""
+    if row.refusal is not None:
+        return {"refusal": row.refusal.kind}
+    return {name: getattr(row, name).tolist() for name in ROW_TENSORS} | {"max_seqlen": row.max_seqlen}
 
 
 def differs_from_expected(row: Row, expected: Mapping[str, Any]) -> list[Difference]:

@@ -193,8 +193,9 @@ def command(case: Case, path: Path | str, sides: Sequence[str]) -> str:
 
 
 def is_single_row(case: Case) -> bool:
-    """Whether a case is one row that its sides build, without a batch or another preset beside it."""
-    return getattr(case, "check", "") == "rows" and kind_of(case).name == "rows"
+    """Whether a case is one row that its sides build and are compared by, without a batch, another preset or an expected outcome."""
+    is_row = getattr(case, "check", "") == "rows" and kind_of(case).name == "rows"
+    return is_row and getattr(case, "expected", None) is None
 
 
 def _named(name: str) -> Any:

@@ -52,6 +52,7 @@ def summarise(outcome: Outcome, command: str) -> dict[str, Any]:
         "witnesses": [dataclasses.asdict(witness) for witness in outcome.witnesses],
         "witnessed": _by_format(tally.witnessed),
         "checks": _checks(outcome),
+        "cpu_seconds_by_check": {name: round(tally.spent[name], 2) for name in CHECKS if name in tally.spent},
         "refusals": _by_format(tally.refusals),
         "classes": _classes(outcome),
         "file_layers": tally.layers,

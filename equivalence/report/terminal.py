@@ -17,8 +17,10 @@ from equivalence.subjects import PROMPT_FORMATS
 
 PLAIN_EVERY = 5.0
 """Seconds between plain lines."""
-FIRST = ("starting", "corpus", "own", "smallest")
-"""Kinds of jobs whose results are the first table."""
+FIRST_LOOK = "first_look"
+"""Kind of the jobs that end before anything is planned; the first of them is a table of its own."""
+FIRST = ("starting", FIRST_LOOK, "corpus", "own", "smallest")
+"""Kinds of jobs whose results are the first table of a run without a first look."""
 WORTH_A_TABLE = 1000.0
 """Planned work, in rows' worth, below which the table at the end comes soon enough."""
 TELLING_SHARE = 0.1
@@ -83,12 +85,14 @@ class Reporter:
     def _tell(self, outcome: Outcome) -> None:
         """Print the first table once the first pieces are done, and the first difference of each kind as it is found."""
         title = self._title
-        if not self._has_table and outcome.tally.rows and title not in FIRST and (outcome.planned or 0) > WORTH_A_TABLE:
+        is_first = title not in FIRST if outcome.planned else title == FIRST_LOOK
+        is_long = outcome.planned is None or outcome.planned > WORTH_A_TABLE
+        if not self._has_table and outcome.tally.rows and is_first and is_long:
             self._has_table = True
             checks, own = first_results(outcome)
             console = self._bar.console
             console.print(checks_table(checks, f"first results, after {_clock(time.monotonic() - self._started)}"))
-            if own:
+            if own and own["compared"]:
                 console.print(own_line(own), highlight=False)
         differences, self._told = outcome.tally.differences[self._told :], len(outcome.tally.differences)
         for kind in alike(differences_of(differences)):
@@ -137,7 +141,7 @@ def show(summary: dict[str, Any], console: Console, files: list[str]) -> None:
         console.print(line, highlight=False)
         for each in witness["stand_ins"]:
             console.print(Text(f"{'':<13}not as it comes: {each}", "dim"))
-    console.print(checks_table(summary["checks"]))
+    console.print(checks_table(summary["checks"], spent=summary["cpu_seconds_by_check"]))
     if summary["own_settings"]:
         console.print(own_line(summary["own_settings"]), highlight=False)
     for each in summary["left_out"]:
@@ -175,23 +179,33 @@ def _generated(generated: dict[str, Any]) -> str:
     return f"{rows}, {generated['rows_per_second']:,.0f} rows/s ({generated['cpu_milliseconds_per_row']:.1f} ms of CPU a row)"
 
 
-def checks_table(checks: list[dict[str, Any]], title: str = "rows by check and format") -> Table:
-    """A line for each check and format."""
+def checks_table(
+    checks: list[dict[str, Any]], title: str = "rows by check and format", *, spent: dict[str, float] | None = None
+) -> Table:
+    """A line for each check and format; with `spent`, the seconds of the processor that each check took."""
     table = Table(title=title, title_justify="left")
     for name in ("check", "format"):
         table.add_column(name, no_wrap=True)
     for name in ("rows", "equal", "refused alike", "differing"):
         table.add_column(name, justify="right")
+    if spent is not None:
+        table.add_column("CPU s", justify="right")
     before = None
     for each in checks:
         if before not in (None, each["check"]):
             table.add_section()
         differing = Text(f"{each['differing']:,}", "bold red" if each["differing"] else "dim")
-        what = WHAT[each["check"]] if before != each["check"] else ""
-        before = each["check"]
+        is_first, before = before != each["check"], each["check"]
+        what = WHAT[each["check"]] if is_first else ""
         counts = (f"{each[name]:,}" for name in ("rows", "equal", "refused_alike"))
-        table.add_row(what, each["format"], *counts, differing)
+        seconds = [_seconds(spent, each["check"], is_first=is_first)] if spent is not None else []
+        table.add_row(what, each["format"], *counts, differing, *seconds)
     return table
+
+
+def _seconds(spent: dict[str, float], check: str, *, is_first: bool) -> str:
+    """Return the seconds of the processor of a check on its first line; a check that runs within another's jobs has none of its own."""
+    return f"{spent[check]:.1f}" if is_first and check in spent else ""
 
 
 def _layouts(summary: dict[str, Any]) -> Table:

@@ -69,6 +69,8 @@ class Tally:
     seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     """Time in each subject; under `generated` all that drawing, building and comparing generated rows took, of the clock,
     and under `generated_cpu` of the processor."""
+    spent: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    """Seconds of the processor by check: of workers, for drawing, all sides and comparing, and of the ranks that they started."""
     messages: int = 0
     """In generated rows."""
     layers: list[dict[str, Any]] = field(default_factory=list)
@@ -99,6 +101,8 @@ class Tally:
             getattr(self, name).update(getattr(other, name))
         for name, seconds in other.seconds.items():
             self.seconds[name] += seconds
+        for name, seconds in other.spent.items():
+            self.spent[name] += seconds
         for layout, counts in other.layouts.items():
             self.layouts[layout].update(counts)
             self.layouts[layout]["ranks"] = counts["ranks"]  # a size, which does not add up

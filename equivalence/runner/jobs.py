@@ -9,6 +9,7 @@ import contextlib
 import functools
 import itertools
 import json
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -19,6 +20,7 @@ from hypothesis.strategies import SearchStrategy
 
 from equivalence import subjects
 from equivalence.cases import store
+from equivalence.cases.data import DataCase
 from equivalence.cases.result import CheckResult, Finding
 from equivalence.cases.row import RowCase
 from equivalence.cases.step import ModelCase
@@ -40,8 +42,9 @@ from equivalence.subjects.protocol import row_of
 def run(job: Job) -> Tally:
     """Run a job. An exception of production or of a subject is among the tally's differences, one of a witness among its errors."""
     tally = Tally()
-    started, used = time.perf_counter(), time.process_time()
+    started, used, spent = time.perf_counter(), time.process_time(), sum(os.times()[:4])
     RUNNERS[job.kind](job, [subject(name) for name in job.subjects], tally)
+    tally.spent[job.check] += sum(os.times()[:4]) - spent
     if job.kind == "rows":
         tally.seconds["generated"] += time.perf_counter() - started
         tally.seconds["generated_cpu"] += time.process_time() - used
@@ -89,7 +92,10 @@ def _files(job: Job, sides: list[Subject], tally: Tally) -> None:
     with attributed(tally, "file layers", check="files"):
         for layer, result in check_file_layers(folder):
             tally.count(CheckResult(check="files", findings=result.findings), "any")
-            tally.differences += differing(result, prompt_format="any", where=f"file layer {layer.name} in {folder}")
+            if result.findings:
+                case = DataCase(check="files", value=layer, origin=job.title).to_json()
+                where = f"file layer {layer.name} in {folder}"
+                tally.differences += differing(result, prompt_format="any", where=where, case=case)
             tally.layers.append(
                 {"name": layer.name, "diverges": layer.diverges, "equal": result.equal, "why": layer.why}
             )
@@ -99,7 +105,7 @@ def _sample(job: Job, sides: list[Subject], tally: Tally) -> None:
     """Rows of a packed file: read by Megatron-LM's own reader where it is a witness, line by line for the others."""
     path = Path(job.paths[0])
     tokenizer = tokenizers.load(job.tokenizer)
-    check = "own" if job.is_own else "sample"
+    check = job.check
     settings = RowSettings(
         prompt_format=job.prompt_format,
         pack_length=job.pack_length,
@@ -129,14 +135,24 @@ def _sample(job: Job, sides: list[Subject], tally: Tally) -> None:
             result = compare_all(check, built, seconds, left_out=left_out)
             tally.count(result, job.prompt_format)
             if not result.equal:
+                where = f"{path} row {number}"
                 tally.differences += differing(
                     result,
                     prompt_format=job.prompt_format,
-                    where=f"{path} row {number}",
+                    where=where,
+                    case=_case_of_row(messages, settings, job, where, sides),
                     command=f"python -m tools.diff_row {path} --row {number} --tokenizer {tokenizers.folder(job.tokenizer)} "
                     f"--prompt-format {job.prompt_format} --pack-length {job.pack_length} --context-parallel-size "
                     f"{job.context_parallel_size} --semantics {job.semantics} --sides {','.join(_asked(job, built))}",
                 )
+
+
+def _case_of_row(
+    messages: Sequence[Any], settings: RowSettings, job: Job, where: str, sides: Sequence[Subject]
+) -> str | None:
+    """Return a file's row as a case; None where it only differs when read from its file, which the command then names."""
+    case = RowCase(messages=tuple(messages), settings=settings, tokenizer=job.tokenizer, origin=where)
+    return None if check_case(case, sides).equal else case.to_json()
 
 
 def _from_file(side: Subject, rows: Any, number: int) -> Row | Finding:
@@ -310,6 +326,7 @@ RUNNERS: dict[str, Callable[[Job, list[Subject], Tally], None]] = {
     "files": _files,
     "recorded": _recorded,
     "sample": _sample,
+    "first_look": _sample,
     "rows": _rows,
     "batches": _batches,
     "divergences": _divergences,

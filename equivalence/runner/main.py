@@ -23,6 +23,7 @@ from equivalence.generators.models import FEATURES, VARIES
 from equivalence.runner import jobs
 from equivalence.runner.alone import Replayer, replayer
 from equivalence.runner.counters import Differing, Tally
+from equivalence.runner.first_look import WITHOUT, first_jobs, looking
 from equivalence.runner.job import Job
 from equivalence.runner.own_settings import OwnSettings, own_settings
 from equivalence.runner.plan import (
@@ -181,10 +182,25 @@ def execute(options: Options, progress: Progress) -> Outcome:
     own = None
     if options.sample is not None:
         own = own_settings(options.sample, pack_length=options.pack_length, restriction=options.restriction)
-    outcome = Outcome(options=options, witnesses=witnesses(options.subjects), own=own)
+    outcome = Outcome(
+        options=options, witnesses=witnesses(tuple(name for name in options.subjects if name != WITHOUT)), own=own
+    )
     size = SIZES[options.size]
-    _preload(options, size)
-    asked = (job for job in _planned(outcome, size) if options.job is None or options.job in job.title)
+    for name in _tokenizers_of(options, size):
+        tokenizers.load(name)
+
+    def looked(job: Job, tally: Tally) -> None:
+        tally.differences = [_saved(each, job, outcome, None) for each in tally.differences]
+        outcome.tally.add(tally)
+        progress(job.title, outcome)
+
+    with looking(_first_jobs(outcome), looked) as done:
+        outcome.witnesses = witnesses(options.subjects)
+        _preload(options)
+    outcome.stopped = _has_enough(outcome)
+    asked = (
+        job for job in _planned(outcome, size) if job not in done and (options.job is None or options.job in job.title)
+    )
     planned = _in_shard(asked, options.shard)
     if options.rows is None and options.size == "long":
         endless: Iterator[Job] = planned
@@ -217,18 +233,32 @@ def _run_some(some: list[Job], outcome: Outcome, progress: Progress, started: fl
         for ended in running:
             if ended is not None:
                 job, tally = ended
-                tally.differences = [_saved(each, outcome, alone) for each in tally.differences]
+                tally.differences = [_saved(each, job, outcome, alone) for each in tally.differences]
                 outcome.tally.add(tally)
                 outcome.done += cost(job)
                 progress(job.title, outcome)
             else:
                 progress("", outcome)
             outcome.seconds = time.perf_counter() - started
-            if len(outcome.tally.differences) >= STOP_AFTER or len(outcome.tally.errors) >= STOP_AFTER_ERRORS:
+            if _has_enough(outcome):
                 outcome.stopped = True
                 break
     finally:
         running.close()  # type: ignore[attr-defined]  # a generator, which ends its workers
+
+
+def _has_enough(outcome: Outcome) -> bool:
+    """Return whether so much differs that more would only take time."""
+    return len(outcome.tally.differences) >= STOP_AFTER or len(outcome.tally.errors) >= STOP_AFTER_ERRORS
+
+
+def _first_jobs(outcome: Outcome) -> list[Job]:
+    """The jobs of a first look; a part of a plan has none, since a look that it did not ask for would come before."""
+    options = outcome.options
+    if options.job is not None or options.shard != (1, 1):
+        return []
+    has_recorded = options.restriction.is_any and options.holds_production
+    return list(first_jobs(outcome.own, options.tokenizer, options.subjects, has_recorded=has_recorded))
 
 
 def _planned(outcome: Outcome, size: Size) -> Iterator[Job]:
@@ -331,13 +361,13 @@ def _in_shard(planned: Iterator[Job], shard: tuple[int, int]) -> Iterator[Job]:
     return (job for number, job in enumerate(planned) if number % count == index - 1)
 
 
-def _preload(options: Options, size: Size) -> None:
-    """Load what workers share before they fork: no thread may have worked yet."""
+def _tokenizers_of(options: Options, size: Size) -> tuple[str, ...]:
     of_sample = [options.tokenizer, *([WHOLE_TOKENIZER] if size.whole_tokenizer else [])] if options.sample else []
-    for name in (*tokenizers.RECIPES, "nemotron-mini", *of_sample):
-        tokenizers.load(name)
-    for name in options.subjects:
-        jobs.subject(name)
+    return (*tokenizers.RECIPES, "nemotron-mini", *of_sample)
+
+
+def _preload(options: Options) -> None:
+    """Import what workers share before they fork: no thread may have worked yet."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of megatron-core, that CUDA and optional kernels are absent
         importlib.import_module("equivalence.runner.layout_jobs")
@@ -358,14 +388,14 @@ def sample_notes(sample: Path | None, tokenizer: str) -> list[str]:
     return [misfit_text(name, misfits) for name, misfits in found.items() if misfits]
 
 
-def _saved(differing: Differing, outcome: Outcome, alone: Replayer) -> Differing:
-    """Save the shrunk case of a difference where the next run replays it first, and replay the first of a kind alone."""
+def _saved(differing: Differing, job: Job, outcome: Outcome, alone: Replayer | None) -> Differing:
+    """Save the shrunk case of a difference where the next run replays it first, and replay the first of a kind alone, if asked."""
     if differing.case is None:
         return differing
     options = outcome.options
     case = store.parse(differing.case)
-    if not any(_is_alike(each, differing) for each in outcome.tally.differences):
-        differing = replace(differing, alone=alone(differing.case), together=_together(case, differing, options))
+    if alone is not None and not any(_is_alike(each, differing) for each in outcome.tally.differences):
+        differing = replace(differing, alone=alone(differing.case), together=_together(job, options))
     if differing.path is not None:  # it was replayed from there
         return differing
     why = f"{differing.check}: {differing.left} and {differing.right} differ"
@@ -373,11 +403,10 @@ def _saved(differing: Differing, outcome: Outcome, alone: Replayer) -> Differing
     return replace(differing, path=str(path), command=store.command(case, path, _sides(differing, case, options)))
 
 
-def _together(case: store.Case, differing: Differing, options: Options) -> str:
-    """The command that draws a case again with those before it."""
-    title = case.origin or differing.where
+def _together(job: Job, options: Options) -> str:
+    """The command that runs a case again with those before it."""
     words = ["python", "-m", "equivalence", "run", "--size", options.size, "--seed", str(options.seed)]
-    return shlex.join([*words, "--job", title, "--subjects", ",".join(options.subjects)])
+    return shlex.join([*words, "--job", job.title, "--subjects", ",".join(options.subjects)])
 
 
 def _sides(differing: Differing, case: store.Case, options: Options) -> list[str]:

@@ -147,6 +147,8 @@ def test_every_row_of_a_file_comes_first_in_the_settings_of_its_manifest(tmp_pat
     (check,) = [each for each in report["checks"] if each["check"] == "own"]
     assert (check["format"], check["rows"]) == ("nemotron-h-aligned", 9)
     assert report["witnessed"]["megatron_lm"]["nemotron-h-aligned"] >= 9
+    assert report["cpu_seconds_by_check"].keys() == {each["check"] for each in report["checks"]}
+    assert report["cpu_seconds_by_check"]["own"] > 0
     screen = " ".join(capsys.readouterr().out.split())
     assert (
         "9 of 9 rows in their own settings (nemotron-h-aligned, cp 2, megatron-lm-main, 2,048 tokens as its manifest says)"
@@ -202,6 +204,7 @@ def test_a_fault_with_memory_is_said_to_need_others_before_its_smallest_case(tmp
     assert code == 1
     (found, *_) = report["differences"]
     assert found["alone"] == "equal"
+    assert "--job 'rows combining" in found["together"], "a job's title, by which the run finds the case again"
     screen = " ".join(capsys.readouterr().out.split())
     assert "alone this case is equal: it needs others before it" in screen
     assert found["together"] in screen

@@ -14,10 +14,10 @@ import torch
 
 from equivalence.cases.difference import compare_rows
 from equivalence.cases.result import CheckResult, Finding
-from equivalence.checks.cuts.context_parallel import rotary_index
 from equivalence.checks.cuts.pairs import Side, compare_sides
 from equivalence.checks.rows.rows import build, covers
 from equivalence.recorded.outcomes import Packing, Partition, RecordedBatch, RecordedRow
+from equivalence.subjects import load
 from equivalence.subjects.protocol import Refusal, Row, Subject
 from production.errors import PackproofError
 from production.online import packing as production_packing
@@ -52,6 +52,15 @@ EXCEPTIONS = {
 _Bins = Sequence[Sequence[int]]
 
 
+def check_recorded(value: Packing | Partition | RecordedBatch | RecordedRow) -> CheckResult:
+    """Check one outcome of any kind, as a saved case holds it; rows with both sides of this project."""
+    if isinstance(value, RecordedRow):
+        return check_recorded_row(value, [load("reference"), load("production")])
+    if isinstance(value, Packing):
+        return check_recorded_packing(value)
+    return check_recorded_partition(value) if isinstance(value, Partition) else check_recorded_batch(value)
+
+
 def check_recorded_packing(packing: Packing) -> CheckResult:
     """Both sides fill the bins that NeMo-RL's packer filled, and refuse what it refused (R-PACK-1 to R-PACK-5)."""
     sides: dict[str, Side] = {
@@ -64,7 +73,9 @@ def check_recorded_packing(packing: Packing) -> CheckResult:
 
 def check_recorded_partition(partition: Partition) -> CheckResult:
     """Every implementation of the zigzag gives a rank the positions that Transformer Engine's kernel gives it (R-CP-1)."""
-    from equivalence.trainers.megatron_step import partitioned_indices  # noqa: PLC0415 - Megatron-LM's training code takes seconds
+    # megatron-core and Megatron-LM's training code take seconds to import, and the other outcomes need neither.
+    from equivalence.checks.cuts.context_parallel import rotary_index  # noqa: PLC0415
+    from equivalence.trainers.megatron_step import partitioned_indices  # noqa: PLC0415
 
     cu, rank, size = list(partition.cu_seqlens), partition.rank, partition.size
     boundaries = torch.tensor(cu, dtype=torch.int32)
