@@ -81,6 +81,24 @@ def build_row(messages, _tokenizer, settings):
     return row
 
 
+def pack(conversations, pack_length, pad_id, eos_id, context_parallel_size):
+    if FAULT == "raises":
+        raise KeyError("tokens")
+    if FAULT == "refuses":
+        raise packproof_subject.Refused("truncated", "not mine")
+    if FAULT == "hang":
+        time.sleep(1000)
+    if FAULT == "no_list":
+        return {"input_ids": []}
+    if FAULT == "no_dict":
+        return [[1, 2]]
+    sizes = [pack_length, pad_id, eos_id, context_parallel_size]
+    return [
+        {"input_ids": each["tokens"], "labels": sizes, "mask": each["trained"], "sources": [number]}
+        for number, each in enumerate(conversations)
+    ]
+
+
 if FAULT == "crash_at_start":
     print("no module named nothing", file=sys.stderr)
     sys.exit(3)
@@ -96,6 +114,8 @@ if FAULT == "protocol":
     packproof_subject.PROTOCOL = 99
 packproof_subject.serve(
     build_row=build_row,
+    pack=pack,
+    conventions={"shift": "model", "tail": "none"},
     name="production" if FAULT == "name" else None,
     refusals={"too long for me": "truncated"},
     semantics=["strict"] if FAULT == "strict_only" else None,

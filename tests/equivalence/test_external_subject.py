@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import packproof_subject
 from equivalence.generators import tokenizers
 from equivalence.subjects import RowSettings, join_names, load, split_names
 from equivalence.subjects.external.process import GUARD, ChildProcess, SubjectFailed
@@ -74,6 +75,46 @@ def test_rows_come_back_with_the_protocols_dtypes_and_prints_are_harmless(subjec
     dtypes = [row.input_ids.dtype, row.target_ids.dtype, row.token_mask.dtype, row.cu_seqlens.dtype]
     assert dtypes == [torch.int64, torch.int64, torch.float32, torch.int32]
     assert row.max_seqlen == 8
+
+
+CONVERSATIONS = [{"tokens": [1 << 40, 2, 3], "trained": [False, True, True]}, {"tokens": [], "trained": []}]
+SIZES = {"pack_length": 8, "pad_id": 7, "eos_id": -1, "context_parallel_size": 2}
+
+
+def test_packs_come_back_as_lists_with_the_sizes_that_were_asked_for(subject):
+    found = subject("none")
+    assert found.pack(CONVERSATIONS, **SIZES) == [
+        {"input_ids": [1 << 40, 2, 3], "labels": [8, 7, -1, 2], "mask": [0.0, 1.0, 1.0], "sources": [0]},
+        {"input_ids": [], "labels": [8, 7, -1, 2], "mask": [], "sources": [1]},
+    ]
+    assert found.hello.seams == ("build_row", "pack")
+    assert found.hello.conventions == {"shift": "model", "tail": "none"}
+
+
+@pytest.mark.parametrize(
+    ("fault", "told"),
+    [
+        ("raises", "raised KeyError: 'tokens'"),
+        ("hang", "gave no answer within 0.3 s to packs"),
+        ("no_list", "pack returned dict: return a list of packs"),
+        ("no_dict", "pack gave list where a dict with input_ids, labels is expected"),
+    ],
+)
+def test_packs_that_do_not_come_are_told(subject, fault, told):
+    with pytest.raises(SubjectFailed) as failed:
+        subject(fault).pack(CONVERSATIONS, **SIZES)
+    assert told in str(failed.value)
+
+
+def test_a_refusal_to_pack_keeps_its_kind_and_words(subject):
+    with pytest.raises(packproof_subject.Refused) as refused:
+        subject("refuses").pack(CONVERSATIONS, **SIZES)
+    assert (refused.value.kind, refused.value.message) == ("truncated", "not mine")
+
+
+def test_as_many_flags_as_tokens_are_asked_for(subject):
+    with pytest.raises(ValueError, match="conversation 0 has 1 tokens and 0 trained flags"):
+        subject("none").pack([{"tokens": [1], "trained": []}], **SIZES)
 
 
 def test_an_adapter_is_started_once_for_all_rows_and_again_after_it_is_closed(subject):
@@ -231,8 +272,6 @@ def test_no_process_is_left_behind_where_packproof_is_killed():
         child = ChildProcess([sys.executable, str(ADAPTER), "grandchild"])
         child.receive(20, what="hello")
         row = {"id": 0, "messages": [], "tokenizer": "", "settings": {"pack_length": 8}}
-        import packproof_subject
-
         child.send(packproof_subject.frame_bytes({"type": "build_row", "rows": [row]}))
         _header, body = child.receive(20, what="row")
         pids = torch.frombuffer(body, dtype=torch.int64, count=2).tolist()

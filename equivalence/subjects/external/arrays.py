@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import array
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,8 +23,8 @@ def read_fields(parts: list[Mapping[str, Any]], body: bytearray) -> list[dict[st
     try:
         for part in parts:
             fields = dict(part["values"])
-            for array in part["arrays"]:
-                fields[array["name"]], start = _read(array, body, start)
+            for described in part["arrays"]:
+                fields[described["name"]], start = _read(described, body, start)
             found.append(fields)
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise SubjectFailed(
@@ -32,27 +33,34 @@ def read_fields(parts: list[Mapping[str, Any]], body: bytearray) -> list[dict[st
     return found
 
 
-def _read(array: Mapping[str, Any], body: bytearray, start: int) -> tuple[Any, int]:
-    if array["dtype"] not in DTYPES:
-        raise ValueError(f"{array['name']} has dtype {array['dtype']!r}")
-    dtype: torch.dtype = getattr(torch, array["dtype"])
-    shape = [int(size) for size in array["shape"]]
+def _read(described: Mapping[str, Any], body: bytearray, start: int) -> tuple[Any, int]:
+    if described["dtype"] not in DTYPES:
+        raise ValueError(f"{described['name']} has dtype {described['dtype']!r}")
+    dtype: torch.dtype = getattr(torch, described["dtype"])
+    shape = [int(size) for size in described["shape"]]
     count = math.prod(shape)
     end = start + count * dtype.itemsize
     if min([0, *shape]) < 0 or end > len(body):
-        raise ValueError(f"{array['name']} of shape {shape} reaches beyond the frame")
+        raise ValueError(f"{described['name']} of shape {shape} reaches beyond the frame")
     if count == 0:
         tensor = torch.zeros(shape, dtype=dtype)
     else:
         tensor = torch.frombuffer(body, dtype=dtype, count=count, offset=start).reshape(shape)
-    if array.get("list"):
-        tensor = typed(array["name"], tensor)
+    if described.get("list"):
+        tensor = typed(described["name"], tensor)
     return tensor, end + -end % ALIGNMENT
 
 
-def packed_conversations(conversations: list[Mapping[str, Any]]) -> tuple[list[int], Iterator[bytes]]:
-    """Return the lengths of conversations, and the bytes of their tokens (int64) and of their trained flags (one byte each)."""
-    lengths = [len(each["tokens"]) for each in conversations]
-    tokens = torch.tensor([token for each in conversations for token in each["tokens"]], dtype=torch.int64)
-    trained = torch.tensor([bool(flag) for each in conversations for flag in each["trained"]], dtype=torch.uint8)
-    return lengths, iter((tokens.numpy().tobytes(), trained.numpy().tobytes()))
+def packed_conversations(conversations: Sequence[Mapping[str, Any]]) -> tuple[list[int], bytes]:
+    """Return the lengths of conversations, and the body that holds the tokens of all (int64), then a byte for each trained flag.
+
+    ValueError names a conversation whose flags are more or fewer than its tokens.
+    """
+    for number, each in enumerate(conversations):
+        if len(each["tokens"]) != len(each["trained"]):
+            raise ValueError(
+                f"conversation {number} has {len(each['tokens'])} tokens and {len(each['trained'])} trained flags: give as many of both"
+            )
+    tokens = array.array("q", (token for each in conversations for token in each["tokens"]))
+    trained = bytes(bool(flag) for each in conversations for flag in each["trained"])
+    return [len(each["tokens"]) for each in conversations], tokens.tobytes() + trained

@@ -5,17 +5,17 @@ from __future__ import annotations
 import dataclasses
 import os
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from equivalence.subjects.external.arrays import read_fields
+from equivalence.subjects.external.arrays import packed_conversations, read_fields
 from equivalence.subjects.external.process import ChildProcess, SubjectFailed
 from equivalence.subjects.external.tokenizer_folder import portable_folder
 from equivalence.subjects.protocol import Messages, Refusal, Row, RowSettings, row_of
-from packproof_subject import PROTOCOL, check_conventions, frame_bytes
+from packproof_subject import PROTOCOL, Refused, check_conventions, frame_bytes
 
 START_SECONDS = 120.0
 """Seconds from the start of an adapter to its first answer: it imports torch and its own library."""
@@ -106,6 +106,50 @@ class ExternalSubject:
                 self._fail()
                 built.append(failed)
         return built
+
+    def pack(
+        self,
+        conversations: Sequence[Mapping[str, Any]],
+        *,
+        pack_length: int,
+        pad_id: int,
+        eos_id: int,
+        context_parallel_size: int = 1,
+    ) -> list[dict[str, Any]]:
+        """Return the packs that the adapter makes of conversations, each {"tokens": ids, "trained": flags}: its arrays as lists.
+
+        Raises packproof_subject.Refused for the adapter's refusal, SubjectFailed for an exception, a crash, a hang or no packs at all.
+        """
+        lengths, buffer = packed_conversations(conversations)
+        request = {
+            "type": "pack",
+            "id": 0,
+            "lengths": lengths,
+            "pack_length": pack_length,
+            "pad_id": pad_id,
+            "eos_id": eos_id,
+            "context_parallel_size": context_parallel_size,
+        }
+        try:
+            child = self._running()
+            child.send(frame_bytes(request, [buffer]))
+            header, body = child.receive(self._seconds(self.hello.row_seconds), what="packs")
+        except SubjectFailed:
+            self._fail()
+            raise
+        kind = header.get("type")
+        if kind == "error":
+            raise raised(header)
+        if kind == "refusal":
+            raise Refused(str(header.get("kind")), str(header.get("message", "")))
+        if kind != "packs":
+            self._fail()
+            raise SubjectFailed(f"answered a request for packs with {kind!r}")
+        packs = read_fields(header.get("packs", []), body)
+        return [
+            {name: value.tolist() if isinstance(value, torch.Tensor) else value for name, value in fields.items()}
+            for fields in packs
+        ]
 
     def close(self) -> None:
         """End the child process; the next row starts another."""
