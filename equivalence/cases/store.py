@@ -19,6 +19,7 @@ from typing import Any, Protocol, Self, cast
 
 from equivalence.cases.result import CheckResult
 from equivalence.errors import CaseError
+from equivalence.subjects import join_names
 from equivalence.subjects.protocol import Subject
 
 SAVED = Path(__file__).resolve().parent / "saved"
@@ -184,7 +185,7 @@ def check(case: Case, sides: Sequence[Subject]) -> list[CheckResult]:
 
 def command(case: Case, path: Path | str, sides: Sequence[str]) -> str:
     """Return the command that shows a saved case's difference: on one screen of diff_row where it is a single row's."""
-    named = ["--sides" if is_single_row(case) else "--subjects", ",".join(sides)]
+    named = ["--sides" if is_single_row(case) else "--subjects", join_names(sides)]
     if is_single_row(case):
         return shlex.join(["python", "-m", "tools.diff_row", "--case", str(path), *named])
     return shlex.join(

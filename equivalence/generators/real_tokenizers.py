@@ -11,7 +11,6 @@ import importlib.metadata
 import importlib.util
 import itertools
 import json
-import os
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -20,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from equivalence.cache import cache_root
 from production.errors import PackproofError
 
 PACKAGE = "mistral-common"
@@ -142,13 +142,6 @@ def cached_tokenizer(name: str) -> Path:
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
     return folder
-
-
-def cache_root() -> Path:
-    """Return the cache folder: PACKPROOF_CACHE, else packproof under XDG_CACHE_HOME, else under ~/.cache."""
-    if chosen := os.environ.get("PACKPROOF_CACHE"):
-        return Path(chosen).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").expanduser() / "packproof"
 
 
 def _recipe(name: str) -> TokenizerRecipe:

@@ -17,8 +17,10 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import __version__ as transformers_version
 
-from equivalence.generators.real_tokenizers import cache_root, cached_tokenizer
+from equivalence.cache import cache_root
+from equivalence.generators.real_tokenizers import cached_tokenizer
 
 HUGE_ID = 128_000
 """Ids from here on count as huge; from 100,000 on, neighbouring ids are equal under the relative turn check."""
@@ -86,7 +88,9 @@ def load(name: str) -> Any:
 def _made(name: str) -> Path:
     recipe = RECIPES[name]
     tokenizer = recipe.make()
-    settled = json.dumps([json.loads(tokenizer.to_str()), dict(recipe.special), recipe.chat_template], sort_keys=True)
+    # What one version of transformers writes another may not read.
+    made_of = [json.loads(tokenizer.to_str()), dict(recipe.special), recipe.chat_template, transformers_version]
+    settled = json.dumps(made_of, sort_keys=True)
     place = cache_root() / "tokenizers" / f"made-{name}-{hashlib.sha256(settled.encode()).hexdigest()[:12]}"
     if not (place / "tokenizer_config.json").is_file():
         fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **recipe.special)

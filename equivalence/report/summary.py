@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,8 +11,8 @@ from typing import Any
 
 from equivalence.checks.registry import CHECKS
 from equivalence.generators.faults.registry import classes
-from equivalence.runner.counters import Differing
-from equivalence.runner.main import Outcome
+from equivalence.runner.counters import Differing, Kind, kind_of
+from equivalence.runner.outcome import Outcome
 from equivalence.runner.witnesses import versions
 from equivalence.subjects import BUILT_IN, PROMPT_FORMATS
 
@@ -45,7 +44,7 @@ def summarise(outcome: Outcome, command: str) -> dict[str, Any]:
             if generated
             else 0.0,
             "seconds_by_subject": {
-                witness.name: round(tally.seconds[witness.name], 2) for witness in outcome.witnesses
+                witness.name: round(tally.seconds[witness.called], 2) for witness in outcome.witnesses
             },
         },
         "versions": versions(),
@@ -62,6 +61,7 @@ def summarise(outcome: Outcome, command: str) -> dict[str, Any]:
         "divergences": _by_format(Counter({key: count for key, count in tally.fired.items() if key[1] != "any"})),
         "shown": {name: count for (name, where), count in sorted(tally.fired.items()) if where == "any"},
         "differences": differences_of(tally.differences),
+        "alike": [{"kind": list(kind), "count": count} for kind, count in tally.alike.most_common()],
         "own_settings": _own(outcome),
         "left_out": _left_out(outcome),
         "unhit": outcome.unhit,
@@ -99,18 +99,21 @@ def _left_out(outcome: Outcome) -> list[str]:
 
 def alike(differences: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
     """Differences of one kind together: the same sides, check, tensor and class. The kinds with most cases first, cases in order."""
-    found: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+    found: dict[Kind, list[dict[str, Any]]] = {}
     for each in differences:
         found.setdefault(kind_key(each), []).append(each)
     return sorted(found.values(), key=len, reverse=True)
 
 
-def kind_key(each: dict[str, Any]) -> tuple[str, ...]:
+def more_alike(summary: dict[str, Any], each: dict[str, Any]) -> int:
+    """Return how many differences of a kind were counted and not shown."""
+    return sum(int(counted["count"]) for counted in summary["alike"] if tuple(counted["kind"]) == kind_key(each))
+
+
+def kind_key(each: dict[str, Any]) -> Kind:
     """What two differences of one kind share."""
     first = each["first"]
-    # Where a tensor's name has the rank, row or depth in it, those are not another kind.
-    tensor = re.sub(r"\d+", "N", str(first["tensor"]))
-    return each["check"], each["left"], each["right"], tensor, str(first["class"])
+    return kind_of(each["check"], each["left"], each["right"], str(first["tensor"]), str(first["class"]))
 
 
 def differences_of(differences: Sequence[Differing]) -> list[dict[str, Any]]:

@@ -10,9 +10,9 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
-from equivalence.report.summary import WHAT, alike, differences_of, first_results, kind_key
+from equivalence.report.summary import WHAT, alike, differences_of, first_results, kind_key, more_alike
 from equivalence.runner.alone import DIFFERENT, EQUAL
-from equivalence.runner.main import Outcome
+from equivalence.runner.outcome import Outcome
 from equivalence.subjects import PROMPT_FORMATS
 
 PLAIN_EVERY = 5.0
@@ -244,15 +244,16 @@ def _classes(summary: dict[str, Any]) -> Text:
 def _differences(summary: dict[str, Any], console: Console) -> None:
     """One entry a kind: its first case with what shows it, and how many more are like it."""
     kinds = alike(summary["differences"])
-    if len(kinds) < len(summary["differences"]):
-        console.print(
-            Text(f"{len(summary['differences'])} differing cases of {len(kinds)} kinds; the first of each:", "bold red")
-        )
+    count = len(summary["differences"]) + sum(each["count"] for each in summary["alike"])
+    if len(kinds) < count:
+        console.print(Text(f"{count:,} differing cases of {len(kinds)} kinds; the first of each:", "bold red"))
     for kind in kinds:
         each, more = kind[0], len(kind) - 1
         difference_lines(each, console)
-        if more:
-            console.print(f"         and {more} more like it, in the page", style="dim", highlight=False)
+        counted = more_alike(summary, each)
+        if more or counted:
+            told = f"         and {more + counted:,} more like it" + (", in the page" if not counted else "")
+            console.print(told, style="dim", highlight=False)
 
 
 def difference_lines(each: dict[str, Any], console: Console, head: str = "differs: ") -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -12,6 +13,8 @@ from equivalence.cases.result import CheckResult, Finding
 from equivalence.checks.kinds import named
 from equivalence.checks.registry import names
 
+Kind = tuple[str, str, str, str, str]
+"""Kind of a difference: check, left, right, tensor, class."""
 MODEL_CHECKS = names("step")
 """Checks of training steps, whose cases are `equivalence.cases.step.ModelCase`."""
 
@@ -42,6 +45,16 @@ class Differing:
     """Draws the case again with those before it."""
     alone: str = ""
     """Of the saved case, replayed alone in a process that ran nothing before: `different`, `equal`, why it did not end, or "" if not asked."""
+
+    @property
+    def kind(self) -> Kind:
+        """Return what differences of one kind share."""
+        return kind_of(self.check, self.left, self.right, str(self.first["tensor"]), str(self.first["class"]))
+
+
+def kind_of(check: str, left: str, right: str, tensor: str, named_as: str) -> Kind:
+    """Return the kind of a difference. Ranks, rows and depths in the name of a tensor make no other kind."""
+    return check, left, right, re.sub(r"\d+", "N", tensor), named_as
 
 
 @dataclass(kw_only=True)
@@ -80,6 +93,8 @@ class Tally:
     features: Counter[str] = field(default_factory=Counter)
     """What cases of models had, by the names in `generators.models.FEATURES`."""
     differences: list[Differing] = field(default_factory=list)
+    alike: Counter[Kind] = field(default_factory=Counter)
+    """Further differences of a subject of one's own by kind, beside those that are shown."""
     errors: list[str] = field(default_factory=list)
     """A side that could not run, with where."""
 
@@ -97,6 +112,7 @@ class Tally:
             "witnessed",
             "left_out",
             "features",
+            "alike",
         ):
             getattr(self, name).update(getattr(other, name))
         for name, seconds in other.seconds.items():
@@ -146,7 +162,7 @@ def differing(
             right=finding.right,
             first=described(first_difference(finding), result.check),
             count=len(finding.differences),
-            classes=dict(Counter(_class_of(difference, result.check) for difference in finding.differences)),
+            classes=dict(Counter(named_class(difference, result.check) for difference in finding.differences)),
             where=where,
             case=case,
             command=command,
@@ -167,11 +183,12 @@ def described(difference: Difference, check: str) -> dict[str, Any]:
         "position": list(difference.position) if isinstance(difference.position, Sequence) else difference.position,
         "left": _plain(difference.left),
         "right": _plain(difference.right),
-        "class": _class_of(difference, check),
+        "class": named_class(difference, check),
     }
 
 
-def _class_of(difference: Difference, check: str) -> str:
+def named_class(difference: Difference, check: str) -> str:
+    """Return the class of a difference of a check."""
     return named(difference.kind, check=check, tensor=difference.tensor)
 
 

@@ -10,6 +10,7 @@ import functools
 import itertools
 import json
 import os
+import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -31,6 +32,7 @@ from equivalence.divergences import registry
 from equivalence.generators import rows as row_strategies
 from equivalence.generators import tokenizers
 from equivalence.generators.faults.registry import classes
+from equivalence.runner import known
 from equivalence.runner.counters import Tally, differing
 from equivalence.runner.job import Job
 from equivalence.runner.row_cases import PRESET_PAIRS, check_case, check_rows_of_batch, smallest_case, walk
@@ -55,6 +57,13 @@ def run(job: Job) -> Tally:
 def subject(name: str) -> Subject:
     """A subject, loaded once a process (before the fork, where there is one)."""
     return subjects.load(name)
+
+
+def release(name: str) -> None:
+    """End what a subject runs beside this process, before a fork and after a run; it starts again when it is asked."""
+    close = getattr(subject(name), "close", None)
+    if callable(close):
+        close()
 
 
 def _corpus(job: Job, sides: list[Subject], tally: Tally) -> None:
@@ -143,7 +152,7 @@ def _sample(job: Job, sides: list[Subject], tally: Tally) -> None:
                     case=_case_of_row(messages, settings, job, where, sides),
                     command=f"python -m tools.diff_row {path} --row {number} --tokenizer {tokenizers.folder(job.tokenizer)} "
                     f"--prompt-format {job.prompt_format} --pack-length {job.pack_length} --context-parallel-size "
-                    f"{job.context_parallel_size} --semantics {job.semantics} --sides {','.join(_asked(job, built))}",
+                    f"{job.context_parallel_size} --semantics {job.semantics} --sides {shlex.quote(subjects.join_names(_asked(job, built)))}",
                 )
 
 
@@ -186,6 +195,7 @@ def packed_rows(path: Path, wanted: range) -> Iterator[tuple[int, list[Any]]]:
 
 def _rows(job: Job, sides: list[Subject], tally: Tally) -> None:
     aim = classes()[job.aim] if job.aim else None
+    names = [side.name for side in sides]
 
     def check(case: RowCase, counts: Tally | None) -> tuple[CheckResult, RowCase]:
         case = job.restriction.moved(case)
@@ -198,7 +208,7 @@ def _rows(job: Job, sides: list[Subject], tally: Tally) -> None:
             first = next(iter(result.rows.values()), None)
             if first is not None:
                 counts.hits.update((name, job.prompt_format) for name in row_strategies.hits(case, first))
-        return result, case
+        return known.unseen(result, counts, names), case
 
     _search(job, row_strategies.rows(job.prompt_format, aim), check, tally)
 
@@ -209,6 +219,7 @@ def _batches(job: Job, sides: list[Subject], tally: Tally) -> None:
         result = check_rows_of_batch(cases, sides)
         if counts is not None:
             counts.count(result, job.prompt_format)
+        result = known.unseen(result, counts, [side.name for side in sides])
         return result, cases[0].with_(check="batches", others=tuple(case.messages for case in cases[1:]))
 
     _search(job, row_strategies.batches(job.prompt_format), check, tally)
@@ -216,14 +227,15 @@ def _batches(job: Job, sides: list[Subject], tally: Tally) -> None:
 
 def _divergences(job: Job, sides: list[Subject], tally: Tally) -> None:
     turn = itertools.count(job.seed)
+    names = [side.name for side in sides]
 
     def check(case: RowCase, counts: Tally | None) -> tuple[CheckResult, RowCase]:
         case = case.with_(check="divergences")
         if counts is None:  # while shrinking: whichever pair shows it
-            return check_case(case, sides), case
+            return known.unseen(check_case(case, sides), None, names), case
         result = walk(case, sides, PRESET_PAIRS[next(turn) % len(PRESET_PAIRS)])
         counts.count(result, job.prompt_format)
-        return result, case
+        return known.unseen(result, counts, names), case
 
     _search(job, row_strategies.rows(job.prompt_format, None), check, tally)
 
@@ -232,6 +244,8 @@ def _search(job: Job, strategy: SearchStrategy[Any], check: Check, tally: Tally)
     found = search(strategy, check, tally, number=job.seed, examples=job.examples, shrink=job.shrink)
     if found is None:
         return
+    if isinstance(found, Differs):
+        known.show(found.result)
     tell(found, replace(found.case, origin=job.title), job.title, tally, prompt_format=job.prompt_format)
 
 

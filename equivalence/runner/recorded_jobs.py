@@ -25,7 +25,7 @@ from equivalence.runner.counters import Tally, differing
 from equivalence.subjects.protocol import Subject
 
 MOST_DIFFERING = 3
-"""Differing outcomes after which a job ends: more of the same would only end the run before its other jobs."""
+"""Differing outcomes that a job shows; further ones are counted, since more of the same would end the run before its other jobs."""
 _DATA: dict[str, tuple[Callable[[], Sequence[Any]], Callable[[Any], CheckResult]]] = {
     "packings": (outcomes.packings, check_recorded_packing),
     "partitions": (outcomes.partitions, check_recorded_partition),
@@ -42,12 +42,9 @@ def run(name: str, places: range, sides: Sequence[Subject], tally: Tally) -> Non
     differed = 0
     for result, prompt_format, where, case in _checked(name, places, sides):
         tally.count(result, prompt_format)
-        if result.equal:
-            continue
-        tally.differences += differing(result, prompt_format=prompt_format, where=where, case=case().to_json())
-        differed += 1
-        if differed == MOST_DIFFERING:
-            return
+        differed += not result.equal
+        if not result.equal and differed <= MOST_DIFFERING:
+            tally.differences += differing(result, prompt_format=prompt_format, where=where, case=case().to_json())
 
 
 def _checked(

@@ -167,10 +167,16 @@ def _tensor(name: str, value: Any) -> torch.Tensor:
     if isinstance(value, torch.Tensor):
         return value
     made = torch.as_tensor(value)
-    if isinstance(value, (list, tuple)):  # a list has no dtype of its own
-        is_mask = name.endswith("_mask")
-        made = made.to(torch.float32 if is_mask else torch.int32 if name.endswith("cu_seqlens") else torch.int64)
-    return made
+    return typed(name, made) if isinstance(value, (list, tuple)) else made
+
+
+def typed(name: str, made: torch.Tensor) -> torch.Tensor:
+    """Return what was a list, and has no dtype of its own, in the dtype of its field. Fractions stay what they are."""
+    if name.endswith("mask"):
+        return made.to(torch.float32)
+    if made.is_floating_point() and made.numel():  # of an empty list torch makes floats
+        return made
+    return made.to(torch.int32 if "cu_seqlens" in name else torch.int64)
 
 
 def as_refusal(error: Any) -> Row:

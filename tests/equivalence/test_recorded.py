@@ -188,6 +188,7 @@ def test_a_recorded_job_tells_a_few_differences_with_their_cases_and_names_a_mis
     jobs = {job.aim: job for job in recorded_jobs(("wrong_subjects:TrainsBoundaryPadding",))}
     tally = run_job(jobs["megatron-lm-main"])
     assert len(tally.differences) == MOST_DIFFERING
+    assert sum(tally.rows.values()) == 435, "all are counted"
     assert {(each.left, each.right) for each in tally.differences} == {("recorded", "wrong")}
     assert RowCase.from_json(tally.differences[0].case).settings.semantics == "megatron-lm-main"
     tally = run_job(dataclasses.replace(jobs["packings"], examples=20))

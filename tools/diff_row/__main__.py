@@ -25,6 +25,7 @@ from rich.console import Console
 from safetensors import SafetensorError
 
 from equivalence.runner import exits
+from equivalence.subjects import split_names
 from tools.diff_row.dump.reader import Conventions, field_of
 from tools.diff_row.dump.writer import NAMES, write_dump
 from tools.diff_row.errors import BadInput
@@ -105,8 +106,8 @@ class RowOptions:
     ignore_manifest: bool = False
     """Take nothing from FILE.manifest.json."""
     sides: Text = None
-    """Two or more of reference, production, megatron_lm, module:object, with commas between; if not given, all built-in
-    ones that are witnesses of the semantics, beside a dump the reference."""
+    """Two or more of reference, production, megatron_lm, module:object, exec:"PYTHON my_adapter.py", with commas between; if not
+    given, all built-in ones that are witnesses of the semantics, beside a dump the reference."""
     chat_key: str = "messages"
     """The key of a row's messages in the file."""
 
@@ -257,7 +258,7 @@ def _request(asked: Arguments) -> Request:
     names = ("prompt_format", "pack_length", "context_parallel_size", "semantics", "pad_token", "assistant_prefix_len")
     row, dump = asked.row, asked.dump
     given = tuple((name, getattr(row, name)) for name in names if getattr(row, name) is not None)
-    sides = None if row.sides is None else tuple(side.strip() for side in row.sides.split(",") if side.strip())
+    sides = None if row.sides is None else split_names(row.sides)
     return Request(
         file=row.file,
         row=row.row,

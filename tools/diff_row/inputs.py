@@ -19,7 +19,7 @@ from equivalence.cases.row import read_case
 from equivalence.checks.blame import told
 from equivalence.errors import CaseError
 from equivalence.generators import tokenizers as named_tokenizers
-from equivalence.subjects import BUILT_IN, Messages, Row, RowSettings, Subject, load
+from equivalence.subjects import BUILT_IN, EXTERNAL, Messages, Row, RowSettings, Subject, load
 from equivalence.subjects.protocol import row_of
 from equivalence.subjects.tokenizers import load_folder
 from production.errors import PackproofError
@@ -393,12 +393,21 @@ def _covers(subject: Subject, settings: RowSettings) -> bool:
 
 
 def _subject(name: str) -> Subject:
+    if name in _EXTERNAL:
+        return _EXTERNAL[name]
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # witnesses warn on import of what they lack; it is not about this row
-            return load(name)
+            subject = load(name)
     except (ValueError, ImportError) as error:
         raise BadInput(f"side {name!r}: {error}") from error
+    if name.startswith(EXTERNAL):
+        _EXTERNAL[name] = _EXTERNAL[subject.name] = subject
+    return subject
+
+
+_EXTERNAL: dict[str, Subject] = {}
+"""Subjects outside the process that run already, by their command and by the name that they give themselves."""
 
 
 def _build(name: str, asked: _Asked) -> Side:
@@ -412,7 +421,9 @@ def _build(name: str, asked: _Asked) -> Side:
         row = row_of(subject.build_row(asked.messages, asked.tokenizer, asked.settings))
     except Exception as error:
         raise BadInput(f"side {name!r} could not run ({told(error)}): it must build a row or refuse it") from error
-    return Side(name=name, version=version_of(subject, name), row=row)
+    # A command line is no heading: a subject outside the process goes by the name that it gives itself.
+    shown = subject.name if name.startswith(EXTERNAL) else name
+    return Side(name=shown, version=version_of(subject, name), row=row)
 
 
 def version_of(subject: Subject, name: str) -> str:
