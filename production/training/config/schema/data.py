@@ -112,6 +112,9 @@ class Data:
     """Microbatches prepared ahead per rank."""
     cache_folder: str | None = None
     """Folder of the files' indices; None: beside the file, else the user's cache (SPEC R-FILE-3)."""
+    certificate: str | None = None
+    """Path of the `check.json` that `packproof check` wrote for this job: the run refuses to start where files, tokenizer or
+    configuration are not those of the certificate (SPEC R-SETUP-23). None: the run starts, and says once how to make one."""
     verify_files: bool = False
     """Whether an index is compared with all bytes of its file, not only size, time and samples (SPEC R-FILE-4)."""
     max_input_seq_length: int | None = None
