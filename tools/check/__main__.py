@@ -73,7 +73,7 @@ def _main(arguments: Sequence[str] | None) -> int:
 class _Check:
     """One run of the command."""
 
-    def __init__(self, options: argparse.Namespace, job: Job, sides: list[Subject], console: Console) -> None:
+    def __init__(self, options: argparse.Namespace, job: Job, sides: dict[str, Subject], console: Console) -> None:
         self._options, self._job, self._sides, self._console = options, job, sides, console
         self._progress = Progress()
         self._started = time.monotonic()
@@ -206,11 +206,11 @@ def _without_certificate(job: Job) -> Job:
     return dataclasses.replace(job, data=dataclasses.replace(job.data, certificate=None))
 
 
-def _sides(text: str) -> list[Subject]:
+def _sides(text: str) -> dict[str, Subject]:
     names = [name for name in text.split(",") if name]
     if len(set(names)) < 2:
         raise ValueError(f"--subjects must name two sides at least, with commas between, got {text!r}")
-    return [load_subject(name) for name in names]
+    return {name: load_subject(name) for name in names}
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:

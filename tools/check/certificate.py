@@ -81,7 +81,7 @@ def _part(result: PartResult) -> dict[str, Any]:
 
 
 def _finding(finding: Any) -> dict[str, str]:
-    return {name: value for name, value in dataclasses.asdict(finding).items() if value}
+    return dataclasses.asdict(finding)
 
 
 def lines_of(values: Sequence[str], most: int) -> list[str]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
+from production.errors import PackproofError
 from production.training.config import Job
 from production.training.dry_run import DryRun, examine
 from tools.check.result import Finding, PartResult
@@ -19,7 +21,7 @@ def check_config(job: Job, world_size: int | None) -> tuple[PartResult, DryRun]:
         name="config",
         compared=1,
         witnesses=("the checks of a dry run, megatron-core's own among them",),
-        findings=[Finding(what=each.what, where=each.where, fix=each.mend) for each in [*found.refusals, *needed]],
+        findings=_told_once([*found.refusals, *needed]),
         notes=list(found.notes),
         not_shown=[f"{each.where}: {each.what}" for each in found.absent if each not in needed],
     )
@@ -33,3 +35,13 @@ def check_config(job: Job, world_size: int | None) -> tuple[PartResult, DryRun]:
     result.numbers = {"ranks": found.ranks}
     result.seconds = time.monotonic() - started
     return result, found
+
+
+def _told_once(errors: Sequence[PackproofError]) -> list[Finding]:
+    """Return the errors as findings; a file that two splits read is told once."""
+    found: dict[tuple[str, str], Finding] = {}
+    for each in errors:
+        place = each.where.partition(" (")[0]
+        key = (each.what, place if ", line " in place or ", byte " in place else each.where)
+        found.setdefault(key, Finding(what=each.what, where=each.where, fix=each.mend))
+    return list(found.values())

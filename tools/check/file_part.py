@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 
+from tools.check.line_texts import look_through, notes_of
 from tools.check.progress import Progress
 from tools.check.result import Finding, PartResult
 from tools.check.scan import Scanned, place_of, plain_counts, scan
@@ -22,6 +23,9 @@ def check_file(target: Target, *, most: int, deadline: float, progress: Progress
     for dataset in target.datasets:
         progress.start(f"every row of {dataset.names}")
         scans.append(scan(target, dataset, most=most, deadline=deadline, progress=progress))
+        for file in dict.fromkeys(each.path for each in dataset.dataset.data_path):
+            texts = look_through(file, deadline=deadline)
+            result.notes += notes_of(texts, target.tokenizer)
     for each in scans:
         result.findings += _findings(each)
         result.notes += _notes(each)
@@ -34,7 +38,7 @@ def check_file(target: Target, *, most: int, deadline: float, progress: Progress
     result.witnesses = ("production",)
     trained = sum(each.totals["trained_tokens"] for each in scans)
     refused = sum(each.refused for each in scans)
-    result.summary = f"{result.compared:,} rows built, {trained:,} trained tokens, {refused:,} rows refused"
+    result.summary = f"{result.compared:,} rows inspected, {trained:,} trained tokens, {refused:,} rows refused"
     result.numbers = {"scans": [plain_counts(each) for each in scans]}
     result.seconds = sum(each.seconds for each in scans)
     return result, scans

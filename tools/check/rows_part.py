@@ -9,13 +9,12 @@ import dataclasses
 import shlex
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from equivalence.cases.result import CheckResult
-from equivalence.checks.rows.rows import check_row, covers
-from equivalence.subjects import BUILT_IN, Subject
+from equivalence.checks.rows.rows import check_row
+from equivalence.subjects import Subject
 from production.errors import BadInput, RowRefused
 from production.rows.builder import RowBuilder
 from production.semantics import PRESETS, parse
@@ -46,7 +45,7 @@ class _Compared:
 def check_rows(
     target: Target,
     scans: Sequence[Scanned],
-    sides: Sequence[Subject],
+    sides: Mapping[str, Subject],
     *,
     rows: int,
     deadline: float,
@@ -54,7 +53,7 @@ def check_rows(
 ) -> PartResult:
     """Compare rows of every dataset: those near an edge that the scans kept, and at most `rows` spread over the file.
 
-    Rows are compared in an order that mixes edges and sample, so that a budget that ends early leaves some of both.
+    `sides` are subjects by the name that their user wrote, which the printed command takes. Rows are compared in an order that mixes edges and sample, so that a budget that ends early leaves some of both.
     """
     started = time.monotonic()
     result = PartResult(name="rows")
@@ -65,7 +64,7 @@ def check_rows(
         for row in spread(len(scanned.dataset.source), rows):
             chosen.setdefault(row, [])
         progress.start(
-            f"{len(chosen):,} rows of {scanned.dataset.names} against {', '.join(each.name for each in sides)}"
+            f"{len(chosen):,} rows of {scanned.dataset.names} against {', '.join(each.name for each in sides.values())}"
         )
         done = _compare(target, scanned.dataset, chosen, sides, compared, deadline, progress)
         if done < len(chosen):
@@ -92,7 +91,7 @@ def check_rows(
         result.not_shown.append(f"{name} is no witness of the job's preset, so it built no row")
     result.witnesses = tuple(
         f"{each.name} ({getattr(each, 'version', 'this package')})"
-        for each in sides
+        for each in sides.values()
         if each.name not in compared.left_out
     )
     if len(result.witnesses) < 2:
@@ -113,7 +112,7 @@ def _compare(
     target: Target,
     dataset: CheckedDataset,
     chosen: dict[int, list[str]],
-    sides: Sequence[Subject],
+    sides: Mapping[str, Subject],
     compared: _Compared,
     deadline: float,
     progress: Progress,
@@ -127,7 +126,7 @@ def _compare(
             messages = dataset.source[row]
         except BadInput:
             continue  # the part `file` tells it
-        found = check_row(messages, target.tokenizer, settings, sides)
+        found = check_row(messages, target.tokenizer, settings, list(sides.values()))
         compared.rows += 1
         compared.edges.update(chosen[row] or ["sample"])
         compared.left_out.update(found.left_out)
@@ -162,7 +161,7 @@ def _finding(
     row: int,
     edges: Sequence[str],
     found: CheckResult,
-    sides: Sequence[Subject],
+    sides: Mapping[str, Subject],
 ) -> Finding:
     worst = max(found.findings, key=lambda each: len(each.differences))
     first = worst.differences[0]
@@ -175,14 +174,8 @@ def _finding(
         ),
         where=place_of(dataset, row),
         fix="look at the row with the command below; docs/guides/your-loss-is-off.md says what each pattern means",
-        command=diff_row_command(
-            target, dataset, row, [each.name if each.name in BUILT_IN else _named(each) for each in sides]
-        ),
+        command=diff_row_command(target, dataset, row, list(sides)),
     )
-
-
-def _named(side: Subject) -> str:
-    return str(getattr(side, "spelled", side.name))
 
 
 def diff_row_command(target: Target, dataset: CheckedDataset, row: int, sides: Sequence[str]) -> str:
@@ -230,13 +223,3 @@ def _refusal(builder: RowBuilder, messages: Sequence[object]) -> str:
     except RowRefused as error:
         return error.kind
     return ""
-
-
-def takes(sides: Sequence[Subject], dataset: CheckedDataset) -> list[str]:
-    """Return the sides that are witnesses of a dataset's settings."""
-    return [each.name for each in sides if covers(each, dataset.subject_settings)]
-
-
-def tokenizer_folder(target: Target) -> Path:
-    """Return the folder that the tokenizer was loaded from."""
-    return Path(str(target.tokenizer.name_or_path))
