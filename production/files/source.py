@@ -256,6 +256,8 @@ class _RowFile:
             "rows": len(self),
             "index": str(self.lines.index_path),
             "index_built_now": self.lines.built,
+            "plain_bytes": self.size,
+            "content": self.lines.header.plain.content.hex(),
         }
         if self.lines.header.plain != self.lines.header.origin:
             found |= {"unpacked_copy": str(self.lines.plain_path), "unpacked_bytes": self.size}

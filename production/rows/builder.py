@@ -112,6 +112,18 @@ class Row:
     """The counts of docs/SPEC.md#report."""
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class BuiltRow:
+    """Holds a row beside what it was made of."""
+
+    row: Row
+    """The row."""
+    messages: RowMessages
+    """Its messages, split into conversations."""
+    laid: Laid
+    """The conversations that were begun, before padding and truncation."""
+
+
 class RowBuilder:
     """Builds rows with one tokenizer for one choice of settings. The tokenizer must not be changed meanwhile."""
 
@@ -166,6 +178,10 @@ class RowBuilder:
         """Return these rows, each or its refusal, with conversations encoded in one batch as far as they probably
         fill the rows.
         """
+        return [row.row if isinstance(row, BuiltRow) else row for row in self.build_whole_group(rows)]
+
+    def build_whole_group(self, rows: Sequence[Sequence[Any]]) -> list[BuiltRow | RowRefused]:
+        """Return these rows as `build_group` does, each beside its conversations, for those who count them."""
         opened = [_or_refusal(self._open, messages) for messages in rows]
         good = [row for row in opened if isinstance(row, RowMessages)]
         first = self._conversations.tokenize_all(
@@ -194,8 +210,9 @@ class RowBuilder:
             raise refusal("no_pad_token", "the tokenizer has neither the pad token nor an unknown token")
         return split_conversations(messages)
 
-    def _close(self, row: RowMessages, first: Tokenized) -> Row:
-        return self._finish(self._lay_out(row, first), row)
+    def _close(self, row: RowMessages, first: Tokenized) -> BuiltRow:
+        laid = self._lay_out(row, first)
+        return BuiltRow(row=self._finish(laid, row), messages=row, laid=laid)
 
     def _most(self, row: RowMessages) -> int:
         """Return how many conversations may be begun (R-LAYOUT-5)."""

@@ -16,6 +16,7 @@ from rich.console import Console
 from production.errors import PackproofError
 from production.parallel.multi_token_feed import rolls_from_tables
 from production.training.admission import reasons_against
+from production.training.certificate import check_certificate
 from production.training.checkpoint.folders import HeldFolders, held_folders
 from production.training.checkpoint.manifest import Manifest
 from production.training.config import Job, multi_token_depths, sizes
@@ -109,6 +110,7 @@ class _Run:
         self._held.name_run(self._name)
         with BatchStream(job, self._place, consumed_samples=self._consumed) as feed:
             self._feed = feed
+            check_certificate(job, feed.tokenizer, self._place.world_size)
             vocabulary = vocabulary_size(job, feed.tokenizer)
             self._identity = identity(job, feed, self._place, vocab_size=vocabulary, run_steps=self._total_steps())
             check_same(self._identity, self._place)

@@ -10,17 +10,16 @@ from typing import Any, Literal
 import numpy as np
 
 from production.errors import PackproofError, RowRefused
-from production.files.file_state import is_there
 from production.refusals import refusal
 from production.rows.builder import LONGEST, RowSettings, find_pad
 from production.rows.token_facts import ControlTokens, removed_switches, tokenizer_notes
 from production.semantics import parse
 from production.tokens.conversations import ConversationTokenizer
+from production.tokens.folder import load_folder
 from production.tokens.format_fit import MISFIT_MEND, format_misfits, misfit_text
 from production.tokens.message_keys import MessageKeys
 from production.tokens.prompts import FORMATS, TURN_ROLES, Message, RowMessages, count_unrendered
 from production.tokens.turn_tokens import IGNORE_INDEX
-from production.training.data.tokenizer import folder_fault
 from tools.pack_rows.conversations import Conversation, Refusal
 
 PromptFormat = Literal["nemotron-nano-v2", "nemotron-h-aligned", "identity", "default"]
@@ -84,7 +83,7 @@ class LengthMeter:
                 where="prompt_format",
                 mend="choose another format or other semantics",
             )
-        tokenizer = _load(tokenizer_folder)
+        tokenizer = load_folder(tokenizer_folder)
         self.vocab_size: int = len(tokenizer)
         """Ids in the vocabulary, added ones included."""
         if self._format.render is None and not tokenizer.chat_template:
@@ -198,28 +197,6 @@ def _placed(conversation: Conversation, error: RowRefused) -> Refusal:
 
 def _refuse(conversation: Conversation, kind: str, detail: str) -> Refusal:
     return Refusal(place=conversation.place, kind=kind, detail=detail)
-
-
-def _load(folder: Path) -> Any:
-    if not (is_there(folder) and folder.is_dir()):
-        raise PackproofError(
-            what="no such tokenizer folder",
-            where=str(folder),
-            mend="give the folder that holds tokenizer.json; packproof-build-tokenizer writes one",
-        )
-    if (why := folder_fault(folder)) is not None:
-        mend = "give the folder that holds tokenizer.json and tokenizer_config.json"
-        raise PackproofError(what=f"no tokenizer can be loaded from it: {why}", where=str(folder), mend=mend)
-    from transformers import AutoTokenizer  # noqa: PLC0415 - its import takes seconds, and --help needs none of it
-
-    try:
-        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise PackproofError(
-            what=f"not a tokenizer that transformers can load: {' '.join(str(error).split())}",
-            where=str(folder),
-            mend="give the folder that holds tokenizer.json and tokenizer_config.json",
-        ) from error
 
 
 def _as_row(conversations: Sequence[Sequence[Message]]) -> RowMessages:

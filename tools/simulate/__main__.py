@@ -40,6 +40,8 @@ class Arguments:
     """Expert parallel size."""
     dp: int = 1
     """Data parallel size."""
+    pp: int = 1
+    """Pipeline parallel size."""
     pack_length: int = 262_144
     """Tokens a row has in the model."""
     rows: int | None = None
@@ -103,6 +105,7 @@ def _job(options: Arguments, rows: int) -> Job:
         cp=options.cp,
         ep=options.ep,
         dp=options.dp,
+        pp=options.pp,
         pack_length=options.pack_length,
         rows=rows if options.rows is None else options.rows,
         layout=options.layout,

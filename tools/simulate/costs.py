@@ -26,6 +26,8 @@ class Costs:
     """Keys and values that one rank receives from the other context parallel ranks, per attention layer and row."""
     attention_bytes_in_all: int
     """Over all ranks and rows, per attention layer."""
+    stage_bytes: int
+    """Hidden states that all stages but the last send to the next, over all ranks and rows; 0 with one stage."""
     expert_bytes: int
     """Hidden states that one rank sends to other experts' ranks, per expert layer and row, if the router spreads them evenly."""
 
@@ -45,5 +47,6 @@ def costs_of(found: Walk) -> Costs:
         table_messages=0,
         attention_bytes=attention,
         attention_bytes_in_all=attention * job.tp * job.cp * job.rows,
+        stage_bytes=held * job.hidden * job.value_bytes * job.tp * job.cp * job.rows * (job.pp - 1),
         expert_bytes=held * min(job.topk, job.ep) * job.hidden * job.value_bytes * (job.ep - 1) // job.ep,
     )

@@ -24,6 +24,8 @@ class Job:
     """Expert parallel size; experts are spread over tensor, context and data parallel ranks."""
     dp: int
     """Data parallel size."""
+    pp: int = 1
+    """Pipeline parallel size: each stage holds the same tokens, and sends activations to the next."""
     pack_length: int
     """P: tokens a row has in the model."""
     rows: int
@@ -52,6 +54,7 @@ class Job:
             "cp",
             "ep",
             "dp",
+            "pp",
             "pack_length",
             "rows",
             "hidden",
@@ -67,16 +70,17 @@ class Job:
         find_layout(self.layout)
         if self.rows % self.dp:
             raise _wrong("rows", f"{self.rows} rows over {self.dp} data-parallel ranks", "make rows a multiple of dp")
-        if self.ranks % self.ep:
-            raise _wrong("ep", f"{self.ranks} ranks do not divide into groups of {self.ep}", "let ep divide tp·cp·dp")
+        of_a_stage = self.ranks // self.pp
+        if of_a_stage % self.ep:
+            raise _wrong("ep", f"{of_a_stage} ranks do not divide into groups of {self.ep}", "let ep divide tp·cp·dp")
         if self.sequence_parallel and self.pack_length % (self.cp * self.tp):
             mend = "make pack_length a multiple of cp·tp, or leave sequence parallelism out"
             raise _wrong("pack_length", f"{self.pack_length} tokens over {self.cp} × {self.tp} ranks", mend)
 
     @property
     def ranks(self) -> int:
-        """All ranks; megatron-core counts tp fastest, then cp, then dp."""
-        return self.tp * self.cp * self.dp
+        """All ranks; megatron-core counts tp fastest, then cp, then dp, then pp."""
+        return self.tp * self.cp * self.dp * self.pp
 
     @property
     def granularity(self) -> int:

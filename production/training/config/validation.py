@@ -139,6 +139,8 @@ def missing_files(job: Job) -> list[SetupRefused]:
     }
     if job.model.initial == "megatron" and job.model.initial_path is not None:
         wanted[job.model.initial_path] = "model.initial_path"
+    if job.data.certificate is not None:
+        wanted[job.data.certificate] = "data.certificate"
     template = job.policy.tokenizer.chat_template
     if template is not None and template.endswith(".jinja"):
         wanted[template] = "policy.tokenizer.chat_template"

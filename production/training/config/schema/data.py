@@ -116,6 +116,9 @@ class Data:
     """Direct: folder in which built rows are kept for later epochs, runs and the other ranks of the machine; None: rows are built each time. The rows are the same to the bit."""
     cache_limit_gb: float = 100.0
     """Gigabytes that `cache_dir` may take; caches that nobody uses are removed for new ones, the longest unused first, and then no more rows are stored."""
+    certificate: str | None = None
+    """Path of the `check.json` that `packproof check` wrote for this job: the run refuses to start where files, tokenizer or
+    configuration are not those of the certificate (SPEC R-SETUP-23). None: the run starts, and says once how to make one."""
     verify_files: bool = False
     """Whether an index is compared with all bytes of its file, not only size, time and samples (SPEC R-FILE-4)."""
     max_input_seq_length: int | None = None
