@@ -190,7 +190,7 @@ class _Check:
         show_part(result, self._console)
 
     def _deadline(self, part: str) -> float:
-        return self._started + self._options.budget * _SHARES[part]
+        return float(self._started + self._options.budget * _SHARES[part])
 
     def _write(self, made: dict[str, Any]) -> None:
         from tools.check.page import render_page  # noqa: PLC0415 - jinja2, and only at the end

@@ -36,9 +36,9 @@ class RowFacts:
     """0-based row of the dataset."""
     pack_length: int
     refusal: str = ""
-    """The kind of SPEC section 9 or R-FILE that the row is refused with; empty for a row that can be built."""
+    """The kind of docs/SPEC.md#refusals or R-FILE that the row is refused with; empty for a row that can be built."""
     counts: Mapping[str, int | None]
-    """The report of SPEC section 6, with `control_tokens` and `labels_masked_as_padding`; empty for a refused row."""
+    """The report of docs/SPEC.md#report, with `control_tokens` and `labels_masked_as_padding`; empty for a refused row."""
     segments: int = 0
     is_divisible: bool = True
     """Whether 2·cp divides every segment."""

@@ -26,7 +26,7 @@ FIRST_PLACES = 3
 WORST = 10
 """Rows with the largest losses that are named."""
 LOSSES = ("truncated", "dropped", "truncated_tokens", "unrendered_messages", "unknown_keys", "empty_conversations")
-"""Counts of SPEC section 6 that are lost data."""
+"""Counts of docs/SPEC.md#report that are lost data."""
 
 
 @dataclass(frozen=True, kw_only=True)
