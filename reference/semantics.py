@@ -17,7 +17,7 @@ class Semantics:
     boundary_label: Literal["next", "ignore"] = "next"
     """The label at an inner boundary: the next conversation's first target, or -100 (R-BOUNDARY-1)."""
     padding_mask: Literal["by_value", "by_position"] = "by_value"
-    """Padding is masked wherever the pad id stands, or only where padding was put (R-MASK-1)."""
+    """Padding to mask: every target equal to the pad id, or only positions where padding was put (R-MASK-1)."""
     empty_conversation: Literal["keep", "refuse"] = "keep"
     """A conversation of zero tokens makes an empty segment, or is refused (R-EMPTY-1)."""
     boundaries_beyond_pack_length: Literal["refuse", "stop"] = "refuse"
@@ -51,7 +51,7 @@ class Semantics:
 
 @functools.cache
 def _choices() -> dict[str, tuple[str, ...]]:
-    """The values that each field knows."""
+    """Return the values of each field."""
     return {name: get_args(hint) for name, hint in get_type_hints(Semantics).items()}
 
 
@@ -89,7 +89,7 @@ PRESETS = {
 
 
 def semantics(name: str) -> Semantics:
-    """The value that a name stands for: `preset` or `preset,field=value,…`. ValueError for anything else."""
+    """Return the semantics of a name: `preset` or `preset,field=value,…`. Raises ValueError for any other name."""
     preset, *overrides = name.split(",")
     if preset not in PRESETS:
         raise ValueError(f"no preset is called {preset!r}; choose one of {', '.join(PRESETS)}")
