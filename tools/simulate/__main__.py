@@ -30,7 +30,7 @@ from tools.simulate.walk import walk
 
 @dataclass(frozen=True, kw_only=True)
 class Arguments:
-    """What the command line says."""
+    """Options of the command line."""
 
     tp: int = 1
     """Tensor parallel size."""

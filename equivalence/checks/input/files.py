@@ -28,9 +28,9 @@ class FileLayer:
     name: str
     content: bytes
     ours: Outcome
-    """What the direct path's reader makes of it."""
+    """Result of the direct path's reader."""
     theirs: Outcome
-    """What Megatron-LM's makes of it; an error by its type's name."""
+    """Result of Megatron-LM's reader; an error by the name of its type."""
     why: str
     """Empty where both must be equal."""
 
@@ -224,7 +224,7 @@ LAYERS: tuple[FileLayer, ...] = (
 
 
 def check_file_layers(folder: Path) -> list[tuple[FileLayer, CheckResult]]:
-    """Write each file, read it with both readers, and hold both to what is registered."""
+    """Write each file, read it with both readers, and compare both results with the registered results."""
     results = []
     for number, layer in enumerate(LAYERS):
         path = folder / f"{number:02d}.jsonl"
