@@ -70,7 +70,7 @@ class TokenizerSourceError(PackproofError):
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerRecipe:
-    """What of the shipped vocabulary one folder holds."""
+    """Part of the shipped vocabulary that one folder holds."""
 
     vocab_size: int
     """Ids in all, special ones included."""

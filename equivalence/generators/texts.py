@@ -1,4 +1,4 @@
-"""Contents that rows are made of: pools of short texts, the simplest first, since Hypothesis shrinks towards it."""
+"""Define pools of short texts for the contents of rows, the simplest first, because Hypothesis shrinks towards the first."""
 
 from __future__ import annotations
 

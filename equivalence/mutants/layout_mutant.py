@@ -36,5 +36,5 @@ class LayoutMutant:
     """Exceptions by which production itself may refuse to go on; any other is a failure of this suite."""
 
     def entered(self) -> AbstractContextManager[None]:
-        """A context in which this process has the fault."""
+        """Return a context manager in which this process has the fault."""
         return replaced(self.target, self.wrong)

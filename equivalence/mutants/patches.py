@@ -15,9 +15,9 @@ _PACKAGES = ("production.", "equivalence.checks.", "equivalence.generators.")
 
 @contextlib.contextmanager
 def replaced(target: str, wrong: Callable[[Any], Any]) -> Iterator[None]:
-    """`module:name` or `module:Class.name` is `wrong(what it was)` until the exit, also where it was imported by name.
+    """Context manager that replaces `module:name` or `module:Class.name` by `wrong(original)`, also where it was imported by name.
 
-    Import whatever shall see the fault before: a module that is imported later, and lives on, is mended on exit too.
+    Import every module that must see the fault before: on exit, later imported modules are restored as well.
     """
     module, _, path = target.partition(":")
     owner: Any = importlib.import_module(module)

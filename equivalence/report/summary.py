@@ -22,7 +22,7 @@ WHAT = {check.name: check.title for check in CHECKS.values()}
 
 
 def summarise(outcome: Outcome, command: str) -> dict[str, Any]:
-    """The document. All counts are rows unless a name says otherwise."""
+    """Return the summary as a document. All counts are rows unless a name says otherwise."""
     tally, options = outcome.tally, outcome.options
     generated = outcome.generated
     return {
@@ -70,7 +70,7 @@ def summarise(outcome: Outcome, command: str) -> dict[str, Any]:
 
 
 def _own(outcome: Outcome) -> dict[str, Any] | None:
-    """How many rows of the file were compared in its own settings; None without a file."""
+    """Return the number of the file's rows compared in its own settings; None without a file."""
     own, tally = outcome.own, outcome.tally
     if own is None:
         return None
@@ -88,7 +88,7 @@ def _own(outcome: Outcome) -> dict[str, Any] | None:
 
 
 def _left_out(outcome: Outcome) -> list[str]:
-    """What was left out, in words: parts of the plan, and cases that a subject does not take."""
+    """Return what was left out, in words: parts of the plan, and cases that a subject does not take."""
     found = list(dict.fromkeys(outcome.left_out))
     for (name, check), count in sorted(outcome.tally.left_out.items()):
         if name not in BUILT_IN:  # of the built-in ones the page says what they are witnesses of
@@ -97,7 +97,7 @@ def _left_out(outcome: Outcome) -> list[str]:
 
 
 def alike(differences: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    """Differences of one kind together: the same sides, check, tensor and class. The kinds with most cases first, cases in order."""
+    """Group differences with the same sides, check, tensor and class; the groups with most cases first, cases in order."""
     found: dict[tuple[str, ...], list[dict[str, Any]]] = {}
     for each in differences:
         found.setdefault(kind_key(each), []).append(each)
@@ -105,7 +105,7 @@ def alike(differences: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
 
 
 def kind_key(each: dict[str, Any]) -> tuple[str, ...]:
-    """What two differences of one kind share."""
+    """Return the sides, check, tensor and class by which differences are grouped."""
     first = each["first"]
     # Where a tensor's name has the rank, row or depth in it, those are not another kind.
     tensor = re.sub(r"\d+", "N", str(first["tensor"]))
@@ -113,12 +113,12 @@ def kind_key(each: dict[str, Any]) -> tuple[str, ...]:
 
 
 def differences_of(differences: Sequence[Differing]) -> list[dict[str, Any]]:
-    """Differences as JSON, without the cases that files hold."""
+    """Return differences as JSON, without the cases that files hold."""
     return [{key: value for key, value in dataclasses.asdict(each).items() if key != "case"} for each in differences]
 
 
 def first_results(outcome: Outcome) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
-    """What is there of `checks` and `own_settings` so far."""
+    """Return the results so far of `checks` and `own_settings`."""
     return _checks(outcome), _own(outcome)
 
 
@@ -159,7 +159,7 @@ def _classes(outcome: Outcome) -> list[dict[str, Any]]:
 
 
 def _layouts(outcome: Outcome) -> list[dict[str, Any]]:
-    """Layouts of training steps, those of few ranks first."""
+    """Return the layouts of training steps, those of few ranks first."""
     found = [
         {
             "layout": name,
@@ -177,7 +177,7 @@ def _layouts(outcome: Outcome) -> list[dict[str, Any]]:
 
 
 def _third_witness() -> dict[str, Any]:
-    """What Megatron-LM's side of a step is made of."""
+    """Return what Megatron-LM's side of a step is made of."""
     from equivalence.runner.step_jobs import witness_facts  # noqa: PLC0415 - megatron-core, which a run with steps has loaded
 
     return witness_facts()

@@ -27,7 +27,7 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """How a case ended: with the results of all ranks, or a failure."""
+    """End of a case: the results of all ranks, or a failure."""
 
     case: Case
     results: tuple[Any, ...] | None
@@ -74,7 +74,7 @@ class ReopeningWorld:
 def reopening_world(
     size: int, *, enter: str | None = None, entry: Any = None, deadlines: Deadlines | None = None
 ) -> Iterator[ReopeningWorld]:
-    """A `ReopeningWorld` with `open_world`'s arguments; its first case opens it."""
+    """Context manager for a `ReopeningWorld` with `open_world`'s arguments; its first case opens the world."""
     world = ReopeningWorld(size, enter=enter, entry=entry, deadlines=deadlines)
     try:
         yield world
