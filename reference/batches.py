@@ -10,7 +10,7 @@ import torch
 from reference.rows import Row
 
 NO_BOUNDARY = -1
-"""What fills the ragged rows of `packed_cu_seqlens`; never a boundary."""
+"""Filling of the ragged rows of `packed_cu_seqlens`; never a boundary."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

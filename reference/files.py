@@ -23,7 +23,7 @@ class Line:
     """A line of one of several files."""
 
     file: int
-    """Which file, from 0."""
+    """Number of the file, from 0."""
     line: int
     """From 1."""
     start: int

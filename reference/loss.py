@@ -13,7 +13,7 @@ import torch
 NORMALIZATIONS = ("per_token", "mean_of_means", "global_valid_tokens")
 """Megatron-LM with `calculate_per_token_loss`, Megatron-LM's default, and the direct path."""
 ONLINE_EPSILON = 1e-8
-"""What the online path adds to its divisor."""
+"""Term that the online path adds to its divisor."""
 
 Shares = Sequence[Sequence[torch.Tensor]]
 

@@ -17,7 +17,7 @@ from reference.multi_token import Depth
 from reference.packing import Bins
 
 PAD_TOKEN_ID = 0
-"""What a squeezed row is filled with, whatever the tokenizer's pad token is."""
+"""Filling of a squeezed row, whatever the tokenizer's pad token is."""
 
 
 class PaddingError(ValueError):
@@ -72,7 +72,7 @@ class Microbatch:
     position_ids: torch.Tensor | None
     labels: torch.Tensor | None
     loss_mask: torch.Tensor | None
-    """What the model is given."""
+    """Tensors that the model receives."""
     cu_seqlens: list[int]
     """Of the whole row, padding included: what attention gets four times."""
     max_seqlen: int
@@ -80,7 +80,7 @@ class Microbatch:
     """Of this rank's share, on both paths."""
     target_ids: torch.Tensor
     target_mask: torch.Tensor
-    """Which targets the loss counts."""
+    """Mask of the targets that the loss counts."""
     depths: list[Depth]
     """Depths 1 to D."""
     row: Squeezed | None

@@ -28,7 +28,7 @@ class Bounds:
     gradient_norm: float
     """Of the norm over all parameters."""
     found_tokens: list[Tensor]
-    """What the reference itself finds, rounded as megatron-core rounds: the token losses that `tokens` bounds."""
+    """Results of the reference with megatron-core's roundings: the token losses that `tokens` bounds."""
     found_gradients: dict[str, Tensor]
     """The same of the gradients."""
 

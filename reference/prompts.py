@@ -80,7 +80,7 @@ class TokenizedConversation:
     targets: list[int]
     """The token where it trains, IGNORE_INDEX where not."""
     turns: list[Turn]
-    """Where each turn lies; empty in formats that are not masked."""
+    """Place of each turn; empty in formats that are not masked."""
 
 
 def split_conversations(messages: Sequence[Message]) -> list[list[Message]]:

@@ -24,7 +24,7 @@ __all__ = ["AdamW", "Objective", "Schedule", "Settings", "Stepped", "Trainer", "
 GlobalBatch = Batch | Sequence[Batch]
 """Rows of one length together, or a batch for each length (the bins of the online path), in order."""
 CLIP_EPSILON = 1e-6
-"""What clipping adds to the norm."""
+"""Term that clipping adds to the norm."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,9 +39,9 @@ class Settings:
     clip_gradient: float = 0.0
     """The largest norm of the whole gradient; 0: it is not clipped."""
     normalization: str = "per_token"
-    """What token losses are divided by, one of loss.NORMALIZATIONS."""
+    """Divisor of token losses, one of loss.NORMALIZATIONS."""
     mtp_weights: str = "rank"
-    """Whose tokens weigh a depth: `rank`, or `rows` (R-LOSS-6)."""
+    """Tokens by which a depth is weighted: those of the `rank`, or of the `rows` (R-LOSS-6)."""
     mtp_scaling_factor: float = 0.1
     data_parallel_size: int = 1
     """dp of the layout that is mirrored: some normalizations divide by each rank's own tokens."""
@@ -67,7 +67,7 @@ class Objective:
     reported: float
     """The step's loss: all trained tokens' losses over their number (R-LOSS-7)."""
     depths: tuple[float, ...]
-    """What is reported of each depth of multi-token prediction (R-LOSS-10)."""
+    """Reported loss of each depth of multi-token prediction (R-LOSS-10)."""
     balancing_loss: float
     """Of the routers, without its coefficient, a mean over rows and layers with experts; 0 without such a loss."""
     router_gap: float

@@ -18,9 +18,9 @@ class Schedule:
     max_lr: float
     """The learning rate after warm-up."""
     min_lr: float = 0.0
-    """That of the end."""
+    """Learning rate at the end of the decay."""
     init_lr: float = 0.0
-    """That at which warm-up begins."""
+    """Learning rate at the beginning of the warm-up."""
     warmup_steps: int = 0
     decay_steps: int
     """Until `min_lr`, warm-up included."""
@@ -33,9 +33,9 @@ class Schedule:
     rows_per_step: int = 1
     """The global batch size: Megatron-LM counts in rows, which shows in the last place of a root. R-TRAIN-2."""
     weight_decay: float = 0.0
-    """That of the first step."""
+    """Weight decay of the first step."""
     end_weight_decay: float | None = None
-    """That of step `weight_decay_steps` and all later ones; None: the same."""
+    """Weight decay of step `weight_decay_steps` and all later steps; None: that of the first step."""
     weight_decay_style: str = "constant"
     """One of WEIGHT_DECAY_STYLES."""
     weight_decay_steps: int | None = None

@@ -17,7 +17,7 @@ from equivalence.errors import CaseError
 SCHEMA = 1
 """Raised when a saved case can no longer be read as it was meant."""
 _HOMES = ("equivalence.", "production.parallel.sizes")
-"""Where the classes are that a case may hold."""
+"""Modules of the classes that a case may hold."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -27,9 +27,9 @@ class DataCase:
     check: str
     """The check's name in `equivalence.checks.registry.CHECKS`."""
     value: Any
-    """What the check takes: numbers, texts, bytes, tensors, lists, tuples, dicts and dataclasses of the suite."""
+    """Input of the check: numbers, texts, bytes, tensors, lists, tuples, dicts and dataclasses of the suite."""
     note: str = ""
-    """Why it was saved."""
+    """Reason for saving the case."""
     origin: str = ""
     """The job that drew it."""
 

@@ -23,7 +23,7 @@ class Difference:
     tensor: str
     """A field of Row or Batch, `report.NAME`, or `refusal`."""
     position: int | tuple[int, ...] | None
-    """Where in the tensor; None for a whole field."""
+    """Place in the tensor; None for a whole field."""
     left: object
     right: object
     kind: str

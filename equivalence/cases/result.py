@@ -33,7 +33,7 @@ class CheckResult:
     rows: dict[str, Row] = field(default_factory=dict)
     """Each subject's row, for checks that go on from it."""
     sides: int = 2
-    """How many were compared, a prediction among them; fewer than two compare nothing."""
+    """Number of compared sides, including a prediction; fewer than two compare nothing."""
     left_out: tuple[str, ...] = ()
     """Subjects that do not take these settings."""
     fired: dict[str, int] = field(default_factory=dict)

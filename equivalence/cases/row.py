@@ -28,9 +28,9 @@ class RowCase:
     labels: tuple[str, ...] = ()
     """Fault classes it was built for."""
     note: str = ""
-    """Why it was saved."""
+    """Reason for saving the case."""
     origin: str = ""
-    """Where it came from: a unit with its seed, a file with its row."""
+    """Origin of the case: a unit with its seed, a file with its row."""
     check: str = "rows"
     """rows, batches, divergences or smallest (a registered divergence's row): what showed it, and what replays it."""
     others: tuple[tuple[Any, ...], ...] = ()

@@ -19,9 +19,9 @@ from reference.context_parallel import owned_positions
 SCHEMA = 1
 """Raised when a saved case can no longer be read as it was meant."""
 CHECKS = ("models", "leaks", "paths")
-"""What a case is drawn for: the step itself, what crosses a boundary, the direct path against the online one."""
+"""Purpose of a case: the step itself, leaks across a boundary, the direct path against the online path."""
 TRAINED = ("anywhere", "first", "last", "share r/n")
-"""Where a row's trained targets lie: anywhere; at the first, or last, position of each segment; in the share of rank r of n that R-CP-1 cuts."""
+"""Places of a row's trained targets: anywhere; at the first, or last, position of each segment; in the share of rank r of n that R-CP-1 cuts."""
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu": torch.nn.functional.gelu,
@@ -59,7 +59,7 @@ class ModelShape:
     """Whether one layer predicts at every depth."""
 
     def hybrid_layer_pattern(self, pipeline_size: int) -> str | None:
-        """Pattern with its stages and depths; None for `gpt`."""
+        """Return pattern with its stages and depths; None for `gpt`."""
         if self.architecture == "gpt":
             return None
         per_stage = len(self.pattern) // pipeline_size
@@ -67,7 +67,7 @@ class ModelShape:
         return "/".join(["|".join(stages), *[self.pattern[:2]] * self.depths])
 
     def settings(self, sizes: ParallelSizes, pack_length: int) -> Any:
-        """Settings of production: `ModelSettings`, in float64."""
+        """Return settings of production: `ModelSettings`, in float64."""
         from production.model.model import ModelSettings  # noqa: PLC0415 - megatron-core
 
         transformer: dict[str, Any] = {
@@ -135,9 +135,9 @@ class ModelCase:
     multiple: int = 1
     """Of `paths`: what each sequence is padded to a multiple of."""
     note: str = ""
-    """Why it was saved."""
+    """Reason for saving the case."""
     origin: str = ""
-    """What drew it."""
+    """Generator and seed of the case."""
 
     @property
     def pack_length(self) -> int:

@@ -24,7 +24,7 @@ from equivalence.subjects.protocol import Subject
 SAVED = Path(__file__).resolve().parent / "saved"
 """Cases that are replayed by every run and every test, for good."""
 FRESH = Path("build") / "equivalence" / "corpus"
-"""Where runs save shrunk counterexamples, from the working folder."""
+"""Folder in which runs save shrunk counterexamples, relative to the working folder."""
 
 
 class Case(Protocol):

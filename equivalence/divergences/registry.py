@@ -28,7 +28,7 @@ class Divergence:
     """The value from whose outcome the other one is predicted."""
     strict: str
     why: str
-    """Why both exist."""
+    """Reason for which both values exist."""
     predict: Callable[[Facts], Row]
     """The strict outcome, from the facts of the permissive one."""
     smallest: tuple[tuple[str, str], ...]

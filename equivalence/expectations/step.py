@@ -101,7 +101,7 @@ class Step:
         """[rank][microbatch][depth]: this rank's share of the masks."""
         self.valid = torch.tensor(reference_batches.valid_tokens(self.batch.token_mask, self.batch.sample_mask))
         self.weights = self._weights()
-        """What each token's loss weighs in the gradient, [rank][microbatch][depth]."""
+        """Weight of each token's loss in the gradient, [rank][microbatch][depth]."""
         self.gaps: list[float] = []
 
     def of_depth(self, depth: int) -> list[list[torch.Tensor]]:

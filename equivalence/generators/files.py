@@ -49,14 +49,14 @@ _MARKED = {
 BAD = tuple((line.replace(b"^", b""), kind, line.index(b"^")) for line, kind in _MARKED.items())
 """Lines that hold no row: the bytes, SPEC's kind of fault, and the byte of the fault."""
 BAD_AT = {line.removesuffix(b"\n"): at for line, _, at in BAD}
-"""That byte by the line without its newline."""
+"""Byte of the fault, by the line without its newline."""
 
 Packing = Literal["", ".gz", ".zst"]
 ACTS = (
     *("reopen", "pickle", "copy", "reverse", "rewrite", "rewrite in the same tick", "verify", "other key"),
     *("damage the cache", "cut the packed file"),
 )
-"""What is done with the files after they were read once."""
+"""Change of the files after they were read once."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +69,7 @@ class FileDraft:
     """Bytes that are cut from the end: 1 is the last newline."""
     packing: Packing
     cuts: tuple[int, ...]
-    """Where one member or frame ends and the next begins, in thousandths of the file."""
+    """Borders of members or frames, in thousandths of the file."""
     zeros: int
     """Bytes of padding behind the members of a gzip file."""
 

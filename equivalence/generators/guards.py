@@ -172,4 +172,4 @@ FAULTS: dict[str, Callable[[Row, Choices], None]] = {
     "missing_field": _drop,
     "unpacked": _unpack,
 }
-"""What may be wrong with a row, by name."""
+"""Faults of a row, by name."""

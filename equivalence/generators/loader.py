@@ -35,7 +35,7 @@ class LoaderCase:
     steps: int
     """Read from there."""
     counts: tuple[int, ...]
-    """What each of some ranks counted."""
+    """Counts of some ranks."""
 
     @property
     def global_batch_size(self) -> int:

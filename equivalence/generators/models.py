@@ -301,6 +301,6 @@ FEATURES = (
     *("a cp rank's share all masked", "a depth with no target", "more microbatches than stages"),
     *("tp", "cp", "pp", "dp", "ep", "leaks", "paths", "paths with depths, tables", "paths with depths, upstream_roll"),
 )
-"""What a whole run must have had."""
+"""Features that must occur in a whole run."""
 VARIES = "the layout changes the gradient"
-"""What `invariance` counts where it does (R-LOSS-3, R-LOSS-6); a whole run must have seen that too."""
+"""Features that `invariance` counts where they occur (R-LOSS-3, R-LOSS-6); they must occur in a whole run too."""

@@ -77,7 +77,7 @@ class TokenizerRecipe:
     whole: tuple[bytes, ...] = ()
     """Words that take the last ids so that a cut-down vocabulary keeps them whole; they replace its rarest words."""
     summary: str
-    """What was done to the vocabulary, for the folder's provenance."""
+    """Changes to the vocabulary, for the folder's provenance."""
 
 
 RECIPES: Mapping[str, TokenizerRecipe] = {

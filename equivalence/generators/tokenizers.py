@@ -165,10 +165,7 @@ def _byte_level(special: Mapping[str, int], *, merges: tuple[str, ...] = _MERGES
 
 
 def _huge() -> Tokenizer:
-    """Make a tokenizer with ids from 128,000 on. `
-ab` is 
-a·b, while turns encoded alone give 
- and ab: as many ids, each off by one."""
+    """Make a tokenizer with ids from 128,000 on. `⏎ab` is ⏎a·b, while turns encoded alone give ⏎ and ab: as many ids, each off by one."""
     neighbours = ("Ċa", "Ċ", "Ċ<", "<S", "S", "ab", "b")  # a whole row has Ċa b or Ċ< S, its turns Ċ ab or Ċ <S
     letters = [letter for letter in _letters() if letter not in neighbours]
     pieces = {piece: HUGE_ID + 2_000 + number for number, piece in enumerate((*neighbours, *letters))}

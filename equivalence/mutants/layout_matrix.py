@@ -30,7 +30,7 @@ CHECKS_OF_LAYOUTS = (*LAYOUT_CHECKS, *MODEL_CHECKS, WHOLE_RUN)
 _STEPS = "steps"
 """The checks of training steps, which a case asks together."""
 _DRAWN_FOR = {"leaks": "leaks", "paths": "paths"}
-"""What a training step is drawn for, by the check that shall find something; all other checks come with `models`."""
+"""Purpose of a training step, by the check that must find the fault; all other checks run on `models`."""
 
 
 def layout_kill_matrix(

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 _PACKAGES = ("production.", "equivalence.checks.", "equivalence.generators.")
-"""Whose modules may have bound the name; the faults' own modules keep what is sound."""
+"""Packages whose modules may have bound the name; the faults' own modules keep the sound function."""
 
 
 @contextlib.contextmanager

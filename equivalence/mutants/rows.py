@@ -52,12 +52,12 @@ class Mutant:
 
     name: str
     story: str
-    """How it came about, or what it does to a run."""
+    """Origin of the fault, or its effect on a run."""
     settings: Callable[[RowSettings, Any], RowSettings] = _same_settings
-    """What production is asked for instead; the second argument is the tokenizer."""
+    """Change of production's settings; the second argument is the tokenizer."""
     messages: Callable[[Messages], Messages] = _same_messages
     row: Callable[[Row, Build], Row] = _same_row
-    """What becomes of a row that was built; a refused one stays."""
+    """Change of a built row; a refused row stays."""
     batch: Callable[[Batch], Batch] = _same_batch
     sound: Production = field(default_factory=Production, repr=False)
 

@@ -21,7 +21,7 @@ from equivalence.errors import InputError
 from equivalence.subjects.protocol import ROW_TENSORS, Refusal, Row, RowSettings
 
 FOLDER = Path(__file__).resolve().parent
-"""Where the files lie."""
+"""Folder of the files."""
 SHA256 = {
     "nemorl_packers.jsonl.gz": "1886f1ab69888bd631142a36389b8cf7b6196ab7e2dee09b977d1bf6f2b9ebdc",
     "nemorl_rows.jsonl.gz": "aa15b2d196952209036621eb9cab77a3aedf3bd4616b3380929e0e201b208060",
@@ -36,7 +36,7 @@ DIRECT_PRESET = "nemo-rl-direct"
 MEGATRON_VERSIONS = {"megatron-lm-0.19": "0.19.0", "megatron-lm-main": "main-2026-08-22"}
 """The recorded version of Megatron-LM that is a witness of each preset."""
 _MEGATRON_NAMES = ("tokens", "labels", "loss_mask", "position_ids", "cu_seqlens")
-"""What Megatron-LM calls the tensors of ROW_TENSORS, in that order."""
+"""Megatron-LM's names of the tensors of ROW_TENSORS, in that order."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,9 +69,9 @@ class RecordedBatch:
 
     rows: tuple[Row, ...]
     context_parallel_size: int
-    """What the rows were built for."""
+    """Settings of the rows."""
     data_parallel_size: int
-    """What the batch was padded for."""
+    """Number of ranks to whose multiple the batch was padded."""
     batch: Mapping[str, torch.Tensor]
     """The collated batch, by the names of docs/SPEC.md#batch."""
     padded: Mapping[str, torch.Tensor]

@@ -177,7 +177,7 @@ def _layouts(outcome: Outcome) -> list[dict[str, Any]]:
 
 
 def _third_witness() -> dict[str, Any]:
-    """Return what Megatron-LM's side of a step is made of."""
+    """Return the facts about Megatron-LM's side of a step."""
     from equivalence.runner.step_jobs import witness_facts  # noqa: PLC0415 - megatron-core, which a run with steps has loaded
 
     return witness_facts()

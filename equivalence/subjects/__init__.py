@@ -39,7 +39,7 @@ BUILT_IN = ("reference", "production", "megatron_lm")
 def load(name: str) -> Subject:
     """Load a subject by name: one of BUILT_IN, or `module:object` (an object or a class without arguments).
 
-    Raises ValueError if there is no such subject, ImportError if what it needs cannot be imported.
+    Raises ValueError for an unknown subject, ImportError if the subject's imports fail.
     """
     if name in BUILT_IN:
         return cast("Subject", importlib.import_module(f"equivalence.subjects.{name}").SUBJECT)

@@ -41,10 +41,10 @@ UPSTREAM = (
     "finalize_model_grads",
     "MTPLossLoggingHelper",
 )
-"""What is upstream's own."""
+"""Parts that are Megatron-LM's own."""
 
 Row = dict[str, torch.Tensor]
-"""What SFTDataset gives, collated to micro batch size 1: tokens, labels, position_ids [1, P] int64, loss_mask [1, P] float32, cu_seqlens [1, K]
+"""Output of SFTDataset collated to micro batch size 1: tokens, labels, position_ids [1, P] int64, loss_mask [1, P] float32, cu_seqlens [1, K]
 int32, right-filled with P, max_seqlen [1] int32."""
 
 

@@ -45,7 +45,7 @@ class TrainingCase:
     beta2: float = 0.95
     epsilon: float = 1e-8
     note: str = ""
-    """Why it was saved."""
+    """Reason for saving the case."""
     origin: str = ""
     """The job that it comes from."""
 
@@ -87,7 +87,7 @@ class TrainingCase:
 
     @property
     def dtype(self) -> torch.dtype:
-        """dtype of `precision`."""
+        """Dtype of `precision`."""
         return {"float64": torch.float64, "float32": torch.float32}[self.precision]
 
     def at(self, step: int) -> ModelCase:
@@ -95,7 +95,7 @@ class TrainingCase:
         return dataclasses.replace(self.model, seed=self.model.seed + step)
 
     def reference_settings(self) -> Settings:
-        """Settings of the reference's trainer."""
+        """Return settings of the reference's trainer."""
         return Settings(
             schedule=dataclasses.replace(
                 self.schedule, rows_per_step=len(self.model.rows), weight_decay_steps=self.steps
@@ -125,7 +125,7 @@ class TrainingOutcome:
 
     place: RankCoordinates
     numbers: list[StepNumbers] = field(default_factory=list)
-    """What the training job reports of each step, the same on every rank."""
+    """Numbers that the training job reports for each step, equal on every rank."""
     weight_decays: list[tuple[float, ...]] = field(default_factory=list)
     """For each step those of all groups that hold a parameter here, without repetition, rising."""
     weights: list[Part] = field(default_factory=list)

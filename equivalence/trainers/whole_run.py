@@ -38,7 +38,7 @@ EXPERTS = 4
 BALANCE = 0.05
 """`moe_aux_loss_coeff`: so large that a wrong scale of the loss moves each gradient by more than rounding does."""
 MULTIPLE = 4
-"""What each sequence of the online path is padded to a multiple of."""
+"""Multiple to which each sequence of the online path is padded."""
 PACKER = "first_fit_decreasing"
 WEIGHTS = (0.7, 0.3)
 """Of the two files that the direct path blends."""
@@ -100,7 +100,7 @@ class RunCase:
         )  # fmt: skip
 
     def reference_settings(self) -> Settings:
-        """Settings of the reference's trainer."""
+        """Return settings of the reference's trainer."""
         return Settings(
             schedule=self.schedule,
             beta1=0.9,
@@ -160,7 +160,7 @@ class RunOutcome:
     step: int
     """Steps taken since the beginning of the job."""
     reason: str
-    """Why this part ended."""
+    """Reason for which this part ended."""
     numbers: dict[int, dict[str, float | int | bool]]
     """By step the reported values, as loggers receive them."""
     rates: dict[int, set[float]]

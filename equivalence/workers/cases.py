@@ -42,7 +42,7 @@ class ReopeningWorld:
     """A world that lasts over failures, for a search that runs failing cases again and again; made by `reopening_world`."""
 
     openings: int
-    """How often a world was opened for it."""
+    """Number of times that a world was opened for the case."""
 
     def __init__(self, size: int, *, enter: str | None, entry: Any, deadlines: Deadlines | None) -> None:
         self.size = size

@@ -55,7 +55,7 @@ class Failure:
     size: int
     """Ranks of the world."""
     why: str
-    """What ended it, in a line: the first rank's fault, or that nothing moved, or the deadline."""
+    """Cause of the end, in a line: the first rank's fault, or that nothing moved, or the deadline."""
     ranks: tuple[RankReport, ...]
     """All of them, the one to look at first in front."""
 
@@ -88,7 +88,7 @@ class WorldNotOpened(_Failed):
 
 
 def in_order(reports: list[RankReport]) -> tuple[RankReport, ...]:
-    """Reports with the rank to look at first in front."""
+    """Return reports with the rank to look at first in front."""
     return tuple(sorted(reports, key=lambda report: (ORDER[report.state], report.seconds, report.rank)))
 
 

@@ -20,7 +20,7 @@ MEGATRON = (
     "megatron.core.pipeline_parallel",
     "megatron.core.packed_seq_params",
 )
-"""What a case with a model imports of megatron-core."""
+"""Modules of megatron-core that a case with a model imports."""
 
 
 def preload(*modules: str, megatron: bool = True) -> None:

@@ -30,7 +30,7 @@ MOVING = 0.03
 _LOOK_SECONDS = 0.1
 """Between looks at the ranks' lives and processor time: an answer or an ended pipe is seen at once."""
 _STACK_SECONDS = 2.0
-"""How long the stacks of a stuck rank are waited for."""
+"""Seconds to wait for the stacks of a stuck rank."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +60,7 @@ class Child:
     answer: bytes | None = None
     """Tag and value; None until it came."""
     death: str = ""
-    """How it ended, if it did."""
+    """End of the process, if it has ended."""
     at: float = 0.0
     """When either was seen, by time.monotonic."""
 

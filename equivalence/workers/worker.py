@@ -23,7 +23,7 @@ class Worker:
     size: int
     """Ranks of the world."""
     entered: Any = None
-    """What the context manager of `enter` gave; None without one, and None for `enter` itself."""
+    """Value of the context manager of `enter`; None without one, and None for `enter` itself."""
 
 
 def check_name(name: str) -> None:

@@ -15,7 +15,7 @@ class Pair:
     first: float
     second: float
     allowed: float
-    """How far apart rounding can have brought them."""
+    """Largest difference that rounding explains."""
     width: int = 1
     """Steps that both are a mean of."""
 

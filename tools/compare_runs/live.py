@@ -31,7 +31,7 @@ from tools.compare_runs.recorded import broken_limits, deliver
 from tools.compare_runs.run import Run, mean
 
 MODULES = ("tools.compare_runs.live_rank", "transformers.models.auto.tokenization_auto")
-"""What ranks need beside megatron-core."""
+"""Modules that ranks need beside megatron-core."""
 ENTER, TARGET = "tools.compare_runs.live_rank:entered", "tools.compare_runs.live_rank:run_both"
 ALIKE = (
     "checkpointing.enabled=false",
@@ -44,7 +44,7 @@ ALIKE = (
     "sft.val_at_start=false",
     "sft.val_at_end=false",
 )
-"""What a job must say for the two systems to do the same work, laid over its file; overrides of the command line come after it."""
+"""Settings under which the two systems do the same work, laid over the job's file; overrides of the command line come after them."""
 TIMED = (
     "timed: from cleared gradients to updated weights, begun together after a barrier, the slowest rank's; rows were fetched "
     "before and numbers read after, on both sides"
@@ -74,7 +74,7 @@ class Arguments:
     layout: str | None = None
     """Such as tp2,cp2,dp2: sizes of tp, cp, pp, dp, ep, etp; what it does not name is the job's, and dp 1."""
     normalization: Literal["per_token", "mean_of_means", "global_valid_tokens"] | None = None
-    """What losses are divided by; not given: what the job says. Megatron-LM has no global_valid_tokens: it then runs per_token."""
+    """Divisor of losses; by default the job's. Megatron-LM has no global_valid_tokens: it then runs per_token."""
     html: Annotated[Path | None, tyro.conf.arg(aliases=["--picture"])] = None
     """Write a self-contained page with pictures of both systems there."""
     json_file: Annotated[Path | None, tyro.conf.arg(name="json")] = None

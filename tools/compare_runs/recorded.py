@@ -28,16 +28,16 @@ class Arguments:
     """Options of the command line."""
 
     a: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="A")]
-    """What the other is held against: a Megatron-LM log, a run's folder or metrics.jsonl, TensorBoard event files or
+    """Run to compare with: a Megatron-LM log, a run's folder or metrics.jsonl, TensorBoard event files or
     their folder, an export of W&B (.csv, .json, .jsonl)."""
     b: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="B")]
     """The other run, of any of these kinds."""
     steps: str = "3-20"
     """Window of steps, both ends included; the first steps of a run build what the others use."""
     name_a: str | None = None
-    """What the first run is called; if not given, after its file."""
+    """Name of the first run; by default from its file."""
     name_b: str | None = None
-    """What the second run is called."""
+    """Name of the second run."""
     offset_a: int = 0
     """Added to each step of the first run, for a system that counts from 0."""
     offset_b: int = 0

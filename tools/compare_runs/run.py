@@ -73,12 +73,12 @@ class Run:
 
     name: str
     source: str
-    """What it was read from, such as `Megatron-LM log`."""
+    """Source of the run, such as `Megatron-LM log`."""
     place: str
     """The file or folder, or how it was run."""
     series: Mapping[str, Series]
     remarks: Sequence[str] = ()
-    """What a reader of a comparison must know: the precision of the source, steps that were run again."""
+    """Remarks for readers of a comparison: the precision of the source, steps that were run again."""
     precisions: Mapping[str, Precision] = dataclasses.field(default_factory=dict)
     """Precision by series; a series without an entry has full precision."""
     widths: Mapping[int, int] = dataclasses.field(default_factory=dict)

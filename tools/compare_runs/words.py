@@ -28,7 +28,7 @@ class Row:
 FEWEST_RATIOS = 3
 """Number of steps from which a constant ratio is not a coincidence."""
 MOST_SPREAD = 0.1
-"""How far a constant ratio may range, as a part of how far it is from 1."""
+"""Largest range of a constant ratio, relative to its distance from 1."""
 
 
 def time_rows(comparison: Comparison) -> list[tuple[str, str, str, str]]:

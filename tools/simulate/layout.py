@@ -29,7 +29,7 @@ class Job:
     rows: int
     """Rows of the global batch."""
     layout: str
-    """How a row is cut among context parallel ranks."""
+    """Cut of a row among context-parallel ranks."""
     sequence_parallel: bool
     """Whether tensor parallel ranks each hold a slice of the tokens between attention and experts."""
     depths: int

@@ -34,7 +34,7 @@ class Walk:
     segments: torch.Tensor
     """[dp, microbatches] int64: segments that are not empty."""
     faults: list[str] = field(default_factory=list)
-    """What is wrong, with row and rank; empty if every token is owned once and labels stay with their tokens."""
+    """Faults, with row and rank; empty if every token is owned once and labels stay with their tokens."""
 
 
 def walk(job: Job, rows: Sequence[torch.Tensor]) -> Walk:

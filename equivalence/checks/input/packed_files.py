@@ -42,7 +42,7 @@ class _Files:
     paths: list[Path] = field(default_factory=list)
     ticks: int = 0
     read: dict[tuple[tuple[bytes, ...], str], list[Line]] = field(default_factory=dict)
-    """What the reference has read, by contents and key."""
+    """Rows that the reference has read, by contents and key."""
 
     def write(self, number: int, content: bytes, *, same_tick: bool = False) -> None:
         """Put a content into a file; only `same_tick` leaves the time of its last change."""

@@ -47,7 +47,7 @@ EXCEPTIONS = {
     "turn_mismatch": ("AssertionError", "ValueError"),
     "too_many_boundaries": ("RuntimeError",),
 }
-"""What Megatron-LM raises where SPEC has a kind of refusal, as `subjects.megatron_lm.refusal_kind` reads it."""
+"""Exceptions of Megatron-LM for SPEC's kinds of refusal, as `subjects.megatron_lm.refusal_kind` reads them."""
 
 _Bins = Sequence[Sequence[int]]
 

@@ -20,7 +20,7 @@ from reference.trainer_bounds import Trained
 from reference.trainer_bounds import train as train_reference
 
 ROUTER_TIE = "router_tie"
-"""Why a run cannot be compared: a router chose by a gap within rounding at some step."""
+"""Kind of a refused comparison: a router chose by a gap within rounding at some step."""
 TIES = {"float64": TIE, "float32": 2.0**-16}
 """Such a gap: in float32 the states that are scored are rounded too, layer by layer."""
 UNIT = 2.0**-24

@@ -19,7 +19,7 @@ from equivalence.trainers.production_step import ModelCase, RankOutcome, gradien
 __all__ = ["check_model", "compare_outcomes", "expect", "reference_shape"]
 
 ROUTER_TIE = "router_tie"
-"""Why a case cannot be compared: the reference's router chose by a gap within rounding."""
+"""Kind of a refused comparison: the reference's router chose by a gap within rounding."""
 
 
 def check_model(case: ModelCase, outcomes: Sequence[RankOutcome], *, expected: Expected | None = None) -> CheckResult:

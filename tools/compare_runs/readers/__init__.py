@@ -20,7 +20,7 @@ KINDS = (
     "a Megatron-LM log, a run's folder or its metrics.jsonl, TensorBoard event files or their folder, "
     "or an export of W&B (.csv, .json, .jsonl)"
 )
-"""What can be read."""
+"""Kinds of files that can be read."""
 
 
 def read_run(path: Path, names: Names) -> Run:

@@ -16,7 +16,7 @@ ITERATION = re.compile(r"(?:\[(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)(\.\d+)?\]\s+)?\bi
 VALIDATION = re.compile(r"\bvalidation loss at iteration (\d+)(?: on (\w+) set)? \|(.*)")
 VALIDATED = re.compile(r" lm loss value: (\S+) \|")
 BEGINS = re.compile(r"(?:^|[\s:\]])training \.\.\.\s*$")
-"""What the driver prints before the first iteration of a process."""
+"""Line that the driver prints before the first iteration of a process."""
 SKIPPED, SECONDS = "number of skipped iterations", "elapsed time per iteration (ms)"
 
 
@@ -30,7 +30,7 @@ class Line:
     keeps_sums: bool
     """Whether the driver that printed it goes on summing after a run's first line: those since 0.16 do, whose times have fractions of a second."""
     text: str
-    """What follows the iteration's number."""
+    """Text behind the iteration's number."""
     fields: Mapping[str, str]
     """By name, as they were written. Empty where the line is broken."""
 

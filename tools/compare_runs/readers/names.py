@@ -40,7 +40,7 @@ class Meaning(NamedTuple):
 
     series: str
     factor: float = 1.0
-    """What a value is multiplied by."""
+    """Factor of a value."""
     shift: int = 0
     """Added to a value's step."""
 

@@ -14,7 +14,7 @@ from tools.compare_runs.readers.names import Names, UnknownKindError, no_loss, v
 from tools.compare_runs.run import Gathered, Run, to_number
 
 STEPS = ("_step", "Step", "step", "trainer/global_step", "train/global_step")
-"""What the column of steps is called; the first that is there counts."""
+"""Names of the column of steps; the first one present counts."""
 _CHART_ENDS = ("__MIN", "__MAX")
 
 
