@@ -85,7 +85,7 @@ class Promote:
     file: Annotated[Path, tyro.conf.Positional]
     """The case, such as build/equivalence/corpus/….json."""
     name: str
-    """What it shall be called: small letters, digits, - and _."""
+    """Name of the promoted case: small letters, digits, - and _."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +115,7 @@ class Mutants:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Console script. Returns the exit code."""
+    """Run the command line; return the exit status."""
     return exits.run(_main, arguments)
 
 

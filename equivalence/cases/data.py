@@ -18,7 +18,7 @@ from equivalence.errors import CaseError
 SCHEMA = 1
 """Raised when a saved case can no longer be read as it was meant."""
 _HOMES = ("equivalence.", "production.parallel.sizes")
-"""Where the classes are that a case may hold."""
+"""Modules of the classes that a case may hold."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -30,17 +30,17 @@ class DataCase:
     value: Any
     """What the check takes: numbers, texts, bytes, times, tensors, lists, tuples, dicts and dataclasses of the suite."""
     note: str = ""
-    """Why it was saved."""
+    """Reason for saving the case."""
     origin: str = ""
     """The job that drew it."""
 
     @property
     def stem(self) -> str:
-        """What its file's name begins with."""
+        """Return the beginning of the file's name."""
         return self.check
 
     def to_json(self) -> str:
-        """The case as JSON, one field of its value a line."""
+        """Return the case as JSON, with one field of its value on each line."""
         head = {"schema": SCHEMA, "check": self.check, "note": self.note, "origin": self.origin}
         lines = [f"  {json.dumps(name)}: {json.dumps(value)}" for name, value in head.items()]
         lines.append(f'  "value": {_pretty(encode(self.value))}')
@@ -66,7 +66,7 @@ class DataCase:
 
 
 def encode(value: Any) -> Any:
-    """A value as what JSON can say: anything but lists, texts, finite numbers and None is an object with one key that says what it is."""
+    """Encode a value for JSON: a value other than a list, a text, a finite number or None becomes an object with one key that names the type."""
     if isinstance(value, torch.Tensor):
         return {
             "tensor": [str(value.dtype).removeprefix("torch."), list(value.shape), encode(value.reshape(-1).tolist())]
@@ -94,7 +94,7 @@ def encode(value: Any) -> Any:
 
 
 def decode(read: Any) -> Any:
-    """The value that `encode` wrote."""
+    """Return the value that `encode` wrote."""
     if isinstance(read, list):
         return [decode(each) for each in read]
     if not isinstance(read, dict):
@@ -125,7 +125,7 @@ def _class_of(name: str) -> Any:
 
 
 def _pretty(encoded: Any) -> str:
-    """JSON with one field of the outermost object a line."""
+    """Return JSON with one field of the outermost object on each line."""
     if isinstance(encoded, dict) and len(encoded) == 1:
         ((name, inner),) = encoded.items()
         if isinstance(inner, dict):

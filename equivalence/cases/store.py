@@ -1,7 +1,7 @@
-"""The one store of cases of every kind: it saves what differed, reads it again, replays it and makes it permanent.
+"""Save, load, replay and promote cases of every kind.
 
-Shipped cases are small JSON beside this file, fresh counterexamples stand in a run's output folder; each kind but rows has a folder of
-its own in both. A case is named by what it holds, so saving the same one twice keeps one file.
+Shipped cases are small JSON files beside this module; new counterexamples lie in a run's output folder. In both places each kind except rows
+has a folder of its own. A case's name is derived from its contents, so saving the same case twice keeps one file.
 """
 
 from __future__ import annotations
@@ -25,29 +25,29 @@ from equivalence.subjects.protocol import Subject
 SAVED = Path(__file__).resolve().parent / "saved"
 """Cases that are replayed by every run and every test, for good."""
 FRESH = Path("build") / "equivalence" / "corpus"
-"""Where runs save shrunk counterexamples, from the working folder."""
+"""Folder in which runs save shrunk counterexamples, relative to the working folder."""
 
 
 class Case(Protocol):
-    """What the store asks of a case: a frozen dataclass with `note` and `origin`, which are no part of what it holds."""
+    """Interface of a case to the store: a frozen dataclass with `note` and `origin`, which do not belong to its contents."""
 
     @property
     def note(self) -> str:
-        """Why it was saved."""
+        """Reason for saving the case."""
         ...
 
     @property
     def origin(self) -> str:
-        """The job that drew it."""
+        """Job that drew the case."""
         ...
 
     @property
     def stem(self) -> str:
-        """What its file's name begins with."""
+        """Return the beginning of the file's name."""
         ...
 
     def to_json(self) -> str:
-        """The case as JSON."""
+        """Return the case as JSON."""
         ...
 
     @classmethod
@@ -161,9 +161,9 @@ def replay(*folders: Path, kinds: Sequence[str] = ALL_KINDS) -> Iterator[tuple[P
 
 
 def promote(path: Path, name: str) -> Path:
-    """Move a saved case of any kind to the shipped ones under a name; from then on it is a permanent test.
+    """Move a saved case of any kind to the shipped cases under a name, which makes the case a permanent test.
 
-    CaseError if the file is no case, or the name is taken or unfit for a file.
+    Raises CaseError for a file that is not a case, and for a name that is taken or not valid for a file.
     """
     case = read(path)
     if not re.fullmatch(r"[a-z0-9][a-z0-9_-]*", name):
@@ -194,7 +194,7 @@ def command(case: Case, path: Path | str, sides: Sequence[str]) -> str:
 
 
 def is_single_row(case: Case) -> bool:
-    """Whether a case is one row that its sides build and are compared by, without a batch, another preset or an expected outcome."""
+    """Return whether a case is one row that its sides build, without a batch, another preset or an expected outcome beside it."""
     is_row = getattr(case, "check", "") == "rows" and kind_of(case).name == "rows"
     return is_row and getattr(case, "expected", None) is None
 

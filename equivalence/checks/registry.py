@@ -17,7 +17,7 @@ class Check:
 
     name: str
     title: str
-    """What a person calls its cases."""
+    """Readable name of its cases."""
     kind: Kind
     """`row`: messages that subjects build; `data`: drawn tensors and numbers; `step`: one training step of ranks; `run`: many steps; `files`: bytes on disk."""
     difference_kind: str

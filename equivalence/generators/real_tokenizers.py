@@ -70,14 +70,14 @@ class TokenizerSourceError(PackproofError):
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerRecipe:
-    """What of the shipped vocabulary one folder holds."""
+    """Part of the shipped vocabulary that one folder holds."""
 
     vocab_size: int
     """Ids in all, special ones included."""
     whole: tuple[bytes, ...] = ()
     """Words that take the last ids so that a cut-down vocabulary keeps them whole; they replace its rarest words."""
     summary: str
-    """What was done to the vocabulary, for the folder's provenance."""
+    """Changes to the vocabulary, for the folder's provenance."""
 
 
 RECIPES: Mapping[str, TokenizerRecipe] = {

@@ -21,7 +21,7 @@ WHAT = {check.name: check.title for check in CHECKS.values()}
 
 
 def summarise(outcome: Outcome, command: str) -> dict[str, Any]:
-    """The document. All counts are rows unless a name says otherwise."""
+    """Return the summary as a document. All counts are rows unless a name says otherwise."""
     tally, options = outcome.tally, outcome.options
     generated = outcome.generated
     return {
@@ -71,7 +71,7 @@ def summarise(outcome: Outcome, command: str) -> dict[str, Any]:
 
 
 def _own(outcome: Outcome) -> dict[str, Any] | None:
-    """How many rows of the file were compared in its own settings; None without a file."""
+    """Return the number of the file's rows compared in its own settings; None without a file."""
     own, tally = outcome.own, outcome.tally
     if own is None:
         return None
@@ -89,7 +89,7 @@ def _own(outcome: Outcome) -> dict[str, Any] | None:
 
 
 def _left_out(outcome: Outcome) -> list[str]:
-    """What was left out, in words: parts of the plan, and cases that a subject does not take."""
+    """Return what was left out, in words: parts of the plan, and cases that a subject does not take."""
     found = list(dict.fromkeys(outcome.left_out))
     for (name, check), count in sorted(outcome.tally.left_out.items()):
         if name not in BUILT_IN:  # of the built-in ones the page says what they are witnesses of
@@ -98,7 +98,7 @@ def _left_out(outcome: Outcome) -> list[str]:
 
 
 def alike(differences: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    """Differences of one kind together: the same sides, check, tensor and class. The kinds with most cases first, cases in order."""
+    """Group differences with the same sides, check, tensor and class; the groups with most cases first, cases in order."""
     found: dict[Kind, list[dict[str, Any]]] = {}
     for each in differences:
         found.setdefault(kind_key(each), []).append(each)
@@ -111,18 +111,18 @@ def more_alike(summary: dict[str, Any], each: dict[str, Any]) -> int:
 
 
 def kind_key(each: dict[str, Any]) -> Kind:
-    """What two differences of one kind share."""
+    """Return the sides, check, tensor and class by which differences are grouped."""
     first = each["first"]
     return kind_of(each["check"], each["left"], each["right"], str(first["tensor"]), str(first["class"]))
 
 
 def differences_of(differences: Sequence[Differing]) -> list[dict[str, Any]]:
-    """Differences as JSON, without the cases that files hold."""
+    """Return differences as JSON, without the cases that files hold."""
     return [{key: value for key, value in dataclasses.asdict(each).items() if key != "case"} for each in differences]
 
 
 def first_results(outcome: Outcome) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
-    """What is there of `checks` and `own_settings` so far."""
+    """Return the results so far of `checks` and `own_settings`."""
     return _checks(outcome), _own(outcome)
 
 
@@ -163,7 +163,7 @@ def _classes(outcome: Outcome) -> list[dict[str, Any]]:
 
 
 def _layouts(outcome: Outcome) -> list[dict[str, Any]]:
-    """Layouts of training steps, those of few ranks first."""
+    """Return the layouts of training steps, those of few ranks first."""
     found = [
         {
             "layout": name,
@@ -181,7 +181,7 @@ def _layouts(outcome: Outcome) -> list[dict[str, Any]]:
 
 
 def _third_witness() -> dict[str, Any]:
-    """What Megatron-LM's side of a step is made of."""
+    """Return the facts about Megatron-LM's side of a step."""
     from equivalence.runner.step_jobs import witness_facts  # noqa: PLC0415 - megatron-core, which a run with steps has loaded
 
     return witness_facts()

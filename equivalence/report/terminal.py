@@ -1,4 +1,4 @@
-"""What a run says on a terminal: one line of progress that stays in place, plain lines elsewhere, and one table at the end."""
+"""Print a run on a terminal: one progress line that stays in place (plain lines elsewhere), and one table at the end."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FIRST = ("starting", FIRST_LOOK, "corpus", "own", "smallest")
 WORTH_A_TABLE = 1000.0
 """Planned work, in rows' worth, below which the table at the end comes soon enough."""
 TELLING_SHARE = 0.1
-"""Of a run, before which no time left is told."""
+"""Fraction of a run before which no remaining time is printed."""
 STYLES = {"equal": "bold green", "interrupted": "bold yellow"}
 
 
@@ -48,7 +48,7 @@ class Reporter:
         self._pace: list[tuple[float, float]] = []
         """When, and how much was done then: from the first call on, before which all is loaded."""
         self._told = 0
-        """Differences that were looked at; one of each kind is printed as it is found."""
+        """Differences printed so far; one of each kind is printed when it is found."""
         self._kinds: set[tuple[str, ...]] = set()
         self._has_table = False
 
@@ -83,7 +83,7 @@ class Reporter:
             self._console.print(f"{self._title}: {said}", highlight=False)
 
     def _tell(self, outcome: Outcome) -> None:
-        """Print the first table once the first pieces are done, and the first difference of each kind as it is found."""
+        """Print the first table once the first pieces are done, and the first difference of each kind when it is found."""
         title = self._title
         is_first = title not in FIRST if outcome.planned else title == FIRST_LOOK
         is_long = outcome.planned is None or outcome.planned > WORTH_A_TABLE
@@ -115,7 +115,7 @@ class Reporter:
         return ", ".join(parts)
 
     def _left(self, planned: float) -> float | None:
-        """Seconds at the pace of the later half of what is done: the first pieces are replays and cold starts of workers."""
+        """Return the remaining seconds at the pace of the later half of the finished pieces, because replays and cold starts come first."""
         now, done = self._pace[-1]
         then, before = max((each for each in self._pace if 2 * each[1] <= done), default=self._pace[0])
         return None if done <= before else (planned - done) * (now - then) / (done - before)
@@ -135,7 +135,7 @@ def own_line(own: dict[str, Any]) -> Text:
 
 
 def show(summary: dict[str, Any], console: Console, files: list[str]) -> None:
-    """The summary: witnesses, one table of checks, what was not exercised, what differs, the verdict."""
+    """Print the summary: witnesses, one table of checks, what was not exercised, differences, the verdict."""
     for witness in summary["witnesses"]:
         line = Text(f"{witness['name']:<12}", "bold").append(f" {witness['version']}", "default")
         console.print(line, highlight=False)
@@ -170,7 +170,7 @@ def show(summary: dict[str, Any], console: Console, files: list[str]) -> None:
 
 
 def _generated(generated: dict[str, Any]) -> str:
-    """Rows with their rate; a run that ended before any was timed has none to tell."""
+    """Return the generated rows with their rate; without a rate if the run ended before a row was timed."""
     if not generated["rows"]:
         return "no generated rows"
     rows = f"{generated['rows']:,} generated rows of {generated['messages_per_row']:.0f} messages"
@@ -182,7 +182,7 @@ def _generated(generated: dict[str, Any]) -> str:
 def checks_table(
     checks: list[dict[str, Any]], title: str = "rows by check and format", *, spent: dict[str, float] | None = None
 ) -> Table:
-    """A line for each check and format; with `spent`, the seconds of the processor that each check took."""
+    """Return a table with a line for each check and format."""
     table = Table(title=title, title_justify="left")
     for name in ("check", "format"):
         table.add_column(name, no_wrap=True)
@@ -242,7 +242,7 @@ def _classes(summary: dict[str, Any]) -> Text:
 
 
 def _differences(summary: dict[str, Any], console: Console) -> None:
-    """One entry a kind: its first case with what shows it, and how many more are like it."""
+    """Print one entry for each kind of difference: its first case with the command that shows it, and the number of similar cases."""
     kinds = alike(summary["differences"])
     count = len(summary["differences"]) + sum(each["count"] for each in summary["alike"])
     if len(kinds) < count:
@@ -257,7 +257,7 @@ def _differences(summary: dict[str, Any], console: Console) -> None:
 
 
 def difference_lines(each: dict[str, Any], console: Console, head: str = "differs: ") -> None:
-    """A difference: its class first, where it is, the command that shows it, and whether it shows alone."""
+    """Print a difference: its class, its place, the command that shows it, and whether the case alone shows it."""
     first = each["first"]
     place = "" if first["position"] is None else f"[{first['position']}]"
     console.print(
@@ -277,7 +277,7 @@ def difference_lines(each: dict[str, Any], console: Console, head: str = "differ
 
 
 def alone_line(each: dict[str, Any]) -> str:
-    """What a replay of the smallest case alone showed, where it was not the difference."""
+    """Return the outcome of a replay of the smallest case alone, if it was not the difference."""
     if each["alone"] == EQUAL:
         return (
             "alone this case is equal: it needs others before it (something is kept between cases); drawn with them by "

@@ -79,7 +79,7 @@ def _unquoted(name: str) -> str:
 def load(name: str) -> Subject:
     """Load a subject by name: one of BUILT_IN, `module:object` (an object or a class without arguments), or `exec:COMMAND`.
 
-    Raises ValueError if there is no such subject, ImportError if what it needs cannot be imported.
+    Raises ValueError for an unknown subject, ImportError if the subject's imports fail.
     """
     if name in BUILT_IN:
         return cast("Subject", importlib.import_module(f"equivalence.subjects.{name}").SUBJECT)

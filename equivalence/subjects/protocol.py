@@ -1,4 +1,4 @@
-"""What a subject is: something that builds a row and a batch, or refuses. All sides are compared in these terms."""
+"""Define a subject: an object that builds a row and a batch, or refuses. All sides are compared in these terms."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Messages = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True, kw_only=True)
 class RowSettings:
-    """What a row is built for. Raises ValueError where no row could be built (docs/SPEC.md#refusals)."""
+    """Settings of a row. Raises ValueError for settings that no row could satisfy (docs/SPEC.md#refusals)."""
 
     pack_length: int
     """P: tokens a row has in the model."""
@@ -67,12 +67,12 @@ class RowSettings:
                 raise ValueError("assistant_prefix_len must be 0 with prompt_format identity, which renders no prefix")
 
     def replace(self, **changes: Any) -> RowSettings:
-        """The same settings with some changed."""
+        """Return the same settings with some changed."""
         return dataclasses.replace(self, **changes)
 
 
 def overridden(semantics: str, **changes: str) -> str:
-    """The name of the same semantics with some fields set otherwise; each field is named once."""
+    """Return the name of the same semantics with some fields changed; each field is named once."""
     preset, *overrides = semantics.split(",")
     fields = dict(override.split("=", 1) for override in overrides) | changes
     return ",".join([preset, *(f"{name}={value}" for name, value in fields.items())])
@@ -87,7 +87,7 @@ class Refusal:
     message: str = ""
     """The side's own words."""
     conversation: int | None = None
-    """Where, if the side says so."""
+    """Place, if the side names one."""
     turn: int | None = None
 
 
@@ -112,7 +112,7 @@ class Row:
 
 
 def as_row(built: Any) -> Row:
-    """The common row of a side's own, whose fields have the same names."""
+    """Convert a side's own row, whose fields have the same names, to the common row."""
     return Row(
         **{field.name: getattr(built, field.name) for field in dataclasses.fields(Row) if field.name != "refusal"}
     )
@@ -180,7 +180,7 @@ def typed(name: str, made: torch.Tensor) -> torch.Tensor:
 
 
 def as_refusal(error: Any) -> Row:
-    """The refused row of a side's own error, which says kind, conversation and turn."""
+    """Convert a side's own error, which has kind, conversation and turn, to a refused row."""
     place = {"conversation": error.conversation, "turn": error.turn}
     return Row(refusal=Refusal(kind=error.kind, message=str(error), **place))
 
@@ -222,9 +222,9 @@ class Subject(Protocol):
     name: str
 
     def build_row(self, messages: Messages, tokenizer: Any, settings: RowSettings) -> Row:
-        """The row of these messages, or its refusal. An exception means that the side could not run."""
+        """Return the row of these messages, or its refusal. An exception means that the side could not run."""
         ...
 
     def collate(self, rows: Sequence[Row], settings: RowSettings) -> Batch:
-        """The batch of these rows, none of them refused."""
+        """Return the batch of these rows, none of which is refused."""
         ...

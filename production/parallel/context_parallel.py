@@ -39,7 +39,7 @@ class Layout:
     owned: Callable[[int, int], tuple[int, ...]]
     """The pieces of rank `rank` at cp `size`; the ranks' pieces are all of them, each once."""
     witness: str | None
-    """What is installed that cuts the same way; None where nothing is."""
+    """Installed code that cuts the same way; None if there is none."""
 
 
 LAYOUTS = {

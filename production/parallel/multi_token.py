@@ -102,7 +102,7 @@ def depth_tables(
 
 
 def derive_labels(row: Squeezed) -> FlatBatch:
-    """A row of the online path [1, T] with the labels that megatron-core derives from its ids: those one place on, 0 behind a sequence's
+    """Return a row of the online path [1, T] with the labels that megatron-core derives from its ids: those one place on, 0 behind a sequence's
     padding (R-ONLINE-7). The loss outside the model has another label there, a sequence's first id, and counts neither.
     """
     labels = row.input_ids.roll(-1, dims=-1)

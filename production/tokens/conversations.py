@@ -39,7 +39,7 @@ class Tokenized:
     characters: int
     """Characters of the rendered conversations."""
     refused: RowRefused | None
-    """Why the conversation after these is refused; None if it was not looked at."""
+    """Refusal of the conversation after these; None if that conversation was not read."""
 
 
 class ConversationTokenizer:

@@ -40,7 +40,7 @@ class PromptFormat:
     pad_token: str | None = None
     """The format's pad token; None: the tokenizer's pad token, else its eos token."""
     assistant_prefix_len: int = 0
-    """How many tokens of an assistant turn are not trained."""
+    """Number of tokens at the start of an assistant turn that are not trained."""
 
     def is_masked(self, semantics: Semantics) -> bool:
         """Return whether prompts are not trained (docs/SPEC.md#targets-and-turns)."""
@@ -126,7 +126,7 @@ def render_messages(conversation: Conversation, prompt_format: PromptFormat, num
 def render_template(
     conversation: Conversation, tokenizer: Any, number: int, *, tools: Any = None, add_generation_prompt: bool = False
 ) -> str:
-    """The text of a conversation through the tokenizer's own template (R-RENDER-4). Raises RowRefused where there is none or it fails.
+    """Return the text of a conversation through the tokenizer's own template (R-RENDER-4). Raises RowRefused where there is none or it fails.
 
     `tools` and `add_generation_prompt` are the online path's (R-ONLINE-1).
     """

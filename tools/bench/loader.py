@@ -85,7 +85,7 @@ def loader(
 
 
 def _go_through(recipe: PackedData, order: Order, workers: int, prefetch: int, step_seconds: float) -> list[float]:
-    """All batches, each held for a step's time; how long each was waited for."""
+    """Go through all batches, holding each for the time of a step; return the waiting time for each."""
     settings = LoaderSettings(workers=workers, prefetch=prefetch)
     waits = []
     with Loader(recipe, order, share=(0, 1), settings=settings) as batches:
@@ -116,7 +116,7 @@ def _show(
 
 
 def full_rows(builder: RowBuilder, data: Path, pack_length: int, count: int) -> list[Messages]:
-    """Rows that no padding is left in."""
+    """Return rows without padding."""
     texts = _numbered(data)
     rows: list[Messages] = []
     while len(rows) < count:
@@ -133,7 +133,7 @@ def full_rows(builder: RowBuilder, data: Path, pack_length: int, count: int) -> 
 
 
 def _numbered(data: Path) -> Iterator[Messages]:
-    """The file's rows again and again, with a number in each text, so that none comes twice."""
+    """Yield the file's rows again and again, with a number in each text, so that no text repeats."""
     with open_source(data) as source:
         for repeat in itertools.count():
             for row in source:

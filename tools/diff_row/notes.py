@@ -1,4 +1,4 @@
-"""What the tokens of a row of a file are that their author may not have meant (docs/spec-tokens.md): told beside the screen, on standard error."""
+"""Print notes on tokens of a row that its author may not have meant (docs/spec-tokens.md), to standard error beside the screen."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tools.diff_row.row.findings import Findings
 
 
 def token_notes(request: Request, findings: Findings) -> list[str]:
-    """Return what is told of the row that `findings` are of; nothing where it is of no file."""
+    """Return the notes on the row of `findings`; empty for a row without a file."""
     number = findings.source.row
     if request.file is None or number is None or findings.settings is None or findings.tokenizer is None:
         return []

@@ -103,11 +103,11 @@ class LengthMeter:
         )
         self._pack_length, self._pad = pack_length, _pad(tokenizer, settings, tokenizer_folder)
         self.notes = tuple(tokenizer_notes(tokenizer, settings))
-        """What must be known of the rows whatever stands in them."""
+        """Facts about the rows that do not depend on their contents."""
         self.keys = MessageKeys.of_format(
             prompt_format, self._semantics, tokenizer, ignored=ignore_keys, ignore="--ignore-keys"
         )
-        """What is asked of keys."""
+        """Checks of message keys."""
         self._control_tokens = ControlTokens(tokenizer)
         self._tokenizer = ConversationTokenizer(
             tokenizer=tokenizer,
@@ -151,7 +151,7 @@ class LengthMeter:
         return [result for result in results if result is not None]
 
     def _refusal(self, conversation: Conversation) -> Refusal | None:
-        """Return what a row takes without a word, and takes for something else than it was meant for."""
+        """Refuse a conversation that a row would accept but change in meaning."""
         is_masked = self._format.is_masked(self._semantics)
         for turn, message in enumerate(conversation.messages):
             role = message["role"]
@@ -177,7 +177,7 @@ class LengthMeter:
 
 
 def _pad(tokenizer: Any, settings: RowSettings, folder: Path) -> int:
-    """The pad id where labels that equal it do not count, else an id that no token has. PackproofError where the job's rows would have none."""
+    """Return the pad id if labels equal to it do not count, else an id that no token has. Raises PackproofError if the job's rows would have no pad id."""
     pad = find_pad(tokenizer, settings)
     if pad.id is None or not (pad.is_known or settings.semantics.unknown_pad_token == "unk"):
         lacks = "has no pad token and no end-of-text token" if pad.token is None else f"lacks the pad token {pad.token}"
@@ -200,7 +200,7 @@ def _refuse(conversation: Conversation, kind: str, detail: str) -> Refusal:
 
 
 def _as_row(conversations: Sequence[Sequence[Message]]) -> RowMessages:
-    """Conversations end to end, split where they were split: one may lack the system message that a row splits at."""
+    """Lay conversations end to end, split as in the file: a conversation may lack the system message at which a row splits."""
     messages = [message for conversation in conversations for message in conversation]
     bounds = [0, *itertools.accumulate(map(len, conversations))]
     return RowMessages(messages=messages, roles=[message["role"] for message in messages], bounds=bounds)

@@ -30,7 +30,7 @@ from tools.simulate.walk import walk
 
 @dataclass(frozen=True, kw_only=True)
 class Arguments:
-    """What the command line says."""
+    """Options of the command line."""
 
     tp: int = 1
     """Tensor parallel size."""
@@ -51,7 +51,7 @@ class Arguments:
     file: Path | None = None
     """Rows of your own instead of drawn ones: JSON lines, each the lengths of a row's segments or {"cu_seqlens": [...]}."""
     layout: Literal["zigzag", "contiguous"] = "zigzag"
-    """How a row is cut among context parallel ranks."""
+    """Cut of a row among context-parallel ranks."""
     sequence_parallel: bool = True
     """Whether tensor parallel ranks each hold a slice of the tokens."""
     depths: int = 1

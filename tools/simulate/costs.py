@@ -1,4 +1,4 @@
-"""What a job's ranks send for multi-token prediction, attention and experts, in closed form from its rows."""
+"""Compute the messages of a job's ranks for multi-token prediction, attention and experts, in closed form from the rows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _ROLLED_BYTES = 3 * 8 + 4
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """Of one global batch's forward pass, unless said otherwise."""
+    """Costs of the forward pass of one global batch, unless a field says otherwise."""
 
     roll_messages: int
     """Messages of megatron-core's packed roll: 2·N·(cp-1) per roll of N segments, four rolls a depth, on every tensor parallel rank."""
@@ -33,7 +33,7 @@ class Costs:
 
 
 def costs_of(found: Walk) -> Costs:
-    """The costs of the rows that were walked."""
+    """Return the costs of the rows that were walked."""
     job = found.job
     per_segment = 2 * (job.cp - 1) * job.depths
     segments, most = int(found.segments.sum()), int(found.segments.max())

@@ -31,7 +31,7 @@ class Job:
     rows: int
     """Rows of the global batch."""
     layout: str
-    """How a row is cut among context parallel ranks."""
+    """Cut of a row among context-parallel ranks."""
     sequence_parallel: bool
     """Whether tensor parallel ranks each hold a slice of the tokens between attention and experts."""
     depths: int
@@ -79,17 +79,17 @@ class Job:
 
     @property
     def ranks(self) -> int:
-        """All ranks; megatron-core counts tp fastest, then cp, then dp, then pp."""
+        """Number of ranks; megatron-core counts tp fastest, then cp, then dp, then pp."""
         return self.tp * self.cp * self.dp * self.pp
 
     @property
     def granularity(self) -> int:
-        """g: what segments are multiples of."""
+        """g: every segment length is a multiple of g."""
         return 2 * self.cp if self.cp > 1 else 1
 
 
 def draw_rows(job: Job, *, segments: int, seed: int) -> list[torch.Tensor]:
-    """Boundaries [K] int32 of each row: `segments` segments of random lengths, multiples of 2·cp where cp exceeds 1."""
+    """Draw boundaries [K] int32 of each row: `segments` segments of random lengths, multiples of 2·cp where cp exceeds 1."""
     units, rest = divmod(job.pack_length, job.granularity)
     if rest:
         mend = f"make pack_length a multiple of {job.granularity} (2·cp)"
@@ -111,7 +111,7 @@ def draw_rows(job: Job, *, segments: int, seed: int) -> list[torch.Tensor]:
 
 
 def read_rows(path: Path) -> list[torch.Tensor]:
-    """Boundaries of each row from JSON lines: a list of the lengths of its segments, or an object with `cu_seqlens`.
+    """Read the boundaries of each row from JSON lines; a line is a list of segment lengths, or an object with `cu_seqlens`.
 
     Raises PackproofError naming file and line.
     """
@@ -137,7 +137,7 @@ def read_rows(path: Path) -> list[torch.Tensor]:
 
 
 def first(rows: list[torch.Tensor], count: int) -> list[torch.Tensor]:
-    """The first `count` rows. Raises PackproofError where there are fewer."""
+    """Return the first `count` rows. Raises PackproofError if there are fewer rows."""
     if len(rows) < count:
         raise _wrong("rows", f"the file has {len(rows)}, and {count} are asked for", "lower --rows, or add to the file")
     return rows[:count]

@@ -87,5 +87,5 @@ def _messages(found: Walk, costs: Costs) -> Table:
 
 
 def span(low: int, high: int) -> str:
-    """One number, or the two it lies between."""
+    """Return one number, or the range between the smallest and the largest."""
     return f"{low:,}" if low == high else f"{low:,} to {high:,}"

@@ -30,9 +30,9 @@ class FileLayer:
     name: str
     content: bytes
     ours: Outcome
-    """What the direct path's reader makes of it."""
+    """Result of the direct path's reader."""
     theirs: Outcome
-    """What Megatron-LM's makes of it; an error by its type's name."""
+    """Result of Megatron-LM's reader; an error by the name of its type."""
     why: str
     """Empty where both must be equal."""
 
@@ -226,7 +226,7 @@ LAYERS: tuple[FileLayer, ...] = (
 
 
 def check_file_layers(folder: Path) -> Iterator[tuple[FileLayer, CheckResult]]:
-    """Write each file to the folder, read it with both readers, and hold both to what is registered."""
+    """Write each file, read it with both readers, and compare both results with the registered results."""
     for number, layer in enumerate(LAYERS):
         yield layer, _check(layer, folder / f"{number:02d}.jsonl")
 

@@ -20,14 +20,14 @@ KINDS = (
     "a Megatron-LM log, a run's folder or its metrics.jsonl, TensorBoard event files or their folder, "
     "or an export of W&B (.csv, .json, .jsonl)"
 )
-"""What can be read."""
+"""Kinds of files that can be read."""
 
 
 def read_run(path: Path, names: Names) -> Run:
-    """The run of this file or folder, whatever wrote it.
+    """Read the run of a file or folder, whichever program wrote it.
 
-    A folder is a run's of packproof (`metrics.jsonl`) or one of event files. Raises InputError for what is neither, and
-    for a run without a loss; PackproofError where it is not there or cannot be read.
+    A folder is a run of packproof (`metrics.jsonl`), or holds event files. Raises InputError for any other file or folder and for a run
+    without a loss; PackproofError for a path that does not exist or cannot be read.
     """
     if not path.exists():
         raise PackproofError(what="there is no such file or folder", where=str(path), mend=f"give {KINDS}")

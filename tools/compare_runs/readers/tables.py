@@ -14,12 +14,12 @@ from tools.compare_runs.readers.names import Names, UnknownKindError, no_loss, v
 from tools.compare_runs.run import Gathered, Run, to_number
 
 STEPS = ("_step", "Step", "step", "trainer/global_step", "train/global_step")
-"""What the column of steps is called; the first that is there counts."""
+"""Names of the column of steps; the first one present counts."""
 _CHART_ENDS = ("__MIN", "__MAX")
 
 
 def read_csv(path: Path, names: Names) -> Run:
-    """The run of a CSV export. Raises InputError for a chart of several runs, and as `read_json`."""
+    """Read the run of a CSV export. Raises InputError for a chart of several runs, and in the cases of `read_json`."""
     with path.open(encoding="utf-8-sig", newline="") as file:
         try:
             rows = [row for row in csv.DictReader(file, strict=True) if None not in row.values()]  # a cut row is no row
@@ -29,7 +29,7 @@ def read_csv(path: Path, names: Names) -> Run:
 
 
 def read_json(path: Path, names: Names) -> Run:
-    """The run of a JSON export. Raises InputError where there is no column of steps, or no loss."""
+    """Read the run of a JSON export. Raises InputError for an export without a column of steps or without a loss."""
     text = path.read_text(encoding="utf-8")
     try:
         content = json.loads(text, parse_float=Decimal)  # which keeps the digits that were written
@@ -54,7 +54,7 @@ def _is_row(content: Mapping[str, Any]) -> bool:
 
 
 def _columns(path: Path, content: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Rows of columns that are lists, or objects by index, as pandas writes them."""
+    """Yield rows from columns that are lists, or objects by index, as pandas writes them."""
     columns = {name: list(values.values()) if isinstance(values, dict) else values for name, values in content.items()}
     if not all(isinstance(values, list) for values in columns.values()):
         raise InputError(f"{path}: some columns are lists and some are not")
@@ -65,7 +65,7 @@ def _columns(path: Path, content: Mapping[str, Any]) -> Iterator[dict[str, Any]]
 
 
 def _charted(path: Path, row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row without what a chart's export adds: `RUN - NAME`, and two columns of extremes."""
+    """Remove the additions of a chart's export from a row: the prefix `RUN - NAME`, and two columns of extremes."""
     found: dict[str, Any] = {}
     owners: dict[str, str] = {}
     for column, value in row.items():

@@ -1,4 +1,4 @@
-"""Which rank is looked at, and what it does with a row: its place in each dimension, its pipeline stage, its slice."""
+"""Define the rank to show: its coordinate in each dimension, its pipeline stage, its slice."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class RankPlace:
 
     @property
     def ranks(self) -> int:
-        """All ranks of the job."""
+        """Number of ranks of the job."""
         return self.tp * self.cp * self.dp * self.pp
 
     @property
@@ -51,12 +51,12 @@ class RankPlace:
 
     @property
     def is_last_stage(self) -> bool:
-        """Whether this rank computes losses, those of multi-token prediction too."""
+        """Whether this rank computes losses, including those of multi-token prediction."""
         return self.pipeline_rank == self.pp - 1
 
     @property
     def stage(self) -> str:
-        """What this pipeline stage does with the microbatch, which every stage is given whole."""
+        """Role of this pipeline stage; every stage receives the whole microbatch."""
         if self.pp == 1:
             return "the only stage: embeds tokens, computes losses"
         if self.pipeline_rank == 0:
@@ -67,7 +67,7 @@ class RankPlace:
 
     @property
     def same_data(self) -> str:
-        """Which ranks hold the same share as this one: those of other tp and pp places."""
+        """Ranks that hold the same share as this one: those of other tp and pp coordinates."""
         others = [
             place
             for place in range(self.ranks)
@@ -81,7 +81,7 @@ class RankPlace:
 
 
 def find_place(*, tp: int, cp: int, dp: int, pp: int, rank: int, sequence_parallel: bool = True) -> RankPlace:
-    """The place of a rank. Raises BadInput for a size below 1 and a rank that the layout has not."""
+    """Return the coordinates of a rank. Raises BadInput for a size below 1 and for a rank outside the layout."""
     for name, size in (("tp", tp), ("cp", cp), ("dp", dp), ("pp", pp)):
         if size < 1:
             raise problem(f"{size} is no size", where=f"--{name}", mend="give at least 1")
@@ -97,5 +97,5 @@ def find_place(*, tp: int, cp: int, dp: int, pp: int, rank: int, sequence_parall
 
 
 def problem(what: str, *, where: str, mend: str) -> BadInput:
-    """A refusal that says what is wrong, where, and how to mend it."""
+    """Return a refusal with fault, place and fix."""
     return BadInput(f"{where}: {what}. To mend it: {mend}")
