@@ -20,13 +20,17 @@ _COUNTS = {
     "truncated_tokens": "tokens cut off",
     "trained_tokens": "trained tokens",
     "padding_tokens": "padding",
+    "rows_unreadable": "lines that cannot be read",
+    "rows_refused": "rows refused",
+    "rows_that_train_nothing": "rows that train nothing",
+    "conversations_that_train_nothing": "conversations that train nothing",
     "empty_conversations": "conversations without a token",
     "unrendered_messages": "messages that render to nothing",
     "unknown_keys": "keys passed over",
     "boundary_labels": "labels across a boundary",
     "hidden_segments": "hidden segments",
     "control_tokens": "control tokens in contents",
-    "labels_masked_as_padding": "labels taken for padding",
+    "pad_labels": "labels that are the pad id",
 }
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+import math
+from collections.abc import Mapping
+from typing import Any
 
 from production.training.metrics.plot import WIDTH, Line, draw
 
@@ -11,43 +14,47 @@ NARROW = 400
 COLOUR = "#316dca"
 
 
-def histogram(bins: Sequence[Sequence[float]], *, end: float, title: str, x_title: str) -> tuple[str, str]:
-    """Return a histogram wide and narrow as SVG. `bins` are (lower end, rows); `end` is the upper end of the last."""
-    starts = [start for start, _ in bins]
-    points: list[tuple[float, float]] = [(starts[0], 0.0)] if bins else []
-    for (start, rows), stop in zip(bins, [*starts[1:], end], strict=True):
-        points += [(float(start), float(rows)), (float(stop), float(rows))]
-    points += [(end, 0.0)] if bins else []
+def histograms(scan: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return the plots of one scan of a certificate: fill, trained share, lengths; each wide and narrow."""
+    found: Mapping[str, Any] = scan["histograms"]
+    return [
+        _histogram(
+            found["fill"], title="how full rows are", x_title="percent of a row that is not padding", y_title="rows"
+        ),
+        _histogram(
+            found["trained_share"],
+            title="how much of a conversation trains",
+            x_title="percent of a conversation's tokens",
+            y_title="conversations",
+        ),
+        _histogram(
+            found["conversation_tokens"],
+            title="how long conversations are",
+            x_title="tokens, as a power of two",
+            y_title="conversations",
+            is_length=True,
+        ),
+    ]
+
+
+def _histogram(
+    bins: Mapping[str, Any], *, title: str, x_title: str, y_title: str, is_length: bool = False
+) -> tuple[str, str]:
+    edges, counts = list(bins["edges"]), list(bins["counts"])
+    if is_length:  # lengths reach over orders of magnitude
+        while len(counts) > 1 and not counts[-1]:
+            counts.pop()
+            edges.pop()
+        edges = [math.log2(edge + 1) for edge in edges]
+    else:
+        edges = [100 * edge for edge in edges]
+    points = [(edges[0], 0.0)]
+    for (start, stop), count in zip(itertools.pairwise(edges), counts, strict=True):
+        points += [(start, float(count)), (stop, float(count))]
+    points.append((edges[-1], 0.0))
     line = Line(name="", points=points, colour=COLOUR, width=2)
     wide, narrow = (
-        draw([line], title=title, x_title=x_title, y_title="rows", from_zero=True, width=width)
+        draw([line], title=title, x_title=x_title, y_title=y_title, from_zero=True, width=width)
         for width in (WIDTH, NARROW)
     )
     return wide, narrow
-
-
-def histograms(scan: dict[str, object]) -> list[tuple[str, str]]:
-    """Return the plots of one scan of a certificate: fill, trained share, lengths of segments."""
-    bins: dict[str, list[list[float]]] = scan["histograms"]  # type: ignore[assignment] # plain JSON
-    found = [
-        histogram(
-            bins["fill_percent"], end=100.0, title="how full rows are", x_title="percent of a row that is not padding"
-        ),
-        histogram(
-            bins["trained_percent"],
-            end=100.0,
-            title="how much of a row trains",
-            x_title="percent of a row's own tokens",
-        ),
-    ]
-    lengths = bins["segment_tokens"]
-    if lengths:
-        # On a scale of powers of two, since lengths reach over orders of magnitude.
-        powers = [[float(int(start).bit_length() - 1), count] for start, count in lengths]
-        gapless = {int(power): count for power, count in powers}
-        whole = [[float(at), gapless.get(at, 0)] for at in range(int(powers[0][0]), int(powers[-1][0]) + 1)]
-        wide, narrow = histogram(
-            whole, end=whole[-1][0] + 1, title="how long segments are", x_title="tokens of a segment, as a power of two"
-        )
-        found.append((wide.replace(">rows<", ">segments<"), narrow.replace(">rows<", ">segments<")))
-    return found
