@@ -7,6 +7,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.packproof-$(shell cat pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
 SIZE ?= tiny
 ARGS ?=
+JOB ?= examples/jobs/small-cpu.yaml
 
 .PHONY: help
 help: ## what there is
@@ -43,6 +44,10 @@ lint: $(STAMP) ## ruff, the type checker, the import contracts
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+.PHONY: check
+check: $(STAMP) ## may a job start? its file, tokenizer and YAML against Megatron-LM (JOB=job.yaml ARGS="key=value --budget 10m …")
+	$(BIN)/python -m tools.check $(JOB) $(ARGS)
 
 .PHONY: bench
 bench: $(STAMP) ## the benchmark of docs/benchmarks.md

@@ -22,6 +22,10 @@ class Command:
 
 
 COMMANDS = {
+    "check": Command(
+        module="tools.check.__main__",
+        when="may this job start? its own file, tokenizer and YAML against Megatron-LM, with a certificate",
+    ),
     "diff-row": Command(
         module="tools.diff_row.__main__", when="my loss is off: what does my trainer feed, and where does it differ?"
     ),

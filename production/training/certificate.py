@@ -50,7 +50,9 @@ def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
         told += [f"tokenizer: {each}" for each in tokenizer_differences(*tokenizers)]
         told += _other_files(saved["files"], now["files"])
     except (ValueError, KeyError, TypeError) as error:
-        raise PackproofError(what=f"its fingerprints cannot be read: {error}", where="certificate", mend=_MEND) from error
+        raise PackproofError(
+            what=f"its fingerprints cannot be read: {error}", where="certificate", mend=_MEND
+        ) from error
     keys = [f"configuration: {each}" for each in config_differences(*configs)]
     more = len(keys) - _MOST_SHOWN
     return [*told, *keys[:_MOST_SHOWN], *([f"configuration: {more} more keys differ"] if more > 0 else [])]
