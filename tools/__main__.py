@@ -36,6 +36,10 @@ COMMANDS = {
         module="equivalence.__main__",
         when="is this file, or my own loader, equal to Megatron-LM's rows? Also replay, promote, mutants",
     ),
+    "inspect": Command(
+        module="tools.inspect_rows.__main__",
+        when="look at every row of a packed file: what a run refuses, loses or trains otherwise; --fix repairs",
+    ),
     "pack": Command(module="tools.pack_rows.cli", when="pack chat files into rows of Megatron-LM's format"),
     "train": Command(
         module="production.training.__main__",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import time
 from dataclasses import dataclass, field
@@ -15,6 +16,8 @@ from tools.inspect_rows.scan import scan as inspect
 
 FEW_BYTES = 1 << 22
 """Bytes of files that one process inspects sooner than several would start."""
+DRAWN = ("fill", "trained_share", "conversation_tokens")
+"""Histograms of an inspection that a certificate holds and draws."""
 _EDGE_OF_KIND = {
     "truncated": "overfull",
     "dropped": "overfull",
@@ -159,9 +162,7 @@ def plain_scan(found: Scanned) -> dict[str, Any]:
             each.name: {"equal": each.rows_equal, "different": each.rows_different, "refused": dict(each.rows_refused)}
             for each in inspection.presets
         },
-        "histograms": {
-            each.name: {"edges": list(each.edges), "counts": list(each.counts)} for each in inspection.histograms
-        },
+        "histograms": [dataclasses.asdict(each) for each in inspection.histograms if each.name in DRAWN],
         "processes": inspection.processes,
         "seconds": round(inspection.seconds, 3),
     }
