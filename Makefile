@@ -7,6 +7,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.packproof-$(shell cat pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
 SIZE ?= tiny
 ARGS ?=
+JOB ?= examples/jobs/small-cpu.yaml
 
 .PHONY: help
 help: ## what there is
@@ -48,6 +49,10 @@ lint: $(STAMP) ## ruff, the type checker, the import contracts
 docs: $(STAMP) ## the documentation as a site in site/, links and anchors checked
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[docs]'
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet $(ARGS)
+
+.PHONY: check
+check: $(STAMP) ## may a job start? its file, tokenizer and YAML against Megatron-LM (JOB=job.yaml ARGS="key=value --budget 10m …")
+	$(BIN)/python -m tools.check $(JOB) $(ARGS)
 
 .PHONY: bench
 bench: $(STAMP) ## the benchmark of docs/benchmarks.md

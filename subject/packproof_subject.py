@@ -72,7 +72,7 @@ Header = Dict[str, Any]
 
 
 class Refused(Exception):  # noqa: N818 - a refusal is a result, not an error
-    """Raise this from `build_row` or `pack` to refuse an input. `kind` is one of SPEC section 9, or your own word."""
+    """Raise this from `build_row` or `pack` to refuse an input. `kind` is one of those of packproof's SPEC (Refusals), or your own word."""
 
     def __init__(self, kind: str, message: str = "") -> None:
         super().__init__(kind, message)
@@ -102,7 +102,7 @@ def serve(
     conversation is {"tokens": [...], "trained": [...]}. Give either function or both.
 
     `conventions` declares what the packs do otherwise than Megatron-LM by design (CONVENTIONS). `refusals` maps a part of the text
-    "Type: message" of an exception to a kind of SPEC section 9, so that the exception counts as a refusal of that kind; any other
+    "Type: message" of an exception to a kind of refusal of packproof's SPEC, so that the exception counts as a refusal of that kind; any other
     exception is told as a difference. `prompt_formats`, `context_parallel_sizes` and `semantics` say what the subject takes, where it
     does not take everything. packproof waits `row_seconds` for each answer.
 

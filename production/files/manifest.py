@@ -1,4 +1,6 @@
-"""Read the manifest beside a packed file, which names the settings of its rows; `tools.pack_rows` writes one.
+"""Read and write the manifest beside a packed file, which names the settings of its rows and what they were made of.
+
+`tools.pack_rows` and `tools.inspect_rows` write manifests; every reader goes through `read_manifest`.
 
 The file's size tells whether the manifest belongs to the file: a hash would read the whole file for one row.
 """
@@ -7,15 +9,19 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from production.errors import BadInput
+from production.files.cache import atomic_file
 from production.files.file_state import is_there
 
 _KINDS: dict[str, type] = {"pack_length": int, "prompt_format": str, "context_parallel_size": int, "semantics": str}
+FORMAT = "packproof-packed-rows/2"
+"""Name and version of the manifests that are written; older ones are read too."""
 _PACKED = (".gz", ".zst")
 
 
@@ -29,6 +35,16 @@ class Manifest:
     """Fields of RowSettings that it names: pack_length, prompt_format, context_parallel_size, semantics."""
     tokenizer: Mapping[str, str]
     """SHA-256 of each file of the tokenizer that packed the rows, by name; empty where the manifest does not say."""
+    tokenizer_fingerprint: Mapping[str, Any] | None = None
+    """Fingerprint of that tokenizer (`production.tokens.fingerprint`); None in manifests before version 2."""
+    output: Mapping[str, Any] = field(default_factory=dict)
+    """The file as it was written: bytes, rows, `sha256` and, from version 2 on, `digest` (`production.files.fingerprint`)."""
+    counts: Mapping[str, Any] = field(default_factory=dict)
+    """Rows, conversations and tokens by name; empty where the manifest does not say."""
+    fill: Mapping[str, Any] | None = None
+    """Histogram of how full rows are: `edges` and `counts`; None in manifests before version 2."""
+    packer: Mapping[str, Any] = field(default_factory=dict)
+    """Name and version of what packed the rows; `name` is None where nobody knows it."""
 
 
 def read_manifest(file: Path) -> Manifest | None:
@@ -59,7 +75,32 @@ def read_manifest(file: Path) -> Manifest | None:
     said_of = said.get("tokenizer")
     files = said_of.get("files") if isinstance(said_of, dict) else None
     hashes = {str(name): str(digest) for name, digest in files.items()} if isinstance(files, dict) else {}
-    return Manifest(path=path, settings=found, tokenizer=hashes)
+    fingerprint = said_of.get("fingerprint") if isinstance(said_of, dict) else None
+    return Manifest(
+        path=path,
+        settings=found,
+        tokenizer=hashes,
+        tokenizer_fingerprint=fingerprint if isinstance(fingerprint, dict) else None,
+        output=_mapping(said.get("output")),
+        counts=_mapping(said.get("counts")),
+        fill=said.get("fill") if isinstance(said.get("fill"), dict) else None,
+        packer=_mapping(said.get("packer")),
+    )
+
+
+def manifest_path(file: Path) -> Path:
+    """Return where the manifest of a packed file stands."""
+    return file.with_name(f"{file.name}.manifest.json")
+
+
+def write_manifest(file: Path, contents: Mapping[str, Any]) -> Path:
+    """Write a manifest beside a packed file, whole or not at all, and return its path; raw UTF-8, indented for people."""
+    path = manifest_path(file)
+    with atomic_file(path) as out:
+        out.write((json.dumps({"format": FORMAT, **contents}, indent=1, ensure_ascii=False) + "\n").encode())
+        out.flush()
+        os.fsync(out.fileno())
+    return path
 
 
 def other_files(manifest: Manifest, tokenizer: Path) -> list[str]:
@@ -79,6 +120,10 @@ def _check_size(file: Path, path: Path, said: Mapping[str, Any]) -> None:
     if (found := file.stat().st_size) != size:
         mend = "pack the file anew, or move the manifest away and say what it was packed for"
         raise _bad(path, f"is of a file of {size:,} bytes, and {file} has {found:,}", mend)
+
+
+def _mapping(value: object) -> Mapping[str, Any]:
+    return value if isinstance(value, dict) else {}
 
 
 def _bad(path: Path, what: str, mend: str = "mend it, or move it away") -> BadInput:

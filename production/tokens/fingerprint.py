@@ -129,6 +129,18 @@ def tokenizer_differences(saved: TokenizerFingerprint, now: TokenizerFingerprint
     return told
 
 
+def differences_from_json(saved: Any, now: TokenizerFingerprint, *, name: str) -> list[str]:
+    """Return how a tokenizer differs from a fingerprint that a file holds; a fingerprint that cannot be read is a difference.
+
+    `name` says in errors whose fingerprint it is.
+    """
+    try:
+        known = TokenizerFingerprint.from_json(saved)
+    except ValueError as error:
+        return [f"The fingerprint in {name} cannot be read: {error}."]
+    return tokenizer_differences(known, now)
+
+
 def _definition(tokenizer: Any) -> Any:
     """Return everything that decides ids, as JSON values whose equality does not hang on order or formatting.
 

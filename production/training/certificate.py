@@ -9,33 +9,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from production.errors import PackproofError
 from production.files.source import open_source
+from production.tokens.fingerprint import TokenizerFingerprint, fingerprint_tokenizer, tokenizer_differences
+from production.training.config.fingerprint import ConfigFingerprint, config_differences, fingerprint_config
 from production.training.config.refusal import SetupRefused
 from production.training.config.schema.job import Job
-from production.training.data.fingerprint import MISSING, tokenizer_identity
 
 FORMAT = "packproof-check/1"
 """Value of `format` in a certificate; raised when an old certificate can no longer be read as it was meant."""
 HELD = ("proven", "partial")
 """Verdicts of which a job may start: everything that was checked is equal. `partial` leaves parts of the check out."""
 KEY = "data.certificate"
-_UNCHECKED = (
-    "checkpointing",
-    "cluster",
-    "logger",
-    "data.cache_folder",
-    KEY,
-    "data.num_workers",
-    "data.prefetch",
-    "data.verify_files",
-    "model.initial_path",
-    "policy.model_name",
-    "policy.tokenizer.name",
-)
-"""Keys that name places and machines, or only say how fast: files and tokenizer are told apart by their contents."""
 _MOST_SHOWN = 6
 
 
@@ -47,30 +32,30 @@ def fingerprints(job: Job, tokenizer: Any, ranks: int, *, verify: bool = False) 
     """
     return {
         "ranks": ranks,
-        "tokenizer": tokenizer_identity(tokenizer),
+        "tokenizer": fingerprint_tokenizer(tokenizer).to_json(),
         "files": [_files(job, split, index, verify=verify) for split, index in _datasets(job)],
-        "config": dict(_flat(job.describe())),
+        "config": fingerprint_config(job).to_json(),
     }
 
 
 def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Return, in words, where two results of `fingerprints` differ; empty where they are the same."""
-    # Through JSON, as the saved one went: a tuple and a list are the same.
-    now = msgspec.json.decode(msgspec.json.encode(dict(now)))
-    told = []
-    if saved["ranks"] != now["ranks"]:
-        told.append(f"ranks: {saved['ranks']} were checked, now {now['ranks']}")
-    if saved["tokenizer"] != now["tokenizer"]:
-        digests = (str(each["tokenizer"])[:12] for each in (saved, now))
-        told.append("tokenizer: fingerprint {} was checked, now {}".format(*digests))
-    told += _other_files(saved["files"], now["files"])
-    before, after = saved["config"], now["config"]
-    keys = [key for key in dict.fromkeys([*before, *after]) if before.get(key, MISSING) != after.get(key, MISSING)]
-    told += [
-        f"configuration: {key} was {_short(before.get(key, MISSING))}, now {_short(after.get(key, MISSING))}"
-        for key in keys[:_MOST_SHOWN]
-    ]
-    return told + ([f"configuration: {len(keys) - _MOST_SHOWN} more keys differ"] if len(keys) > _MOST_SHOWN else [])
+    """Return, in words, where two results of `fingerprints` differ; empty where they are the same.
+
+    Raises PackproofError for fingerprints that cannot be read.
+    """
+    told = [] if saved["ranks"] == now["ranks"] else [f"ranks: {saved['ranks']} were checked, now {now['ranks']}"]
+    try:
+        tokenizers = [TokenizerFingerprint.from_json(each["tokenizer"]) for each in (saved, now)]
+        configs = [ConfigFingerprint.from_json(each["config"]) for each in (saved, now)]
+        told += [f"tokenizer: {each}" for each in tokenizer_differences(*tokenizers)]
+        told += _other_files(saved["files"], now["files"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise PackproofError(
+            what=f"its fingerprints cannot be read: {error}", where="certificate", mend=_MEND
+        ) from error
+    keys = [f"configuration: {each}" for each in config_differences(*configs)]
+    more = len(keys) - _MOST_SHOWN
+    return [*told, *keys[:_MOST_SHOWN], *([f"configuration: {more} more keys differ"] if more > 0 else [])]
 
 
 def read_certificate(path: Path, where: str = "") -> dict[str, Any]:
@@ -88,7 +73,7 @@ def read_certificate(path: Path, where: str = "") -> dict[str, Any]:
             what=f"{path} is no certificate of the format {FORMAT}: it has {found!r}", where=place, mend=_MEND
         )
     held = read.get("fingerprints")
-    kinds = {"ranks": int, "tokenizer": str, "files": list, "config": dict}
+    kinds = {"ranks": int, "tokenizer": dict, "files": list, "config": dict}
     if not isinstance(held, dict) or any(type(held.get(name)) is not kind for name, kind in kinds.items()):
         what = f"the certificate {path} has no fingerprints of ranks, tokenizer, files and configuration"
         raise PackproofError(what=what, where=place, mend=_MEND)
@@ -167,23 +152,3 @@ def _other_files(saved: Sequence[Mapping[str, Any]], now: Sequence[Mapping[str, 
         if (before["fingerprint"], before["rows"]) != (after["fingerprint"], after["rows"]):
             sides = (f"{each['rows']:,} rows ({str(each['fingerprint'])[:12]})" for each in (before, after))
             yield f"file: {', '.join(after['names'])} ({after['dataset']}): " + "{} were checked, now {}".format(*sides)
-
-
-def _flat(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the dotted keys of a configuration that decide what was checked, with their values."""
-    if any(key == each or key.startswith(f"{each}.") for each in _UNCHECKED):
-        return
-    if isinstance(value, Mapping):
-        for name, each in value.items():
-            yield from _flat(each, f"{key}.{name}" if key else str(name))
-    elif isinstance(value, list | tuple) and any(isinstance(each, Mapping) for each in value):
-        for number, each in enumerate(value):
-            yield from _flat(each, f"{key}[{number}]")
-    elif not (key.startswith("data.") and key.endswith("].path")):  # a file is known by its contents
-        yield key, list(value) if isinstance(value, tuple) else value
-
-
-def _short(value: object) -> str:
-    text = value if value == MISSING else json.dumps(value, sort_keys=True, default=str)
-    text = str(text)
-    return text if len(text) <= 120 else f"{text[:117]}..."

@@ -1,7 +1,7 @@
 """The parts of a check that need ranks, and what they choose: edges, small layouts, short rows, order."""
 
-import dataclasses
 import itertools
+import json
 from pathlib import Path
 
 import pytest
@@ -13,7 +13,7 @@ from production.training.config import load, order_settings
 from tools.check import layout_part, order_part
 from tools.check.__main__ import main
 from tools.check.cut_rows import cut_rows
-from tools.check.edges import EDGES, EdgeRows, RowFacts, edges_of, spread
+from tools.check.edges import EDGES, EdgeRows, spread
 from tools.check.progress import Progress
 from tools.check.scan import scan
 from tools.check.shrink import small_layouts, small_shape
@@ -25,7 +25,7 @@ LINES = (ROOT / "examples" / "packed" / "sample.jsonl.packed").read_text().split
 MEGATRON = "policy.megatron_cfg"
 
 pytestmark = [
-    pytest.mark.xdist_group("gloo"),
+    pytest.mark.worlds,
     pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning"),
 ]
 
@@ -34,9 +34,9 @@ pytestmark = [
 def open_job(tmp_path, monkeypatch):
     """Opens the small job of the examples on a few rows, with changes, on a number of ranks."""
     monkeypatch.chdir(ROOT)
-    (tmp_path / "rows.jsonl").write_text("".join(f"{line}\n" for line in LINES))
 
-    def opened(ranks, **changes):
+    def opened(ranks, *, lines=LINES, **changes):
+        (tmp_path / "rows.jsonl").write_text("".join(f"{line}\n" for line in lines))
         overrides = [f"{key}={value}" for key, value in changes.items()]
         rows = [f"data.{split}.data_path={tmp_path / 'rows.jsonl'}" for split in ("train", "validation")]
         job = load("examples/jobs/small-cpu.yaml", ["policy.train_global_batch_size=4", *rows, *overrides])
@@ -166,39 +166,44 @@ def test_short_rows_keep_equal_ids_equal_and_the_tokens_that_train():
         assert torch.equal(batch.target_ids[0, places[places < 63]], batch.input_ids[0, places[places < 63] + 1])
 
 
-@pytest.mark.parametrize(
-    ("counts", "edge"),
-    [
-        ({"padding_tokens": 0}, "exact fill"),
-        ({"truncated": 1, "truncated_tokens": 9}, "overfull"),
-        ({"empty_conversations": 1}, "empty conversation"),
-        ({"hidden_segments": 1}, "many boundaries"),
-        ({"labels_masked_as_padding": 1}, "pad id in content"),
-        ({"control_tokens": 1}, "control token in content"),
-        ({"boundary_labels": 1}, "boundary label"),
-        ({"unrendered_messages": 1}, "unrendered message"),
-        ({"trained_tokens": 0}, "trains nothing"),
+EDGE_ROWS = {
+    "refused": [{"role": "user", "content": "a"}, {"role": "assistant", "content": ""}],
+    "trains nothing": [{"role": "user", "content": "a"}],
+    "overfull": [{"role": "user", "content": "word " * 3000}, {"role": "assistant", "content": "a"}],
+    "control token in content": [{"role": "user", "content": "a<SPECIAL_12>b"}, {"role": "assistant", "content": "a"}],
+    "pad id in content": [{"role": "user", "content": "a<unk>b"}, {"role": "assistant", "content": "a"}],
+    "unrendered message": [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b"},
+        {"role": "tool", "content": "rain"},
+        {"role": "assistant", "content": "c"},
     ],
-)
-def test_each_count_puts_a_row_near_its_edge(counts, edge):
-    plain = {"padding_tokens": 9, "trained_tokens": 5}
-    facts = RowFacts(row=0, pack_length=64, counts=plain | counts)
-    assert edges_of(facts) == [edge]
-    assert edges_of(dataclasses.replace(facts, counts=plain)) == []
+}
+
+
+@pytest.mark.parametrize("edge", EDGE_ROWS)
+def test_a_row_near_an_edge_is_collected(open_job, edge):
+    row = {"messages": [{"role": "system", "content": ""}, *EDGE_ROWS[edge]]}
+    _, scanned, _ = open_job(1, lines=[*LINES, json.dumps(row)])
+    assert len(LINES) in scanned.edges.rows[edge], scanned.edges.rows
     assert edge in EDGES
+
+
+def test_the_row_that_is_full_to_the_token_and_both_extremes_are_collected(open_job):
+    _, scanned, _ = open_job(1)
+    assert scanned.edges.rows["exact fill"]
+    assert scanned.edges.rows["longest"]
+    assert scanned.edges.rows["shortest"]
 
 
 def test_edge_rows_are_all_kept_up_to_a_bound_and_what_is_not_kept_is_counted():
     kept = EdgeRows(most=5)
-    for row in range(100):
-        kept.add(
-            RowFacts(
-                row=row, pack_length=64, counts={"padding_tokens": 0 if row % 2 else 50 - row // 4, "trained_tokens": 1}
-            )
-        )
-    assert len(kept.rows["exact fill"]) == 5
+    for row in range(50):
+        kept.put("exact fill", row)
+    kept.put("overfull", 3)
+    assert len(set(kept.rows["exact fill"])) == 5
     assert kept.left_out() == {"exact fill": 45}
-    assert sum("longest" in edges or "shortest" in edges for edges in kept.chosen().values()) == 2
+    assert "overfull" in kept.chosen()[3]
 
 
 @pytest.mark.parametrize(("rows", "count"), [(10, 64), (1000, 64), (1, 1)])

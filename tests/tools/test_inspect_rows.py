@@ -7,11 +7,17 @@ import numpy as np
 import pytest
 
 from production.errors import BadInput, PackproofError, RowRefused
+from production.files.manifest import read_manifest
 from production.files.source import open_source
 from production.rows.builder import RowBuilder, RowSettings
 from production.semantics import PRESETS, parse
+from production.tokens.fingerprint import fingerprint_tokenizer
 from production.tokens.folder import load_folder
+from production.tokens.message_keys import MessageKeys
+from production.tokens.prompts import split_conversations
+from tools.inspect_rows.__main__ import main
 from tools.inspect_rows.duplicates import RECORD, DuplicateFinder, hash_messages
+from tools.inspect_rows.fix import Fixer, changes_of
 from tools.inspect_rows.scan import scan
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -243,3 +249,137 @@ def test_settings_are_told_as_semantics_can_be_parsed(tokenizer):
     semantics = parse("strict,lost_conversations=refuse")
     found = inspect(SAMPLE, tokenizer, RowSettings(pack_length=2048, semantics=semantics), most_rows=1)
     assert parse(found.settings["semantics"]) == semantics
+
+
+def repair(path, out, tokenizer, settings=SETTINGS, **options):
+    keys = MessageKeys.of_format(settings.prompt_format, settings.semantics, tokenizer, ignored=(), ignore="")
+    fixer = Fixer(tokenizer=tokenizer, settings=settings, keys=keys, **options)
+    with open_source(path) as source:
+        return fixer.write(source, out)
+
+
+def conversations_of(path):
+    with open_source(path) as source:
+        rows = [split_conversations(messages) for messages in source]
+    return [json.dumps(row.conversation(number)) for row in rows for number in range(row.count)]
+
+
+def test_split_keeps_every_conversation_that_a_row_can_hold_and_lists_the_others(tmp_path, tokenizer):
+    before = SAMPLE.read_bytes()
+    out = tmp_path / "fixed.jsonl"
+    repair(SAMPLE, out, tokenizer, by="split")
+    changes = list(changes_of(tmp_path / "fixed.jsonl.changes.jsonl"))
+    lost = [change for change in changes if change["action"] == "dropped_conversation"]
+    assert {change["kind"] for change in lost} == {"too_long"}
+    whole = conversations_of(SAMPLE)
+    kept = conversations_of(out)
+    assert len(kept) == len(whole) - len(lost)
+    assert sorted(kept) == sorted(_without(whole, lost))
+    found = inspect(out, tokenizer)
+    assert (found.counts["truncated"], found.counts["dropped"], found.counts["rows_refused"]) == (0, 0, 0)
+    assert SAMPLE.read_bytes() == before
+
+
+def _without(whole, lost):
+    """The conversations of the sample but those that the list names, each by its line and number."""
+    with open_source(SAMPLE) as source:
+        names = [
+            (line, number)
+            for line, messages in enumerate(source, 1)
+            for number in range(split_conversations(messages).count)
+        ]
+    gone = {(change["line"], change["conversation"]) for change in lost}
+    return [conversation for name, conversation in zip(names, whole, strict=True) if name not in gone]
+
+
+def test_drop_leaves_out_what_does_not_fit_and_moves_nothing(tmp_path, tokenizer):
+    repaired = repair(SAMPLE, tmp_path / "fixed.jsonl", tokenizer, by="drop")
+    assert "moved_conversation" not in repaired.by_action
+    assert repaired.by_action["dropped_conversation"] == 30
+    assert not inspect(tmp_path / "fixed.jsonl", tokenizer).counts["truncated"]
+
+
+def test_mark_changes_no_message_and_names_each_rows_faults(tmp_path, tokenizer):
+    out = tmp_path / "fixed.jsonl"
+    repair(SAMPLE, out, tokenizer, by="mark")
+    assert conversations_of(out) == conversations_of(SAMPLE)
+    marks = [json.loads(line).get("packproof") for line in out.read_text().removesuffix("\n").split("\n")]
+    assert marks[5] == ["truncated"]
+    assert marks[1] is None
+
+
+def test_refused_conversations_are_left_out_under_the_jobs_semantics(write, tmp_path, tokenizer):
+    path = write([*CHAT, ("system", "s"), ("user", "q"), ("assistant", ""), *CHAT], raw=b"{\n")
+    repair(path, tmp_path / "fixed.jsonl", tokenizer, by="split")
+    changes = list(changes_of(tmp_path / "fixed.jsonl.changes.jsonl"))
+    assert [(each["action"], each["kind"], each["line"], each["conversation"]) for each in changes] == [
+        ("dropped_conversation", "empty_assistant", 1, 1),
+        ("dropped_line", "invalid_json", 2, None),
+    ]
+    assert len(conversations_of(tmp_path / "fixed.jsonl")) == 2
+
+
+def test_copies_and_idle_conversations_are_left_out_where_asked_for(write, tmp_path, tokenizer):
+    path = write(CHAT, [*CHAT, ("system", "s"), ("user", "idle")], CHAT)
+    redundant = []
+    inspect(path, tokenizer, on_redundant=redundant.append)
+    repaired = repair(path, tmp_path / "fixed.jsonl", tokenizer, by="split", redundant=redundant[0], drop_idle=True)
+    assert repaired.rows == 1
+    assert [each["kind"] for each in changes_of(repaired.changes)] == [
+        "duplicate",
+        "trains_nothing",
+        "nothing_left",
+        "duplicate",
+        "nothing_left",
+    ]
+
+
+def test_the_original_is_never_written_to(tmp_path, write, tokenizer):
+    path = write(CHAT)
+    with pytest.raises(PackproofError, match="originals are never changed"):
+        repair(path, path, tokenizer, by="split")
+    assert list(tmp_path.glob("*.tmp")) == []
+
+
+def command(*arguments):
+    return main([*map(str, arguments), "--tokenizer", str(TOKENIZER), "--processes", "1"])
+
+
+def test_the_command_tells_places_and_fixes_and_writes_what_is_asked_for(tmp_path, write, capsys):
+    path = write(CHAT, [*CHAT, ("system", "s"), ("user", "q"), ("assistant", "")])
+    html, log = tmp_path / "page.html", tmp_path / "all.jsonl"
+    assert command(path, "--pack-length", 2048, "--html", html, "--findings", log, "--fix", tmp_path / "out.jsonl") == 1
+    printed = capsys.readouterr().out
+    assert "A run with these settings fails at 1 of 2 rows." in printed
+    assert f"fails empty_assistant: {path} line 2 conversation 1 turn 2" in printed
+    assert "the repaired file, inspected: A run feeds all of 2 rows." in printed
+    assert json.loads(log.read_text().splitlines()[0])["kind"] == "empty_assistant"
+    page = html.read_text()
+    assert "a run fails" in page
+    assert page.count("<svg") == 12
+    assert "http://" not in page.replace("http://www.w3.org/2000/svg", "")
+    assert "https://" not in page
+
+
+def test_json_is_one_object_and_nothing_else(write, capsys):
+    assert command(write(CHAT), "--pack-length", 64, "--json") == 0
+    assert json.loads(capsys.readouterr().out)["verdict"] == "good"
+
+
+def test_a_manifest_is_written_where_there_is_none_and_read_by_everybody(write, capsys, tokenizer):
+    path = write(CHAT)
+    assert command(path) == 2
+    assert "give --pack-length" in capsys.readouterr().err
+    assert command(path, "--pack-length", 64, "--semantics", "strict", "--write-manifest") == 0
+    manifest = read_manifest(path)
+    assert manifest.settings == {
+        "pack_length": 64,
+        "prompt_format": "nemotron-nano-v2",
+        "context_parallel_size": 1,
+        "semantics": "strict",
+    }
+    assert manifest.tokenizer_fingerprint == json.loads(json.dumps(fingerprint_tokenizer(tokenizer).to_json()))
+    assert manifest.output["rows"] == sum(manifest.fill["counts"]) == 1
+    assert command(path) == 0
+    assert command(path, "--write-manifest") == 2
+    assert "has a manifest already" in capsys.readouterr().err

@@ -41,6 +41,9 @@ from tools.check.verify import verify
 
 CANNOT_RUN = 2
 NEVER = float("inf")
+LEAST_ROWS, MOST_ROWS = 8, 64
+SAMPLE_TOKENS = 1 << 21
+"""Tokens of the sample where `--rows` is not given."""
 EDGE_ROWS = 4
 """Times `--rows` that are compared of each kind of edge at most."""
 _SHARES = {"file": 0.5, "rows": 0.8, "layout": 0.9}
@@ -75,6 +78,8 @@ class _Check:
 
     def __init__(self, options: argparse.Namespace, job: Job, sides: dict[str, Subject], console: Console) -> None:
         self._options, self._job, self._sides, self._console = options, job, sides, console
+        fitting = SAMPLE_TOKENS // max(job.policy.max_total_sequence_length, 1)
+        self._rows: int = options.rows or min(max(fitting, LEAST_ROWS), MOST_ROWS)
         self._progress = Progress()
         self._started = time.monotonic()
         self._results: dict[str, PartResult] = {}
@@ -108,7 +113,7 @@ class _Check:
                 "overrides": options.overrides,
                 "world_size": options.world_size,
                 "only": asked,
-                "rows": options.rows,
+                "rows": self._rows,
                 "budget_seconds": None if options.budget == NEVER else options.budget,
                 "subjects": options.subjects,
             },
@@ -127,7 +132,7 @@ class _Check:
         scans_needed = {"file", "rows", "layout"} & set(options.only)
         if scans_needed:
             result, self._scans = check_file(
-                target, most=EDGE_ROWS * options.rows, deadline=self._deadline("file"), progress=self._progress
+                target, most=EDGE_ROWS * self._rows, deadline=self._deadline("file"), progress=self._progress
             )
             self._add(result)
         if "rows" in options.only:
@@ -138,7 +143,7 @@ class _Check:
                     target,
                     self._scans,
                     self._sides,
-                    rows=options.rows,
+                    rows=self._rows,
                     deadline=self._deadline("rows"),
                     progress=self._progress,
                 )
@@ -190,7 +195,7 @@ class _Check:
         show_part(result, self._console)
 
     def _deadline(self, part: str) -> float:
-        return float(self._started + self._options.budget * _SHARES[part])
+        return self._started + float(self._options.budget) * _SHARES[part]
 
     def _write(self, made: dict[str, Any]) -> None:
         from tools.check.page import render_page  # noqa: PLC0415 - jinja2, and only at the end
@@ -233,8 +238,8 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--rows",
         type=_rows,
-        default=64,
-        help=f"rows of a sample spread over the file (default 64); {EDGE_ROWS} times as many of each kind of edge at most",
+        help=f"rows of a sample spread over the file (default {MOST_ROWS}, fewer where rows are long); {EDGE_ROWS} times as many of each kind of "
+        "edge at most",
     )
     parser.add_argument(
         "--budget", type=_budget, default=NEVER, metavar="TIME", help="time that may be spent, such as 90s, 10m or 2h"

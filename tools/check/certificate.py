@@ -10,6 +10,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from production.files.cache import atomic_file
 from production.training.certificate import FORMAT
 from production.training.metrics.versions import versions
 from tools.check.result import PARTS, PartResult, Verdict, summary_of
@@ -59,10 +60,9 @@ def write_json(certified: Mapping[str, Any], folder: Path) -> Path:
 
 def write_text(path: Path, text: str) -> Path:
     """Write a file whole or not at all, and return its path."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    new = path.with_name(f"{path.name}.new")
-    new.write_text(text, encoding="utf-8", errors="backslashreplace")
-    return new.replace(path)
+    with atomic_file(path) as file:
+        file.write(text.encode("utf-8", errors="backslashreplace"))
+    return path
 
 
 def _part(result: PartResult) -> dict[str, Any]:

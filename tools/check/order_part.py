@@ -7,8 +7,9 @@ from collections.abc import Iterator
 
 from equivalence.cases.order import OrderCase
 from equivalence.checks.input.order import check_order
+from production.files.source import open_source
 from production.parallel.sizes import ParallelSizes
-from production.training.config import Job, order_settings, sizes
+from production.training.config import Dataset, Job, order_settings, sizes
 from production.training.order_settings import OrderSettings
 from tools.check.progress import Progress
 from tools.check.result import Finding, PartResult
@@ -63,12 +64,15 @@ def _rows(job: Job, target: Target, settings: OrderSettings) -> tuple[int, ...]:
     """Return the rows of each source as the job opens them: every file of a blend for itself, else all as one."""
     training = [each for each in target.datasets if any(key.startswith("data.train") for key in each.keys)]
     if settings.weights is None:
-        return (sum(len(each.source) for each in training),)
-    lengths = {}
-    for each in training:
-        for file, lines in zip(each.dataset.data_path, each.source.describe()["files"], strict=True):  # type: ignore[call-overload]
-            lengths[file.path] = int(lines["rows"])
-    return tuple(lengths[file.path] for dataset in job.data.train for file in dataset.data_path)
+        return (sum(each.fed for each in training),)
+    return tuple(_rows_of_file(job, dataset, file.path) for dataset in job.data.train for file in dataset.data_path)
+
+
+def _rows_of_file(job: Job, dataset: Dataset, path: str) -> int:
+    with open_source(
+        path, chat_key=dataset.chat_key, on_bad_row=dataset.on_bad_row, cache_folder=job.data.cache_folder
+    ) as source:
+        return len(source)
 
 
 def _smaller(rows: int, global_batch_size: int) -> int:

@@ -8,8 +8,9 @@ from typing import Any
 
 import jinja2
 
-from tools.check.plots import histograms
 from tools.check.result import PARTS
+from tools.inspect_rows.inspection import Histogram
+from tools.inspect_rows.page import NARROW, picture
 
 _BADGES = {"proven": "good", "partial": "warn"}
 _COUNTS = {
@@ -20,13 +21,17 @@ _COUNTS = {
     "truncated_tokens": "tokens cut off",
     "trained_tokens": "trained tokens",
     "padding_tokens": "padding",
+    "rows_unreadable": "lines that cannot be read",
+    "rows_refused": "rows refused",
+    "rows_that_train_nothing": "rows that train nothing",
+    "conversations_that_train_nothing": "conversations that train nothing",
     "empty_conversations": "conversations without a token",
     "unrendered_messages": "messages that render to nothing",
     "unknown_keys": "keys passed over",
     "boundary_labels": "labels across a boundary",
     "hidden_segments": "hidden segments",
     "control_tokens": "control tokens in contents",
-    "labels_masked_as_padding": "labels taken for padding",
+    "pad_labels": "labels that are the pad id",
 }
 
 
@@ -44,7 +49,7 @@ def render_page(certified: Mapping[str, Any]) -> str:
         style=files("equivalence.report").joinpath("report.css").read_text(encoding="utf-8"),
         badge=_BADGES.get(certified["verdict"], "bad"),
         titles=PARTS,
-        scans=[{**scan, "plots": histograms(scan), "table": _counts(scan)} for scan in scans],
+        scans=[{**scan, "plots": _plots(scan), "table": _counts(scan)} for scan in scans],
     )
 
 
@@ -53,3 +58,9 @@ def _counts(scan: Mapping[str, Any]) -> list[tuple[str, int]]:
     always = ("conversations", "kept", "truncated", "dropped", "trained_tokens", "padding_tokens")
     counts = scan["counts"]
     return [(title, counts.get(name, 0)) for name, title in _COUNTS.items() if name in always or counts.get(name)]
+
+
+def _plots(scan: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return the plots of an inspection, each for a wide screen and for a small one."""
+    found = [Histogram(**each) for each in scan["histograms"]]
+    return [(picture(each), picture(each, width=NARROW)) for each in found if each.count]

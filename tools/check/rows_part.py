@@ -17,7 +17,6 @@ from equivalence.checks.rows.rows import check_row
 from equivalence.subjects import Subject
 from production.errors import BadInput, RowRefused
 from production.rows.builder import RowBuilder
-from production.semantics import PRESETS, parse
 from tools.check.edges import spread
 from tools.check.progress import Progress
 from tools.check.result import Finding, PartResult
@@ -59,7 +58,7 @@ def check_rows(
     result = PartResult(name="rows")
     compared = _Compared()
     for scanned in scans:
-        _add_preset_edges(target, scanned, rows)
+        _add_merges(target, scanned)
         chosen = scanned.edges.chosen()
         for row in spread(len(scanned.dataset.source), rows):
             chosen.setdefault(row, [])
@@ -196,24 +195,17 @@ def diff_row_command(target: Target, dataset: CheckedDataset, row: int, sides: S
     return shlex.join(words)
 
 
-def _add_preset_edges(target: Target, scanned: Scanned, rows: int) -> None:
-    """Look for rows on which presets do not agree, in a sample: which rows they are cannot be told from one preset's counts."""
+def _add_merges(target: Target, scanned: Scanned) -> None:
+    """Name the rows whose turns merge, among those on which presets do not agree: only an exact turn check refuses them."""
     dataset = scanned.dataset
-    builders = {
-        name: RowBuilder(
-            tokenizer=target.tokenizer, settings=dataclasses.replace(dataset.settings, semantics=parse(name))
-        )
-        for name in PRESETS
-    }
-    for row in spread(len(dataset.source), rows):
-        try:
-            messages = dataset.source[row]
-        except BadInput:
-            continue
-        kinds = {_refusal(builder, messages) for builder in builders.values()}
-        if len(kinds) > 1:
-            scanned.edges.put("refused by one preset", row)
-        if "turn_mismatch" in kinds:
+    exact = RowBuilder(
+        tokenizer=target.tokenizer,
+        settings=dataclasses.replace(
+            dataset.settings, semantics=dataclasses.replace(dataset.settings.semantics, turn_check="exact")
+        ),
+    )
+    for row in scanned.edges.rows.get("refused by one preset", ()):
+        if _refusal(exact, dataset.source[row]) == "turn_mismatch":
             scanned.edges.put("merge across turns", row)
 
 

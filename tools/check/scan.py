@@ -1,143 +1,135 @@
-"""Build every row of a dataset as the job's loader does, and keep what a check needs of it in bounded memory."""
+"""Inspect every row of a dataset as the job would build it, and collect the rows near an edge for the witnesses."""
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import time
-from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
-from production.errors import PackproofError
-from production.rows.batch import BatchSettings
-from production.rows.builder import Row
-from production.training.data.dataset import PackedData
-from production.training.data.order import Sample
-from tools.check.edges import EdgeRows, RowFacts
+from tools.check.edges import EdgeRows
 from tools.check.progress import Progress
 from tools.check.target import CheckedDataset, Target
+from tools.inspect_rows.inspection import Finding, Inspection
+from tools.inspect_rows.scan import scan as inspect
 
-BINS = 20
-"""Bins of the histograms of shares."""
-FIRST_PLACES = 3
-"""Rows of each fault that are named."""
-WORST = 10
-"""Rows with the largest losses that are named."""
-LOSSES = ("truncated", "dropped", "truncated_tokens", "unrendered_messages", "unknown_keys", "empty_conversations")
-"""Counts of docs/SPEC.md#report that are lost data."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Fault:
-    """A row that a run would refuse, or that trains nothing."""
-
-    kind: str
-    what: str
-    where: str
-    fix: str
+FEW_BYTES = 1 << 22
+"""Bytes of files that one process inspects sooner than several would start."""
+DRAWN = ("fill", "trained_share", "conversation_tokens")
+"""Histograms of an inspection that a certificate holds and draws."""
+_EDGE_OF_KIND = {
+    "truncated": "overfull",
+    "dropped": "overfull",
+    "pad_in_content": "pad id in content",
+    "control_tokens": "control token in content",
+    "empty_conversations": "empty conversation",
+    "empty_conversation": "empty conversation",
+    "empty_row": "empty conversation",
+    "hidden_segments": "many boundaries",
+    "more_boundaries_than_tokens": "many boundaries",
+    "too_many_boundaries": "many boundaries",
+    "boundary_labels": "boundary label",
+    "unrendered": "unrendered message",
+    "row_trains_nothing": "trains nothing",
+    "turn_mismatch": "merge across turns",
+    "indivisible_segment": "indivisible segment",
+    "exactly_full": "exact fill",
+    "longest": "longest",
+    "shortest": "shortest",
+}
+"""Edge of each kind of finding, and of each kind of edge, of an inspection."""
 
 
 @dataclass(kw_only=True)
 class Scanned:
-    """Counts of a scan."""
+    """An inspection of one dataset, and its rows near an edge."""
 
     dataset: CheckedDataset
-    rows: int = 0
-    """Rows that were built or refused."""
-    total: int
-    """Rows of the dataset."""
-    positions: int = 0
-    """Tokens of all built rows, padding included."""
-    totals: Counter[str] = field(default_factory=Counter)
-    """Sums of the reports of all rows."""
-    faults: dict[str, list[Fault]] = field(default_factory=dict)
-    """First places of each kind of fault."""
-    fault_counts: Counter[str] = field(default_factory=Counter)
-    fill: Counter[int] = field(default_factory=Counter)
-    """Rows by the bin of the share of a row that is not padding."""
-    trained: Counter[int] = field(default_factory=Counter)
-    """Rows by the bin of the share of their own tokens that trains."""
-    lengths: Counter[int] = field(default_factory=Counter)
-    """Segments by the power of two that their length reaches."""
-    worst: list[tuple[int, int, dict[str, int]]] = field(default_factory=list)
-    """(lost tokens, row, losses) of the rows that lose most."""
+    inspection: Inspection
     edges: EdgeRows
-    seconds: float = 0.0
+    idle: list[Finding] = field(default_factory=list)
+    """The first rows that train nothing although nothing of them is cut."""
+    idle_count: int = 0
+    """How many such rows there are."""
 
     @property
-    def is_whole(self) -> bool:
-        """Return whether every row was looked at."""
-        return self.rows == self.total
+    def rows(self) -> int:
+        """Return the rows that were looked at."""
+        return self.inspection.counts["rows"]
 
     @property
-    def refused(self) -> int:
-        """Return the rows that a run would refuse."""
-        return sum(count for kind, count in self.fault_counts.items() if kind != "trains_nothing")
+    def total(self) -> int:
+        """Return the lines of the dataset."""
+        return len(self.dataset.source)
 
 
 def scan(target: Target, dataset: CheckedDataset, *, most: int, deadline: float, progress: Progress) -> Scanned:
-    """Build every row up to `deadline` (of `time.monotonic`), and collect at most `most` rows of each edge."""
-    found = Scanned(dataset=dataset, total=len(dataset.source), edges=EdgeRows(most))
-    data = PackedData(
-        sources=[dataset.source],
-        tokenizer=target.tokenizer,
-        settings=dataset.settings,
-        guards=BatchSettings(
-            context_parallel_size=dataset.settings.context_parallel_size, data_parallel_size=1, global_batch_size=None
-        ),
-        keys=dataset.message_keys,
+    """Inspect every row up to `deadline` (of `time.monotonic`), and collect at most `most` rows of each edge."""
+    collector = _Collector(dataset, EdgeRows(most))
+    files: Any = dataset.source.describe()["files"]
+    settings, job = dataset.dataset, target.job
+    found = inspect(
+        [file.path for file in settings.data_path],
+        str(target.tokenizer.name_or_path),
+        dataset.settings,
+        processes=1 if sum(each["plain_bytes"] for each in files) < FEW_BYTES else None,
+        progress=lambda done, total: progress.update(done, total, "rows"),
+        loaded=target.tokenizer,
+        chat_key=settings.chat_key,
+        on_bad_row=settings.on_bad_row,
+        ignore_keys=settings.ignore_keys,
+        vocab_size=target.vocabulary,
+        on_finding=collector.take,
+        budget_seconds=None if deadline == float("inf") else max(deadline - time.monotonic(), 0.0),
+        cache_folder=job.data.cache_folder,
     )
-    started = time.monotonic()
-    for start in range(0, found.total, data.group):
-        samples = [Sample(0, row, 0) for row in range(start, min(start + data.group, found.total))]
-        for sample, built in zip(samples, data.prepare(samples), strict=True):
-            _take(found, sample.row, built)
-        progress.update(found.rows, found.total, "rows")
-        if time.monotonic() > deadline:
-            break
-    found.seconds = time.monotonic() - started
-    return found
+    for kind, rows in found.edges.items():
+        edge = "refused by one preset" if kind.startswith(("refused_by_", "accepted_by_")) else _EDGE_OF_KIND.get(kind)
+        # A finding has already brought in the rows of its kind.
+        if edge is not None and (edge == "refused by one preset" or kind not in found.findings_by_kind):
+            for row in rows:
+                collector.put(edge, row)
+    collector.edges.counts["exact fill"] = max(collector.edges.counts["exact fill"], found.counts["rows_exactly_full"])
+    return Scanned(
+        dataset=dataset, inspection=found, edges=collector.edges, idle=collector.idle, idle_count=collector.idle_count
+    )
 
 
-def _take(found: Scanned, row: int, built: Row | PackproofError) -> None:
-    length = found.dataset.settings.pack_length
-    found.rows += 1
-    if isinstance(built, PackproofError):
-        kind = str(getattr(built, "kind", "refused"))
-        _put_fault(found, Fault(kind=kind, what=built.what, where=built.where, fix=built.mend))
-        found.edges.add(RowFacts(row=row, pack_length=length, refusal=kind, counts={}))
-        return
-    counts = {name: value or 0 for name, value in built.report.items()}
-    lengths = built.cu_seqlens.diff()
-    cp = built.context_parallel_size
-    facts = RowFacts(
-        row=row,
-        pack_length=length,
-        counts=counts,
-        segments=len(lengths),
-        is_divisible=cp == 1 or not bool(torch.any(lengths % (2 * cp))),
-    )
-    found.edges.add(facts)
-    found.totals.update(counts)
-    found.positions += length
-    own = max(facts.tokens, 1)
-    found.fill[_bin(facts.tokens / length)] += 1
-    found.trained[_bin(counts["trained_tokens"] / own)] += 1
-    found.lengths.update(int(each).bit_length() - 1 for each in lengths.tolist() if each > 0)
-    losses = {name: counts[name] for name in LOSSES if counts.get(name)}
-    if losses:
-        found.worst.append((counts.get("truncated_tokens", 0), row, losses))
-        found.worst.sort(key=lambda each: (-each[0], each[1]))
-        del found.worst[WORST:]
-    if not counts["trained_tokens"] and not (counts.get("truncated") or counts.get("dropped")):
-        what = "no token of the row trains, although nothing of it is cut"
-        fix = (
-            "look at the row (packproof diff-row) and give the prompt format, roles and assistant prefix that the file was written for, "
-            "or leave the row out"
-        )
-        _put_fault(found, Fault(kind="trains_nothing", what=what, where=place_of(found.dataset, row), fix=fix))
+class _Collector:
+    """Takes the findings of an inspection in the order of the rows."""
+
+    def __init__(self, dataset: CheckedDataset, edges: EdgeRows) -> None:
+        files: Any = dataset.source.describe()["files"]
+        starts = itertools.accumulate((each["rows"] for each in files), initial=0)
+        self._first = {each["file"]: start for each, start in zip(files, starts, strict=False)}
+        self.edges = edges
+        self.idle: list[Finding] = []
+        self.idle_count = 0
+        self._put: dict[str, int] = {}
+        self._cut = -1
+
+    def take(self, finding: Finding) -> None:
+        """Take a finding."""
+        if finding.is_unreadable:
+            return  # no side builds a row of it
+        row = self._first[finding.file] + finding.row
+        if finding.severity == "fails":
+            self.put("refused", row)
+        if finding.kind in ("truncated", "dropped"):
+            self._cut = row
+        if finding.kind == "row_trains_nothing" and row != self._cut:
+            self.idle_count += 1
+            if len(self.idle) < 3:
+                self.idle.append(finding)
+        if (edge := _EDGE_OF_KIND.get(finding.kind)) is not None:
+            self.put(edge, row)
+
+    def put(self, edge: str, row: int) -> None:
+        """Put a row near an edge, once where several findings of one row follow each other."""
+        if self._put.get(edge) != row and row not in self.edges.rows.get(edge, ())[-1:]:
+            self._put[edge] = row
+            self.edges.put(edge, row)
 
 
 def place_of(dataset: CheckedDataset, row: int) -> str:
@@ -146,37 +138,31 @@ def place_of(dataset: CheckedDataset, row: int) -> str:
     return f"{location.file}, line {location.line} (row {row})"
 
 
-def _put_fault(found: Scanned, fault: Fault) -> None:
-    found.fault_counts[fault.kind] += 1
-    kept = found.faults.setdefault(fault.kind, [])
-    if len(kept) < FIRST_PLACES:
-        kept.append(fault)
-
-
-def _bin(share: float) -> int:
-    return min(int(share * BINS), BINS - 1)
-
-
-def shares_of(counts: Counter[int]) -> Iterator[tuple[float, int]]:
-    """Yield (lower end of the bin in percent, rows) of every bin."""
-    return ((100 * number / BINS, counts.get(number, 0)) for number in range(BINS))
-
-
-def plain_counts(found: Scanned) -> dict[str, Any]:
-    """Return the counts of a scan as plain JSON, for the certificate."""
+def plain_scan(found: Scanned) -> dict[str, Any]:
+    """Return an inspection as plain JSON for the certificate: counts, kinds of findings, worst rows, histograms."""
+    inspection = found.inspection
     return {
         "dataset": list(found.dataset.keys),
-        "files": [file.path for file in found.dataset.dataset.data_path],
+        "files": [dict(each) for each in inspection.files],
+        "settings": dict(inspection.settings),
         "rows": found.rows,
         "rows_of_the_file": found.total,
-        "refused": dict(found.fault_counts),
-        "counts": dict(sorted(found.totals.items())),
+        "counts": dict(inspection.counts),
+        "findings": dict(inspection.findings_by_kind),
         "edges": dict(sorted(found.edges.counts.items())),
-        "worst_rows": [{"row": row, "place": place_of(found.dataset, row), **losses} for _, row, losses in found.worst],
-        "histograms": {
-            "fill_percent": [list(each) for each in shares_of(found.fill)],
-            "trained_percent": [list(each) for each in shares_of(found.trained)],
-            "segment_tokens": [[2**power, found.lengths[power]] for power in sorted(found.lengths)],
+        "worst_rows": [
+            {"row": row, "place": place_of(found.dataset, row), "lost_tokens": tokens}
+            for row, tokens in inspection.worst
+        ],
+        "duplicates": {
+            "rows": inspection.duplicate_rows.redundant,
+            "conversations": inspection.duplicate_conversations.redundant,
         },
-        "seconds": round(found.seconds, 3),
+        "presets": {
+            each.name: {"equal": each.rows_equal, "different": each.rows_different, "refused": dict(each.rows_refused)}
+            for each in inspection.presets
+        },
+        "histograms": [dataclasses.asdict(each) for each in inspection.histograms if each.name in DRAWN],
+        "processes": inspection.processes,
+        "seconds": round(inspection.seconds, 3),
     }

@@ -28,6 +28,9 @@ class CheckedDataset:
     """Dotted keys of the splits that read these rows alike, such as `data.train`."""
     dataset: Dataset
     source: PackedSource
+    """Every line is a row here, also those that the job skips: rows are numbered as an inspection numbers them."""
+    fed: int
+    """Rows that the job itself counts: fewer where it skips lines that cannot be read."""
     settings: builder.RowSettings
     """Production's settings of its rows."""
     subject_settings: RowSettings
@@ -102,9 +105,9 @@ def _datasets(job: Job, tokenizer: Any) -> Sequence[CheckedDataset]:
                 source=open_source(
                     [file.path for file in dataset.data_path],
                     chat_key=dataset.chat_key,
-                    on_bad_row=dataset.on_bad_row,
                     cache_folder=job.data.cache_folder,
                 ),
+                fed=_rows_fed(job, dataset),
                 settings=settings,
                 subject_settings=RowSettings(
                     pack_length=settings.pack_length,
@@ -118,3 +121,13 @@ def _datasets(job: Job, tokenizer: Any) -> Sequence[CheckedDataset]:
             )
         )
     return opened
+
+
+def _rows_fed(job: Job, dataset: Dataset) -> int:
+    with open_source(
+        [file.path for file in dataset.data_path],
+        chat_key=dataset.chat_key,
+        on_bad_row=dataset.on_bad_row,
+        cache_folder=job.data.cache_folder,
+    ) as source:
+        return len(source)

@@ -16,7 +16,7 @@ from tools.inspect_rows.inspection import Finding, Severity
 
 SIZES = (2, 4, 8, 16, 32, 64)
 """Context parallel sizes under which conversations are measured."""
-KEPT_EDGES = 8
+KEPT_EDGES = 256
 """Rows that are kept of each kind of edge."""
 KEPT_WORST = 10
 """Rows that are kept of those that lose most."""

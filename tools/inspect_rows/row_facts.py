@@ -214,7 +214,7 @@ class RowInspector:
                 part, place, "dropped", f"{place_of} of {count} {'is' if dropped == 1 else 'are'} not in the row", first
             )
         if number := built.row.report["unrendered_messages"]:
-            self._note(part, place, "unrendered", f"{number} messages with content have a role of which the format renders nothing")  # fmt: skip
+            self._note(part, place, "unrendered", f"the format renders nothing of the role of {_counted(number, 'message')} with content")  # fmt: skip
 
     def _find_odd_tokens(self, place: Place, messages: list[Any], built: BuiltRow, part: Part) -> None:
         counts, laid, report = part.counts, built.laid, built.row.report
@@ -223,24 +223,31 @@ class RowInspector:
             labels = int(np.count_nonzero(is_pad & (laid.targets != IGNORE_INDEX)))
             counts["pad_in_content"] += int(is_pad.sum())
             counts["pad_labels"] += labels
-            self._note(part, place, "pad_in_content", f"the pad id {self._pad.id} stands in contents {is_pad.sum()} times, {labels} of them as labels")  # fmt: skip
+            self._note(part, place, "pad_in_content", f"the pad id {self._pad.id} stands in contents at {_counted(int(is_pad.sum()), 'position')}, {labels} of them targets")  # fmt: skip
         if outside := int(np.count_nonzero(laid.tokens >= self._vocab_size)):
             counts["ids_outside_vocabulary"] += outside
-            self._note(part, place, "outside_vocabulary", f"{outside} tokens have ids of {self._vocab_size} or above")
+            self._note(
+                part,
+                place,
+                "outside_vocabulary",
+                f"{_counted(outside, 'token')} with an id of {self._vocab_size} or above",
+            )
         if number := self._control_tokens.count(messages):
             counts["control_tokens"] += number
-            self._note(part, place, "control_tokens", f"{number} control tokens stand in contents as text, and become the tokens themselves")  # fmt: skip
+            self._note(part, place, "control_tokens", f"{_counted(number, 'control token')} in contents as text, which become the tokens themselves")  # fmt: skip
         if number := removed_switches(messages, self._format.name):
             counts["removed_switches"] += number
-            self._note(part, place, "removed_switches", f"{number} messages lose /think or /no_think")
-        for kind, text in (
-            ("unknown_keys", "{} messages have keys beside role and content, which are not read"),
-            ("hidden_segments", "{} segments of no token are hidden behind the row's end"),
-            ("empty_conversations", "{} conversations have no token"),
-            ("boundary_labels", "{} labels at a boundary train on the next conversation's first token"),
+            self._note(
+                part, place, "removed_switches", f"/think or /no_think is taken out of {_counted(number, 'message')}"
+            )
+        for kind, noun, text in (
+            ("unknown_keys", "message", "{} with keys beside role and content, which are not read"),
+            ("hidden_segments", "segment", "{} of no token hidden behind the row's end"),
+            ("empty_conversations", "conversation", "{} of no token"),
+            ("boundary_labels", "label", "{} at a boundary that trains the next conversation's first token"),
         ):
             if of_kind := report[kind]:
-                self._note(part, place, kind, text.format(of_kind))
+                self._note(part, place, kind, text.format(_counted(of_kind, noun)))
 
     def _note(self, part: Part, place: Place, kind: str, what: str, conversation: int | None = None) -> None:
         severity, mend = KINDS[kind]
@@ -254,6 +261,10 @@ def _trained_of_each(mask: NDArray[np.float32], starts: NDArray[Any], in_row: ND
     first = np.clip(starts - 1, 0, len(mask))
     last = np.clip(starts + in_row - 1, 0, len(mask))
     return np.where(in_row > 0, sums[np.maximum(last, first)] - sums[first], 0)
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
 def _finding(

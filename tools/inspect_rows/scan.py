@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from numpy.typing import NDArray
 
 from production.errors import BadInput, PackproofError
 from production.files.source import OnBadRow, PackedSource, open_source
@@ -98,6 +99,7 @@ def scan(
     compare_presets: bool = True,
     keep: int = KEEP,
     on_finding: Callable[[Finding], None] | None = None,
+    on_redundant: Callable[[NDArray[Any]], None] | None = None,
     most_rows: int | None = None,
     budget_seconds: float | None = None,
     cache_folder: str | os.PathLike[str] | None = None,
@@ -105,7 +107,8 @@ def scan(
     """Inspect every row of these files as a job with this tokenizer and these settings would build it.
 
     `processes` is the number of processes that build rows, by default the cores that this process may use; 1 forks
-    none. `on_finding` gets every finding in order; the result keeps the first `keep` of each kind. `most_rows` and
+    none. `on_finding` gets every finding in order; the result keeps the first `keep` of each kind. `on_redundant` gets row
+    and conversation of every copy of an earlier conversation, in order. `most_rows` and
     `budget_seconds` end a scan early (`rows_complete` is False then). `compare_presets` builds rows again where a
     preset could differ: in the format `identity` that is every row. `vocab_size` is the model's; the tokenizer's by
     default. `loaded` is the folder's tokenizer where the caller has it, with a job's own chat template. With `on_bad_row` "skip" an unreadable line is a loss, not a failure.
@@ -145,6 +148,8 @@ def scan(
                     progress(done, wanted)
                 if budget_seconds is not None and time.monotonic() - started > budget_seconds:
                     break
+            if on_redundant is not None:
+                on_redundant(conversations.redundant())
             return Inspection(
                 files=tuple(_files(source)),
                 tokenizer=os.fspath(tokenizer),

@@ -12,7 +12,9 @@ import torch
 
 from production.errors import PackproofError
 from production.files.file_state import is_there
-from production.files.manifest import other_files, read_manifest
+from production.files.manifest import Manifest, other_files, read_manifest
+from production.tokens.fingerprint import differences_from_json, fingerprint_tokenizer
+from production.tokens.folder import load_folder
 from production.training.config.checks.batches import check_batches, check_data, check_length
 from production.training.config.checks.layers import check_pattern
 from production.training.config.checks.megatron import (
@@ -122,10 +124,23 @@ def _otherwise(file: Path, trained: Mapping[str, tuple[Any, str]], tokenizer: Pa
         is_cut = name == "pack_length" and value < said
         yield told + (": what lies behind that in a row is cut off, and conversations there are lost" if is_cut else "")
     if tokenizer.name and tokenizer.is_dir() and (other := other_files(manifest, tokenizer)):
+        told = [] if manifest.tokenizer_fingerprint is None else _shifted(manifest, tokenizer)
+        if manifest.tokenizer_fingerprint is not None and not told:
+            return  # other files, and the same tokenizer
         yield (
             f"{file} was packed with another tokenizer than policy.tokenizer.name {tokenizer}: {', '.join(other)} "
             f"{'is' if len(other) == 1 else 'are'} not what its manifest says, so conversations may be longer than their places in a row"
+            + (f". {' '.join(told)}" if told else "")
         )
+
+
+def _shifted(manifest: Manifest, tokenizer: Path) -> list[str]:
+    """Return how a tokenizer behaves otherwise than the one that packed the rows; a folder that cannot be loaded is refused elsewhere."""
+    try:
+        now = fingerprint_tokenizer(load_folder(tokenizer))
+    except PackproofError:
+        return ["The tokenizer cannot be loaded here."]
+    return differences_from_json(manifest.tokenizer_fingerprint, now, name=str(manifest.path))
 
 
 def missing_files(job: Job) -> list[SetupRefused]:
