@@ -1,6 +1,7 @@
 """Read the manifest beside a packed file, which names the settings of its rows; `tools.pack_rows` writes one.
 
-The file's size tells whether the manifest belongs to the file: a hash would read the whole file for one row.
+The file's size tells whether the manifest belongs to the file: a hash would read the whole file for one row. Before a run
+`check_output` compares rows and hash as well.
 """
 
 from __future__ import annotations
@@ -13,10 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from production.errors import BadInput
+from production.files.compressed import compression_of
 from production.files.file_state import is_there
+from production.files.head import stream_lines
 
 _KINDS: dict[str, type] = {"pack_length": int, "prompt_format": str, "context_parallel_size": int, "semantics": str}
-_PACKED = (".gz", ".zst")
+_ANEW = "pack the file anew, or move the manifest away and say what it was packed for"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,17 +32,19 @@ class Manifest:
     """Fields of RowSettings that it names: pack_length, prompt_format, context_parallel_size, semantics."""
     tokenizer: Mapping[str, str]
     """SHA-256 of each file of the tokenizer that packed the rows, by name; empty where the manifest does not say."""
+    output: Mapping[str, Any]
+    """Entries on the packed file itself, before any compression: `bytes`, `rows` and `sha256`, where the manifest says them."""
 
 
 def read_manifest(file: Path) -> Manifest | None:
-    """Return the manifest `FILE.manifest.json` beside a packed file, also without `.gz` or `.zst`; None without a
+    """Return the manifest `FILE.manifest.json` beside a packed file, also without `.gz`, `.zst` or `.zstd`; None without a
     manifest.
 
     Raises BadInput (kind `manifest`) for a manifest that cannot be read, or that is of a file of another size.
     """
     if not is_there(file) or not file.name:
         return None  # told by whoever opens it
-    names = [file.name, *([file.stem] if file.suffix in _PACKED else [])]
+    names = [file.name, *([file.stem] if compression_of(file) is not None else [])]
     path = next((path for name in names if (path := file.with_name(f"{name}.manifest.json")).exists()), None)
     if path is None:
         return None
@@ -59,7 +64,36 @@ def read_manifest(file: Path) -> Manifest | None:
     said_of = said.get("tokenizer")
     files = said_of.get("files") if isinstance(said_of, dict) else None
     hashes = {str(name): str(digest) for name, digest in files.items()} if isinstance(files, dict) else {}
-    return Manifest(path=path, settings=found, tokenizer=hashes)
+    return Manifest(path=path, settings=found, tokenizer=hashes, output=_output(said))
+
+
+def check_output(file: Path, manifest: Manifest, *, most_bytes: int) -> None:
+    """Compare rows and hash of the whole file, unpacked, with its manifest; a file of more than `most_bytes` is left
+    alone.
+
+    Raises BadInput (kind `manifest`) where they differ, and as `head.stream_lines` for a file that cannot be read.
+    """
+    said, limit = manifest.output, manifest.output.get("bytes")
+    if limit is None or limit > most_bytes or not ({"rows", "sha256"} & said.keys()):
+        return
+    size = rows = 0
+    digest = hashlib.sha256()
+    for line in stream_lines(str(file), most_bytes=limit + 1):
+        size += len(line)
+        rows += line.endswith(b"\n")
+        digest.update(line)
+    if size > limit:
+        raise _other(manifest, file, "bytes", f"{limit:,}", f"more than {limit:,}")
+    check_count(file, manifest, size=size, rows=rows)
+    if said.get("sha256", digest.hexdigest()) != digest.hexdigest():
+        raise _other(manifest, file, "sha256", said["sha256"][:12], digest.hexdigest()[:12])
+
+
+def check_count(file: Path, manifest: Manifest, *, size: int, rows: int) -> None:
+    """Compare bytes and rows of a file, unpacked, with its manifest. Raises BadInput (kind `manifest`)."""
+    for name, found in (("bytes", size), ("rows", rows)):
+        if (said := manifest.output.get(name, found)) != found:
+            raise _other(manifest, file, name, f"{said:,}", f"{found:,}")
 
 
 def other_files(manifest: Manifest, tokenizer: Path) -> list[str]:
@@ -71,14 +105,25 @@ def other_files(manifest: Manifest, tokenizer: Path) -> list[str]:
     ]
 
 
+def _output(said: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entries on the file that have the type that they must have; others say nothing."""
+    given = said.get("output")
+    kinds: dict[str, type] = {"bytes": int, "rows": int, "sha256": str}
+    return {} if not isinstance(given, dict) else {
+        name: given[name] for name, kind in kinds.items() if type(given.get(name)) is kind
+    }  # fmt: skip
+
+
 def _check_size(file: Path, path: Path, said: Mapping[str, Any]) -> None:
-    output = said.get("output")
-    size = output.get("bytes") if isinstance(output, dict) else None
-    if type(size) is not int or file.suffix in _PACKED or not file.is_file():
+    size = _output(said).get("bytes")
+    if size is None or compression_of(file) is not None or not file.is_file():
         return
     if (found := file.stat().st_size) != size:
-        mend = "pack the file anew, or move the manifest away and say what it was packed for"
-        raise _bad(path, f"is of a file of {size:,} bytes, and {file} has {found:,}", mend)
+        raise _bad(path, f"is of a file of {size:,} bytes, and {file} has {found:,}", _ANEW)
+
+
+def _other(manifest: Manifest, file: Path, name: str, said: str, found: str) -> BadInput:
+    return _bad(manifest.path, f"is of a file with {name} {said}, and {file} has {found} (unpacked)", _ANEW)
 
 
 def _bad(path: Path, what: str, mend: str = "mend it, or move it away") -> BadInput:

@@ -13,9 +13,11 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from production.errors import PackproofError
-from production.training.admission import reasons_against
+from production.files.file_state import is_there
+from production.training.admission import oversized_here, reasons_against
 from production.training.config import (
     Job,
     SetupRefused,
@@ -30,12 +32,12 @@ from production.training.config import (
     print_config,
     refusals,
 )
-from production.training.data.first_lines import FirstLines, look
-from production.training.data.token_checks import dry_run_tokens
+from production.training.data.first_rows import check_first_rows, count_first_rows
 from production.training.data.tokenizer import check_tokenizer, load_tokenizer
 from production.training.distributed.environment import started_ranks
 from production.training.distributed.heartbeat import REPORTED_ELSEWHERE
 from production.training.library_warnings import quiet
+from production.training.resume_outlook import resume_outlook
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -68,15 +70,13 @@ def _dry_run(job: Job, world_size: int | None) -> int:
     asked = job
     if world_size is not None and (job.cluster.ranks or 0) > 0:
         asked = dataclasses.replace(job, cluster=dataclasses.replace(job.cluster, num_nodes=None))
-    found: list[PackproofError] = [*refusals(asked, ranks)]
-    of_tokens: list[str] = []
-    if not found:  # else what the rows are made with may be no setting at all
-        found, of_tokens = dry_run_tokens(job)
-    if found:
+    if found := refusals(asked, ranks):  # else what the rows are made with may be no setting at all
         return _refuse(found, f" against this job on {ranks} ranks")
-    first = _first_lines(job)
-    if first.refusals:
-        return _refuse(first.refusals, f" against this job on {ranks} ranks")
+    tokenizer = _tokenizer(job)
+    first = check_first_rows(job, tokenizer)
+    refused, notes_on_resume = resume_outlook(job, ranks, tokenizer)
+    if against := [*first.refusals, *refused]:
+        return _refuse(against, f" against this job on {ranks} ranks")
     print(plan(job, ranks).text(), end="")
     here = [
         *missing_files(job),
@@ -84,24 +84,30 @@ def _dry_run(job: Job, world_size: int | None) -> int:
         *missing_packages(job),
         *check_writable(job),
         *held_checkpoints(job),
+        *oversized_here(job, ranks),
     ]
-    told = [*notes(asked, ranks), *(each.what for each in here), *packed_otherwise(job), *of_tokens, *first.notes]
+    told = [*notes(asked, ranks), *(each.what for each in here), *packed_otherwise(job), *notes_on_resume]
+    told += [note.text for note in first.token_notes] + first.notes
+    told += count_first_rows(job, tokenizer) if tokenizer is not None else _unchecked(job)
     for note in told:
         print(f"note: {note}")
     print(f"nothing against this job on {ranks} ranks" + (", but for the notes above" if told else ""))
     return 0
 
 
-def _first_lines(job: Job) -> FirstLines:
-    """Return the refusals and notes of the files' first lines; conversations are checked where the tokenizer can be
-    loaded.
-    """
-    tokenizer = None
-    folder = Path(job.policy.tokenizer.name or "")
-    if not job.is_packed and job.policy.tokenizer.name and folder.is_dir():
-        with contextlib.suppress(PackproofError):  # told by `check_tokenizer`
-            tokenizer = load_tokenizer(job)
-    return look(job, tokenizer)
+def _tokenizer(job: Job) -> Any | None:
+    """Return the tokenizer where it is on this machine and can be loaded; `check_tokenizer` tells why it cannot."""
+    if job.policy.tokenizer.name and is_there(job.policy.tokenizer.name):
+        with contextlib.suppress(PackproofError):
+            return load_tokenizer(job)
+    return None
+
+
+def _unchecked(job: Job) -> list[str]:
+    if check_tokenizer(job):
+        return []
+    name = job.policy.tokenizer.name
+    return [f"not checked here: whether the prompt format fits the tokenizer {name}, which is not on this machine"]
 
 
 def _run(job: Job) -> int:
