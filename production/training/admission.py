@@ -32,6 +32,20 @@ def reasons_against(job: Job, world_size: int) -> list[PackproofError]:
     return found or [*oversized(job, world_size, device), *check_machine(job)]
 
 
+def oversized_here(job: Job, world_size: int) -> list[PackproofError]:
+    """Return why this machine has too little memory for the job: a note of a dry run, which may be meant for another
+    machine.
+    """
+    try:
+        device = device_here(job)
+    except PackproofError:
+        return []
+    return [
+        PackproofError(what=f"a run on this machine would be refused: {each.what}", where=each.where, mend=each.mend)
+        for each in oversized(job, world_size, device)
+    ]
+
+
 def oversized(job: Job, world_size: int, device: str) -> list[PackproofError]:
     """Refuse a model of which one rank's weights, gradients and optimizer alone are more than the machine has."""
     layout = sizes(job)

@@ -8,9 +8,11 @@ import contextlib
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
 
 from production.errors import PackproofError
+from production.files.file_state import is_there
+from production.training.admission import oversized_here
 from production.training.config import (
     Job,
     check_writable,
@@ -21,10 +23,10 @@ from production.training.config import (
     packed_otherwise,
     refusals,
 )
-from production.training.data.first_lines import FirstLines, look
-from production.training.data.token_checks import dry_run_tokens
+from production.training.data.first_rows import check_first_rows, count_first_rows
 from production.training.data.tokenizer import check_tokenizer, load_tokenizer
 from production.training.distributed.environment import started_ranks
+from production.training.resume_outlook import resume_outlook
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,27 +54,23 @@ def examine(job: Job, world_size: int | None = None) -> DryRun:
     asked = job
     if world_size is not None and (job.cluster.ranks or 0) > 0:
         asked = dataclasses.replace(job, cluster=dataclasses.replace(job.cluster, num_nodes=None))
-    found: list[PackproofError] = [*refusals(asked, ranks)]
-    of_tokens: list[str] = []
-    of_lines = FirstLines()
-    if not found:  # else what the rows are made with may be no setting at all
-        found, of_tokens = dry_run_tokens(job)
-    if not found:
-        of_lines = _first_lines(job)
-        found = of_lines.refusals
+    if found := refusals(asked, ranks):  # else what the rows are made with may be no setting at all
+        return DryRun(ranks=ranks, refusals=found, absent=[], notes=[])
+    tokenizer = _tokenizer(job)
+    first = check_first_rows(job, tokenizer)
+    refused, notes_on_resume = resume_outlook(job, ranks, tokenizer)
     absent = [
         *missing_files(job),
         *check_tokenizer(job),
         *missing_packages(job),
         *check_writable(job),
         *held_checkpoints(job),
+        *oversized_here(job, ranks),
     ]
-    return DryRun(
-        ranks=ranks,
-        refusals=found,
-        absent=absent,
-        notes=[*notes(asked, ranks), *packed_otherwise(job), *of_tokens, *of_lines.notes],
-    )
+    told = [*notes(asked, ranks), *packed_otherwise(job), *notes_on_resume]
+    told += [note.text for note in first.token_notes] + first.notes
+    told += count_first_rows(job, tokenizer) if tokenizer is not None else _unchecked(job)
+    return DryRun(ranks=ranks, refusals=[*first.refusals, *refused], absent=absent, notes=told)
 
 
 def planned_ranks(job: Job) -> int:
@@ -87,13 +85,16 @@ def planned_ranks(job: Job) -> int:
     return megatron.tensor_model_parallel_size * megatron.context_parallel_size * megatron.pipeline_model_parallel_size
 
 
-def _first_lines(job: Job) -> FirstLines:
-    """Return the refusals and notes of the files' first lines; conversations are checked where the tokenizer can be
-    loaded.
-    """
-    tokenizer = None
-    folder = Path(job.policy.tokenizer.name or "")
-    if not job.is_packed and job.policy.tokenizer.name and folder.is_dir():
-        with contextlib.suppress(PackproofError):  # told by `check_tokenizer`
-            tokenizer = load_tokenizer(job)
-    return look(job, tokenizer)
+def _tokenizer(job: Job) -> Any | None:
+    """Return the tokenizer where it is on this machine and can be loaded; `check_tokenizer` tells why it cannot."""
+    if job.policy.tokenizer.name and is_there(job.policy.tokenizer.name):
+        with contextlib.suppress(PackproofError):
+            return load_tokenizer(job)
+    return None
+
+
+def _unchecked(job: Job) -> list[str]:
+    if check_tokenizer(job):
+        return []
+    name = job.policy.tokenizer.name
+    return [f"not checked here: whether the prompt format fits the tokenizer {name}, which is not on this machine"]

@@ -16,7 +16,7 @@ from production.files.source import PackedSource, open_source
 from production.rows import builder
 from production.tokens.message_keys import MessageKeys
 from production.training.config import Dataset, Job, row_settings
-from production.training.data.token_checks import message_keys
+from production.training.data.token_fit import message_keys
 from production.training.data.tokenizer import load_tokenizer, vocabulary_size
 
 

@@ -214,8 +214,7 @@ def _main(arguments: Sequence[str] | None) -> int:
         if (way := _rank_request(asked)).is_asked:
             return _show_rank(asked, way)
         findings = find(_request(asked))
-        for note in token_notes(_request(asked), findings):
-            print(f"note: {note}", file=sys.stderr)
+        _tell(findings, asked)
         if output.html is not None:
             _write_page(output.html, findings)
         if output.write_dump is not None:
@@ -235,11 +234,18 @@ def _console() -> Console:
     return Console(width=min(console.width, 120) if console.is_terminal or "COLUMNS" in os.environ else PIPED_WIDTH)
 
 
+def _tell(findings: Findings, asked: Arguments) -> None:
+    """Print what the row's tokens are that its author may not have meant. Raises BadInput."""
+    for note in token_notes(findings, asked.row.chat_key):
+        print(f"note: {note}", file=sys.stderr)
+
+
 def _show_rank(asked: Arguments, request: RankRequest) -> int:
     """Show a row on one rank, or the dump of each rank of a job; return the exit status. Raises BadInput."""
     output = asked.output
     fed = None if request.fed is None else find_fed(request, asked.rank.microbatch)
     findings = find_rank(request) if fed is None else fed.shown
+    _tell(findings.row, asked)
     if output.html is not None:
         _write(output.html, "--html", findings.row, lambda: render_rank_page(findings, fed))
     if output.write_dump is not None:

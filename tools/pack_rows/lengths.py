@@ -12,7 +12,7 @@ import numpy as np
 from production.errors import PackproofError, RowRefused
 from production.refusals import refusal
 from production.rows.builder import LONGEST, RowSettings, find_pad
-from production.rows.token_facts import ControlTokens, removed_switches, tokenizer_notes
+from production.rows.token_facts import ControlTokens, prompt_messages, removed_switches, tokenizer_notes
 from production.semantics import parse
 from production.tokens.conversations import ConversationTokenizer
 from production.tokens.folder import load_folder
@@ -45,6 +45,8 @@ class Measured:
     """Messages with content of which nothing is rendered, such as tool messages in the Nemotron formats."""
     control_tokens: int
     """Control tokens that stand in contents as text."""
+    prompt_messages: int
+    """Messages of the system, users and tools that are trained, since the format masks none."""
     removed_switches: int
     """Messages that lose `/think` or `/no_think`, also within a word."""
 
@@ -123,6 +125,7 @@ class LengthMeter:
         row = _as_row([conversations[index].messages for index in left])
         # The tokenizer stops at a refusal, and what it read beyond is lost: behind one, go on in small steps.
         done, characters = 0, _MOST_CHARACTERS
+        is_masked = self._format.is_masked(self._semantics)
         while done < len(left):
             found = self._tokenizer.tokenize(row, first=done, last=row.count, characters=characters)
             ends = np.cumsum(found.lengths)
@@ -139,6 +142,7 @@ class LengthMeter:
                     masked_as_padding=int(np.count_nonzero(is_pad[in_row])),
                     silent_messages=count_unrendered(_as_row([conversation.messages]), self._format)[0] or 0,
                     control_tokens=self._control_tokens.count(conversation.messages),
+                    prompt_messages=0 if is_masked else prompt_messages(conversation.messages),
                     removed_switches=removed_switches(conversation.messages, self._format.name),
                 )
                 done += 1

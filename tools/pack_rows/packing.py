@@ -158,6 +158,7 @@ class Packing:
             "messages_that_render_to_nothing": sum(conversation.measured.silent_messages for conversation in packed),
             "messages_that_lose_think_switches": sum(conversation.measured.removed_switches for conversation in packed),
             "control_tokens_in_contents": sum(conversation.measured.control_tokens for conversation in packed),
+            "prompt_messages_trained": sum(conversation.measured.prompt_messages for conversation in packed),
             "rows": len(self.rows),
             "rows_that_train_nothing": sum(not any(row) for row in trained),
             "row_tokens": length * len(self.rows),

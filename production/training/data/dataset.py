@@ -23,8 +23,9 @@ from production.online.padded_batch import Conversation
 from production.refusals import refusal
 from production.rows.batch import Batch, BatchSettings, collate_checked
 from production.rows.builder import GROUP_TOKENS, Row, RowBuilder, RowSettings
-from production.rows.token_facts import ControlTokens
+from production.rows.token_facts import ControlTokens, prompt_messages
 from production.tokens.message_keys import MessageKeys
+from production.tokens.prompts import FORMATS
 from production.training.data.fingerprint import tokenizer_identity
 from production.training.data.order import Sample
 from production.training.data.row_cache import RowCache
@@ -116,6 +117,7 @@ class PackedData:
         self._builder = RowBuilder(tokenizer=tokenizer, settings=settings)
         self._keys = keys
         self._control_tokens = ControlTokens(tokenizer)
+        self._trains_prompts = not FORMATS[settings.prompt_format].is_masked(settings.semantics)
         self._guards = dataclasses.replace(guards, global_batch_size=None, data_parallel_size=1)
         self._caches = tuple(caches)
 
@@ -182,7 +184,11 @@ class PackedData:
             padding = (row.report["padding_tokens"] or 0) + 1
             masked = max(0, int(torch.count_nonzero(row.target_ids.eq(pad))) - padding)
         control = self._control_tokens.count(messages)
-        more: dict[str, int | None] = {"control_tokens": control, "labels_masked_as_padding": masked}
+        more: dict[str, int | None] = {
+            "control_tokens": control,
+            "labels_masked_as_padding": masked,
+            "prompt_messages_trained": prompt_messages(messages) if self._trains_prompts else 0,
+        }
         return dataclasses.replace(row, report=row.report | more)
 
     def _build_alone(self, messages: Sequence[Any]) -> Row | Exception:
@@ -215,6 +221,15 @@ class ConversationBatch:
     """Tokenized conversations in order, not padded."""
     sample_mask: torch.Tensor
     """[conversations] float32."""
+
+    @property
+    def masked_out(self) -> int:
+        """Return how many conversations were too long; those that only fill the batch are not counted."""
+        return sum(
+            not each.weight
+            for each, counts in zip(self.conversations, self.sample_mask.tolist(), strict=True)
+            if counts
+        )
 
 
 class ConversationData:
