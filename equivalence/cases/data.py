@@ -55,7 +55,7 @@ class DataCase:
             case = cls(check=read["check"], value=decode(read["value"]), note=read["note"], origin=read["origin"])
         except CaseError:
             raise
-        except (KeyError, TypeError, ValueError, AttributeError, ImportError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, ImportError, RecursionError) as error:
             raise CaseError(f"{where} is no case of a check on data: {error!r}; save the case again") from error
         if schema != SCHEMA:
             raise CaseError(f"{where} has schema {schema!r}, this packproof reads {SCHEMA}; save it again")

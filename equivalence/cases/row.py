@@ -12,6 +12,7 @@ from equivalence.cases.difference import Difference
 from equivalence.errors import CaseError
 from equivalence.subjects import Row, RowSettings
 from equivalence.subjects.protocol import ROW_TENSORS
+from production.files.file_state import read_regular
 
 SCHEMA = 1
 """Raised when a saved case can no longer be read as it was meant."""
@@ -69,7 +70,7 @@ class RowCase:
         """Read a case. CaseError names `where` and what is wrong."""
         try:
             read = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise CaseError(f"{where} is no JSON: {error}; save the case again") from error
         if not isinstance(read, dict) or read.get("schema") != SCHEMA:
             found = read.get("schema") if isinstance(read, dict) else type(read).__name__
@@ -102,7 +103,7 @@ class RowCase:
 def read_case(path: Path) -> RowCase:
     """Read a saved case. CaseError names the file and what is wrong with it."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_regular(path).decode()
     except (OSError, UnicodeDecodeError) as error:
         raise CaseError(f"{path} cannot be read as a case: {error}; give the path of a saved case") from error
     return RowCase.from_json(text, where=str(path))

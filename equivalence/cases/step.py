@@ -225,7 +225,7 @@ class ModelCase:
         """Read a case. CaseError names `where` and what is wrong."""
         try:
             read = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise CaseError(f"{where} is no JSON: {error}; save the case again") from error
         if not isinstance(read, dict) or read.pop("schema", None) != SCHEMA:
             raise CaseError(f"{where} is no case of a model of schema {SCHEMA}; save the case again")

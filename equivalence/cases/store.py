@@ -21,6 +21,7 @@ from equivalence.cases.result import CheckResult
 from equivalence.errors import CaseError
 from equivalence.subjects import join_names
 from equivalence.subjects.protocol import Subject
+from production.files.file_state import read_regular
 
 SAVED = Path(__file__).resolve().parent / "saved"
 """Cases that are replayed by every run and every test, for good."""
@@ -115,7 +116,7 @@ def parse(text: str, *, where: str = "the case") -> Case:
     """Read the JSON of a case of any kind. CaseError names `where` and what is wrong."""
     try:
         read = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CaseError(f"{where} is no JSON: {error}; save the case again") from error
     kind = next((kind for kind in KINDS if isinstance(read, dict) and kind.key in read), None)
     if kind is None:
@@ -132,7 +133,7 @@ def read(path: Path) -> Case:
 def text_of(path: Path) -> str:
     """Return the text of a saved case. CaseError where it cannot be read."""
     try:
-        return path.read_text(encoding="utf-8")
+        return read_regular(path).decode()
     except (OSError, UnicodeDecodeError) as error:
         raise CaseError(f"{path} cannot be read as a case: {error}; give the path of a saved case") from error
 

@@ -186,7 +186,7 @@ def packed_rows(path: Path, wanted: range) -> Iterator[tuple[int, list[Any]]]:
                 try:
                     read = json.loads(line)
                     messages = read["messages"]
-                except (ValueError, TypeError, KeyError) as error:
+                except (ValueError, TypeError, KeyError, RecursionError) as error:
                     raise ValueError(
                         f"{path} line {number + 1} is no packed row: {error!r}; it needs a key messages"
                     ) from error

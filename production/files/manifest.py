@@ -19,7 +19,7 @@ from typing import Any
 from production.errors import BadInput
 from production.files.cache import atomic_file
 from production.files.compressed import compression_of
-from production.files.file_state import is_there
+from production.files.file_state import is_there, read_regular
 from production.files.head import stream_lines
 
 _KINDS: dict[str, type] = {"pack_length": int, "prompt_format": str, "context_parallel_size": int, "semantics": str}
@@ -64,7 +64,7 @@ def read_manifest(file: Path) -> Manifest | None:
     if path is None:
         return None
     try:
-        said = json.loads(path.read_bytes())
+        said = json.loads(read_regular(path))
     except (OSError, ValueError, RecursionError) as error:
         raise _bad(path, f"cannot be read ({error})") from error
     if not isinstance(said, dict):

@@ -132,7 +132,7 @@ class ControlTokens:
 
 def holds_several(messages: Sequence[Message]) -> bool:
     """Return whether a line holds several conversations, as only a packed row does."""
-    return sum(1 for message in messages if message.get("role") == "system") > 1
+    return [message.get("role") for message in messages].count("system") > 1
 
 
 def chat_file_note(file: str, rows: Sequence[Sequence[Message]], *, has_manifest: bool) -> str | None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import tyro
 
+from equivalence.runner import exits
 from production.errors import PackproofError
 from tools.bench.attention import attention
 from tools.bench.cache import cache
@@ -21,6 +22,10 @@ from tools.bench.suite import suite
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (default: the process's own) and return its exit code: 0, or 2 for bad input."""
+    return exits.run(_main, argv)
+
+
+def _main(argv: Sequence[str] | None) -> int:
     commands: dict[str, Callable[..., Any]] = {
         "rows": rows,
         "source": source,

@@ -20,6 +20,7 @@ import torch
 import tyro
 from rich.console import Console
 
+from equivalence.runner import exits
 from production.errors import PackproofError
 from tools.simulate.costs import costs_of
 from tools.simulate.layout import Job, draw_rows, first, read_rows
@@ -74,6 +75,10 @@ class Arguments:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (default: the process's own) and return its exit code."""
+    return exits.run(_main, argv)
+
+
+def _main(argv: Sequence[str] | None) -> int:
     options = tyro.cli(Arguments, args=argv, prog="packproof-simulate", description=__doc__)
     start = time.perf_counter()
     # Many short operations: with more threads they wait for each other.

@@ -9,7 +9,11 @@ from pathlib import Path
 import torch
 
 from production.errors import PackproofError
+from production.files.file_state import read_regular
 from production.parallel.context_parallel import find_layout
+
+_MOST = {"depths": 1024, "pack_length": 1 << 26, "rows": 1 << 20, "tp·cp·dp": 1 << 20}
+"""Greatest numbers of a job that is walked."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +71,10 @@ class Job:
                 raise _wrong(name, f"{getattr(self, name)} is no size", "give at least 1")
         if self.depths < 0:
             raise _wrong("depths", f"{self.depths} depths", "give 0 or more")
+        sizes = {"depths": self.depths, "pack_length": self.pack_length, "rows": self.rows, "tp·cp·dp": self.ranks}
+        for name, most in _MOST.items():  # indices of all ranks are held at once
+            if sizes[name] > most:
+                raise _wrong(name, f"{sizes[name]:,} is more than is walked", f"give at most {most:,}")
         find_layout(self.layout)
         if self.rows % self.dp:
             raise _wrong("rows", f"{self.rows} rows over {self.dp} data-parallel ranks", "make rows a multiple of dp")
@@ -117,13 +125,13 @@ def read_rows(path: Path) -> list[torch.Tensor]:
     """
     rows = []
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = read_regular(path).decode().splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise _wrong(str(path), f"cannot be read: {error}", "name a file of JSON lines") from error
     for number, line in enumerate(lines, start=1):
         try:
             found = json.loads(line)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise _wrong(f"{path}, line {number}", f"no JSON: {error}", _SHAPE) from error
         numbers = found.get("cu_seqlens") if isinstance(found, dict) else found
         is_whole = isinstance(numbers, list) and all(type(each) is int and 0 <= each < 2**31 for each in numbers)

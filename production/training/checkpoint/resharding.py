@@ -40,9 +40,10 @@ def _filled(own: Any, loaded: Any, *, steps: Any) -> Any:
     if isinstance(own, ShardedBase):
         return loaded
     if isinstance(own, list):
-        others = loaded if isinstance(loaded, list) else []
+        several = loaded if isinstance(loaded, list) else []
         return [
-            _filled(each, others[place] if place < len(others) else None, steps=steps) for place, each in enumerate(own)
+            _filled(each, several[place] if place < len(several) else None, steps=steps)
+            for place, each in enumerate(own)
         ]
     if not isinstance(own, dict):
         return own

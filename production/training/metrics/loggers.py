@@ -320,7 +320,7 @@ def read_records(path: Path) -> Iterator[Record]:
             try:
                 values = json.loads(line)
                 kind, step = values.pop("kind"), values.pop("step")
-            except (ValueError, KeyError, AttributeError, TypeError) as error:
+            except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
                 raise BadInput(
                     kind="bad_record",
                     what=f"no record of a run: {error!r}",

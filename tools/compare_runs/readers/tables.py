@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from equivalence.errors import InputError
+from production.files.file_state import read_regular
 from tools.compare_runs.readers.names import Names, UnknownKindError, no_loss, validation_of
 from tools.compare_runs.run import Gathered, Run, to_number
 
@@ -30,16 +31,16 @@ def read_csv(path: Path, names: Names) -> Run:
 
 def read_json(path: Path, names: Names) -> Run:
     """Read the run of a JSON export. Raises InputError for an export without a column of steps or without a loss."""
-    text = path.read_text(encoding="utf-8")
+    text = read_regular(path).decode()
     try:
         content = json.loads(text, parse_float=Decimal)  # which keeps the digits that were written
-    except ValueError:
+    except (ValueError, RecursionError):
         lines = [line for line in text.split("\n") if line.strip()]
         if len(lines) > 1 and not text.endswith("\n") and not lines[-1].rstrip().endswith("}"):
             lines.pop()  # it was cut, and a line that is not whole is no line
         try:
             content = [json.loads(line, parse_float=Decimal) for line in lines]
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise UnknownKindError(f"{path}: neither JSON nor one JSON object a line: {error}") from error
     rows = list(_columns(path, content)) if isinstance(content, dict) and not _is_row(content) else content
     if isinstance(rows, dict):

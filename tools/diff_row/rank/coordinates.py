@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from tools.diff_row.errors import BadInput
 
+MOST_RANKS = 1 << 20
+"""Ranks of the largest layout that is followed."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class RankPlace:
@@ -86,6 +89,12 @@ def find_place(*, tp: int, cp: int, dp: int, pp: int, rank: int, sequence_parall
         if size < 1:
             raise problem(f"{size} is no size", where=f"--{name}", mend="give at least 1")
     ranks = tp * cp * dp * pp
+    if ranks > MOST_RANKS:
+        raise problem(
+            f"{ranks:,} ranks, where no machine has more than {MOST_RANKS:,}",
+            where="--tp, --cp, --dp, --pp",
+            mend="give smaller sizes",
+        )
     if not 0 <= rank < ranks:
         sizes = f"tp {tp} · cp {cp} · dp {dp} · pp {pp} = {ranks} rank{'s' if ranks > 1 else ''}"
         raise problem(

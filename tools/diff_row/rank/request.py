@@ -14,6 +14,8 @@ from tools.diff_row.rank.steps import STOPS, RankFindings
 from tools.diff_row.rank.trace import travel, with_step
 from tools.diff_row.rank.weights import GlobalBatch, weights_step
 
+_MOST_DEPTHS = 1024
+
 
 @dataclass(frozen=True, kw_only=True)
 class RankRequest:
@@ -84,6 +86,10 @@ def checked(request: RankRequest) -> tuple[int, str]:
     depths = _or(request.depth, 0)
     if depths < 0:
         raise problem(f"{depths} depths", where="--depth", mend="give 1 or more, or leave it out")
+    if depths > _MOST_DEPTHS:
+        raise problem(
+            f"{depths:,} depths", where="--depth", mend=f"give at most {_MOST_DEPTHS:,}, more than any model has"
+        )
     if request.stop_at is not None and request.stop_at not in STOPS:
         raise problem(
             f"no step is called {request.stop_at!r}", where="--stop-at", mend=f"choose one of {', '.join(STOPS)}"
