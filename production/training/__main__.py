@@ -11,7 +11,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from production.errors import PackproofError
@@ -29,6 +29,7 @@ from production.training.config import (
     plan,
     print_config,
     refusals,
+    without_effect,
 )
 from production.training.data.first_lines import FirstLines, look
 from production.training.data.token_checks import dry_run_tokens
@@ -51,6 +52,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _refuse([error])
     if options.print_config:
         print(print_config(job), end="")
+        if job.unsupported and not options.dry_run:  # the printed file lacks what the keys asked for
+            return _refuse(job.unsupported, " against this job")
     if options.dry_run:
         return _dry_run(job, options.world_size)
     return 0 if options.print_config else _run(job)
@@ -78,6 +81,7 @@ def _dry_run(job: Job, world_size: int | None) -> int:
     if first.refusals:
         return _refuse(first.refusals, f" against this job on {ranks} ranks")
     print(plan(job, ranks).text(), end="")
+    print(_listed(without_effect(job)), end="")
     here = [
         *missing_files(job),
         *check_tokenizer(job),
@@ -90,6 +94,15 @@ def _dry_run(job: Job, world_size: int | None) -> int:
         print(f"note: {note}")
     print(f"nothing against this job on {ranks} ranks" + (", but for the notes above" if told else ""))
     return 0
+
+
+def _listed(keys: Mapping[str, str]) -> str:
+    """Return the keys without effect as lines: keys of one reason stand together."""
+    by_reason: dict[str, list[str]] = {}
+    for key, why in keys.items():
+        by_reason.setdefault(why, []).append(key)
+    lines = [f"  {', '.join(each)}: {why}\n" for why, each in by_reason.items()]
+    return "".join(["accepted without effect\n", *lines]) if lines else ""
 
 
 def _first_lines(job: Job) -> FirstLines:
