@@ -10,13 +10,13 @@ import json
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from production.errors import PackproofError
 from production.training.admission import reasons_against
 from production.training.certificate import without_certificate
-from production.training.config import Job, SetupRefused, load, packed_otherwise, plan, print_config
+from production.training.config import Job, SetupRefused, load, packed_otherwise, plan, print_config, without_effect
 from production.training.distributed.environment import started_ranks
 from production.training.distributed.heartbeat import REPORTED_ELSEWHERE
 from production.training.dry_run import examine
@@ -36,6 +36,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _refuse([error])
     if options.print_config:
         print(print_config(job), end="")
+        if job.unsupported and not options.dry_run:  # the printed file lacks what the keys asked for
+            return _refuse(job.unsupported, " against this job")
     if options.dry_run:
         return _dry_run(job, options.world_size)
     return 0 if options.print_config else _run(job)
@@ -53,6 +55,7 @@ def _dry_run(job: Job, world_size: int | None) -> int:
     if found.refusals:
         return _refuse(found.refusals, f" against this job on {found.ranks} ranks")
     print(plan(job, found.ranks).text(), end="")
+    print(_listed(without_effect(job)), end="")
     told = [*(each.what for each in found.absent), *found.notes]
     for note in told:
         print(f"note: {note}")
@@ -101,6 +104,15 @@ def _tell_torchrun(message: str) -> None:
         said = {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}}
         with contextlib.suppress(OSError):  # the message itself is printed in any case
             Path(report).write_text(json.dumps({"message": said}))
+
+
+def _listed(keys: Mapping[str, str]) -> str:
+    """Return the keys without effect as lines: keys of one reason stand together."""
+    by_reason: dict[str, list[str]] = {}
+    for key, why in keys.items():
+        by_reason.setdefault(why, []).append(key)
+    lines = [f"  {', '.join(each)}: {why}\n" for why, each in by_reason.items()]
+    return "".join(["accepted without effect\n", *lines]) if lines else ""
 
 
 def _refuse(found: Sequence[PackproofError], against: str = "") -> int:

@@ -167,7 +167,7 @@ def test_a_wrong_value_of_an_option_is_told_under_the_key_that_the_file_has():
         ("policy.precision=float23", "no_choice", "float32"),
         ("loss.name=MyLoss", "no_choice", "NLLLossFn"),
         ("data.train.megatron_sft_prompt_format=nemotron-nano-v3", "no_choice", "nemotron-nano-v2"),
-        ("data.train.dataset_name=squad", "no_choice", "megatron_sft_packed"),
+        ("data.train.dataset_name=squadron", "no_choice", "megatron_sft_packed"),
         ("policy.megatron_cfg.transformer.recompute_granularity=partial", "wrong_type", "one of full, selective"),
         ("policy.megatron_cfg.transformer.window_size=[1]", "wrong_type", "a list"),
         ("policy.megatron_cfg.transformer.attention_backend=fused_", "wrong_type", "one of flash, fused"),

@@ -2,6 +2,7 @@
 
 from production.training.config.checks.machine import check_machine, check_writable, held_checkpoints, missing_packages
 from production.training.config.load_job import load
+from production.training.config.nemo_rl import without_effect
 from production.training.config.plan_job import Plan, plan
 from production.training.config.refusal import ConfigRefused, SetupRefused
 from production.training.config.schema.data import CHAT, PACKED, Data, DataFile, Dataset, DatasetDefaults
@@ -36,5 +37,5 @@ __all__ = [
     "Sft", "Source", "Tokenizer", "chat_settings", "check_machine", "check_writable", "ddp_options", "device_here",
     "held_checkpoints", "load", "missing_files", "missing_packages", "model_settings", "multi_token_depths", "notes",
     "optimizer_options", "order_settings", "packed_otherwise", "plan", "print_config", "refusals", "row_settings",
-    "sizes", "transformer_options", "validate",
+    "sizes", "transformer_options", "validate", "without_effect",
 ]  # fmt: skip

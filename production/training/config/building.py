@@ -14,9 +14,11 @@ from typing import Any
 from production.training.config.keys import PASSED_ON, is_key, nearest_key, section_keys
 from production.training.config.layers import MISSING, Overlay, defaults
 from production.training.config.megatron_options import LARGEST, Kind, check_option, option_fields
+from production.training.config.nemo_rl import is_nemo_rl_key
 from production.training.config.refusal import ConfigRefused, nearest
 from production.training.config.schema.data import DataFile, Dataset
 from production.training.config.schema.job import Source
+from production.training.config.schema.plain import ABOUT_THE_FILES
 from production.training.config.schema.policy import MegatronCfg, Switch
 from production.training.config.yaml_reader import leaves
 
@@ -60,9 +62,9 @@ class Builder:
             full = f"{key}.{name}" if key else name
             if kind is MegatronCfg and name in PASSED_ON:
                 yield from self._unknown_options(name, value, full)
-            elif name in hints and name != "sources":
+            elif name in hints and name not in ABOUT_THE_FILES:
                 yield from self._unknown_inside(hints[name], value, full)
-            elif kind is not Switch and not is_key(kind, name):
+            elif kind is not Switch and not is_key(kind, name) and not is_nemo_rl_key(full, value):
                 yield full, key
 
     def _unknown_inside(self, hint: Any, value: Any, key: str) -> Iterator[tuple[str, str]]:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 from production.training.config.megatron_options import Kind, option_fields
 from production.training.config.schema.job import Job
+from production.training.config.schema.plain import ABOUT_THE_FILES
 from production.training.config.schema.policy import MegatronCfg
 
 PASSED_ON: tuple[Kind, ...] = ("transformer", "optimizer", "distributed_data_parallel_config")
@@ -27,7 +28,7 @@ _WITHIN = 0.9
 
 def section_keys(kind: type) -> list[str]:
     """Return the names that a section declares."""
-    return [each.name for each in dataclasses.fields(kind) if each.name != "sources"]
+    return [each.name for each in dataclasses.fields(kind) if each.name not in ABOUT_THE_FILES]
 
 
 def is_key(kind: type, name: str) -> bool:

@@ -15,6 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from production.training.config.refusal import ConfigRefused, nearest
 from production.training.config.schema.job import Job, Source
+from production.training.config.schema.plain import ABOUT_THE_FILES
 from production.training.config.yaml_reader import PART, Layer, Plain, leaves, read_override
 
 MISSING = "???"
@@ -123,7 +124,7 @@ def defaults(section: type) -> dict[str, Any]:
     found: dict[str, Any] = {}
     hints = typing.get_type_hints(section)
     for each in dataclasses.fields(section):
-        if each.name == "sources":
+        if each.name in ABOUT_THE_FILES:
             continue
         if dataclasses.is_dataclass(hints[each.name]):
             found[each.name] = defaults(hints[each.name])

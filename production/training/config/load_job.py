@@ -14,6 +14,8 @@ from production.online.bins import domain_factor
 from production.training.config.building import Builder, missing_values
 from production.training.config.layers import MISSING, Overlay
 from production.training.config.megatron_options import option_fields
+from production.training.config.nemo_rl import take_nemo_rl_keys
+from production.training.config.schema.data import CHAT
 from production.training.config.schema.job import Job, Source
 from production.training.config.schema.policy import MegatronCfg
 from production.training.config.yaml_reader import read_file
@@ -37,11 +39,17 @@ def load(paths: str | Path | Sequence[str | Path], overrides: Sequence[str] = ()
     builder = Builder(overlay)
     builder.check_keys(Job, overlay.values)
     overlay.resolve()
+    taken = take_nemo_rl_keys(overlay)
     _hoist(overlay)
     _derive(overlay)
     missing_values(overlay.values, overlay.where)
     job = builder.section(Job, overlay.values, "")
-    return dataclasses.replace(job, sources=dict(overlay.sources))
+    return dataclasses.replace(
+        job,
+        sources=dict(overlay.sources),
+        without_effect=taken.without_effect,
+        unsupported=tuple(taken.refused),
+    )
 
 
 def _hoist(overlay: Overlay) -> None:
@@ -81,6 +89,9 @@ def _derive(overlay: Overlay) -> None:
         overlay, "policy.sequence_packing.train_mb_tokens",
         policy["max_total_sequence_length"], "policy.max_total_sequence_length",
     )  # fmt: skip
+    if "loss.normalization" not in overlay.sources and _trains_conversations(values["data"]):
+        values["loss"]["normalization"] = "global_valid_tokens"  # the online path has no other
+        overlay.sources["loss.normalization"] = Source(kind="derived", place="data.train's dataset_name")
     _fill(overlay, f"{_MEGATRON}.pipeline_dtype", policy["precision"], "policy.precision", str)
     _fill(overlay, f"{_MEGATRON}.scheduler.lr_decay_iters", values["sft"]["max_num_steps"], "sft.max_num_steps")
     if isinstance(megatron["optimizer"], dict):
@@ -107,6 +118,13 @@ def _derive(overlay: Overlay) -> None:
         )
         place = f"{_MEGATRON}'s context and tensor parallel sizes"
         _fill(overlay, "policy.make_sequence_length_divisible_by", factor, place)
+
+
+def _trains_conversations(data: Any) -> bool:
+    """Return whether the first training dataset is ordinary conversations."""
+    train = data["train"][0] if isinstance(data["train"], list) and data["train"] else data["train"]
+    given = train.get("dataset_name") if isinstance(train, dict) else None
+    return (given or (data["default"]["dataset_name"] if isinstance(data["default"], dict) else None)) == CHAT
 
 
 def _fill(overlay: Overlay, key: str, value: Any, place: str, kind: type | types.UnionType = int) -> None:

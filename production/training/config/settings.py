@@ -153,7 +153,8 @@ def optimizer_options(job: Job) -> dict[str, Any]:
         derived["min_lr"] = 0.0
     if (recipe := fp8_recipe(job)) is not None:
         derived["fp8_recipe"] = recipe
-    return {**derived, **given}
+    # A params_dtype of the files is left out: megatron-core's optimizers read none, and NeMo-RL's files often have another.
+    return {**derived, **given, "params_dtype": derived["params_dtype"]}
 
 
 def ddp_options(job: Job) -> dict[str, Any]:

@@ -26,11 +26,18 @@ from production.training.config.checks.megatron import (
 from production.training.config.checks.model import check_model, check_optimizer
 from production.training.config.checks.options import check_kernels, check_unsupported, check_values
 from production.training.config.checks.run import check_checkpoints, check_schedule, check_start, check_steps
-from production.training.config.checks.setup import Setup, check_layout, check_paths, check_switches
+from production.training.config.checks.setup import (
+    Setup,
+    check_layout,
+    check_nemo_rl,
+    check_paths,
+    check_switches,
+)
 from production.training.config.refusal import SetupRefused
 from production.training.config.schema.job import Job
 
 _CHECKS: tuple[Callable[[Setup], Iterator[SetupRefused]], ...] = (
+    check_nemo_rl,
     check_switches,
     check_paths,
     check_unsupported,

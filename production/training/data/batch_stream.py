@@ -133,7 +133,7 @@ class BatchStream:
         beside the batches.
         """
         job, dataset = self._job, self._job.data.train[0]
-        is_own_template = job.policy.tokenizer.chat_template is not None
+        is_own_template = job.policy.tokenizer.chat_template not in {None, "default"}
         return {
             "tokenizer": job.policy.tokenizer.name,
             "chat_template": self.tokenizer.chat_template if is_own_template else None,

@@ -29,7 +29,7 @@ def load_tokenizer(job: Job) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(given.name)
     except Exception as error:  # a damaged tokenizer.json raises Exception itself, others of its parts what they like
         raise _refused(job, _fault(given.name, error)) from error
-    if given.chat_template is not None:
+    if given.chat_template not in {None, "default"}:
         key = job.where("policy.tokenizer.chat_template")
         is_a_file = given.chat_template.endswith(".jinja")
         tokenizer.chat_template = _template(Path(given.chat_template), key) if is_a_file else given.chat_template

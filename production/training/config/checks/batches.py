@@ -41,10 +41,6 @@ def check_batches(setup: Setup) -> Iterator[SetupRefused]:
         what = f"the online path has no normalization {job.loss.normalization}: its loss stands outside the model"
         mend = "set it to global_valid_tokens, or train on packed rows"
         yield setup.refuse("online_normalization", "loss.normalization", what, mend)
-    if not job.is_packed and packing.sequence_length_round not in {None, policy.make_sequence_length_divisible_by}:
-        what = f"{packing.sequence_length_round}, where lengths are rounded up to {policy.make_sequence_length_divisible_by}"
-        mend = "leave it out: policy.make_sequence_length_divisible_by says it"
-        yield setup.refuse("sequence_length_round", "policy.sequence_packing.sequence_length_round", what, mend)
 
 
 def check_data(setup: Setup) -> Iterator[SetupRefused]:

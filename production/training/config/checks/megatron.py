@@ -232,7 +232,6 @@ def _check_optimizer_pairs(setup: Setup) -> Iterator[SetupRefused]:
         (f"{given}.{gather}", optimizer.get(gather), f"{_DDP}.{gather}", ddp.get(gather, False)),
         (f"{_DDP}.fp8_param_gather", ddp.get("fp8_param_gather"), f"{_MEGATRON}.fp8_cfg.fp8_param", has_fp8_parameters(job)),
         (f"{given}.bf16", optimizer.get("bf16"), "policy.precision", is_bfloat16),
-        (f"{given}.params_dtype", _dtype_of(optimizer.get("params_dtype")), "policy.precision", dtype(job.policy.precision)),
         (f"{given}.fp16", optimizer.get("fp16"), "policy.precision", False),
         (f"{given}.clip_grad", optimizer.get("clip_grad"), "policy.max_grad_norm", job.policy.max_grad_norm),
     )  # fmt: skip
@@ -246,11 +245,6 @@ def _check_optimizer_pairs(setup: Setup) -> Iterator[SetupRefused]:
         yield setup.refuse(
             "contradiction", key, f"{optimizer['fp8_recipe']}, which is another than {than}", "take it out"
         )
-
-
-def _dtype_of(word: str | None) -> Any:
-    """Return the torch dtype of an option's word; None for no word."""
-    return None if word is None else dtype(word.removeprefix("torch."))
 
 
 def _shown(value: Any) -> str:

@@ -22,11 +22,8 @@ _SWITCHED_OFF = {
     "policy.megatron_cfg.peft.enabled": "adapters",
     "policy.megatron_cfg.use_fused_linear_logprobs": "fused linear log-probabilities: the loss is the model's own",
     "policy.megatron_cfg.defer_fp32_logits": "late casting of logits: the cross entropy rounds as Megatron-LM's",
-    "policy.megatron_cfg.freeze_moe_router": "a frozen router",
-    "policy.megatron_cfg.empty_unused_memory_level": "emptying of CUDA's cache: memory stays with the job",
     "sft.only_unmask_final": "training on the last turn alone: rows carry their own masks",
     "logger.swanlab_enabled": "SwanLab",
-    "logger.monitor_gpus": "NeMo-RL's GPU monitor",
 }
 _OF_THE_LAUNCHER = {
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE",
@@ -68,9 +65,25 @@ class Setup:
         return SetupRefused(kind=kind, key=self.job.written(key), what=what, where=self.job.where(key), mend=mend)
 
 
+def check_nemo_rl(setup: Setup) -> Iterator[SetupRefused]:
+    """Refuse what a file of NeMo-RL asks for and this job does not have (R-SETUP-24)."""
+    job = setup.job
+    yield from job.unsupported
+    if job.policy.model_name is not None and "model.initial" not in job.sources:
+        what = "nothing says whether the weights are those of policy.model_name, which NeMo-RL loads, or are drawn"
+        yield setup.refuse("start", "model.initial", what, "set model.initial to huggingface, megatron or scratch")
+    if not job.is_packed and job.policy.tokenizer.chat_template is None:
+        what = "null, which is NeMo-RL's template that joins the contents of all messages without their roles"
+        mend = "write default for the tokenizer's own template, or the template itself"
+        yield setup.refuse("chat_template", "policy.tokenizer.chat_template", what, mend)
+
+
 def check_switches(setup: Setup) -> Iterator[SetupRefused]:
     """Refuse backends, losses and parts that this job does not have (R-SETUP-7)."""
     megatron = setup.job.megatron
+    if megatron.freeze_moe_router and setup.job.model.num_moe_experts is not None:
+        key = f"{_MEGATRON}.freeze_moe_router"
+        yield setup.refuse("switched_on", key, "this job does not have a frozen router", f"set {key} to false")
     if not megatron.enabled:
         what, mend = "the backend is not Megatron: megatron-core is the one backend", f"set {_MEGATRON}.enabled to true"
         yield setup.refuse("backend", f"{_MEGATRON}.enabled", what, mend)
@@ -82,7 +95,7 @@ def check_switches(setup: Setup) -> Iterator[SetupRefused]:
             yield setup.refuse("environment", f"{_MEGATRON}.env_vars.{name}", what, mend)
     for key, part in _SWITCHED_OFF.items():
         if _look_up(setup.job, key):
-            mend = f"set {key} to {'false' if isinstance(_look_up(setup.job, key), bool) else 0}"
+            mend = f"set {key} to false"
             yield setup.refuse("switched_on", key, f"this job does not have {part}", mend)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from production.training.config.refusal import SetupRefused
 from production.training.config.schema.data import Data
 from production.training.config.schema.model import Model
 from production.training.config.schema.plain import plain
@@ -49,6 +50,10 @@ class Job:
     """Machines of the job."""
     sources: Mapping[str, Source] = field(default_factory=dict)
     """Dotted key of each value (lists as `[0]`) to its source."""
+    without_effect: Mapping[str, str] = field(default_factory=dict)
+    """Dotted key of NeMo-RL's that no section has and that has no effect here, to the reason (SPEC R-SETUP-24)."""
+    unsupported: tuple[SetupRefused, ...] = ()
+    """Refusals of what the files ask for in NeMo-RL's keys and this job does not have; `validate` raises them."""
 
     @property
     def megatron(self) -> MegatronCfg:

@@ -13,8 +13,9 @@ class Tokenizer:
 
     name: str
     """Folder or Hugging Face name; derived from `policy.model_name` where only that is set."""
-    chat_template: str | None = None
-    """Template in Jinja, or path of a `.jinja` file, that replaces the tokenizer's own; None: its own."""
+    chat_template: str | None = "default"
+    """`default`: the tokenizer's own. Else a template in Jinja, or the path of a `.jinja` file. None is refused on the online path: NeMo-RL then joins
+    the contents of all messages without their roles."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +52,7 @@ class SequencePacking:
     ] = "modified_first_fit_decreasing"
     """Packer of docs/SPEC.md#packing."""
     sequence_length_round: int | None = None
-    """NeMo-RL's rounding; only None or `make_sequence_length_divisible_by`, which is what lengths are rounded up to."""
+    """Not read, as in NeMo-RL: lengths are rounded up to `make_sequence_length_divisible_by`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,9 +121,9 @@ class MegatronCfg:
     defer_fp32_logits: bool = False
     """NeMo-RL's late cast of logits: only false, the cross entropy is in float32 as Megatron-LM's."""
     freeze_moe_router: bool = False
-    """NeMo-RL's frozen router: only false."""
+    """NeMo-RL's frozen router: only false, but for a model without experts, which has no router."""
     empty_unused_memory_level: int = 0
-    """NeMo-RL's emptying of CUDA's cache, which it needs beside generation: only 0."""
+    """Not read: NeMo-RL empties CUDA's cache between generation and training."""
     env_vars: Mapping[str, str] = field(default_factory=dict)
     """Environment variables set before CUDA starts."""
     mtp_num_layers: int | None = None

@@ -124,7 +124,7 @@ class Logger:
     swanlab_enabled: bool = False
     """NeMo-RL's SwanLab logger: only false."""
     monitor_gpus: bool = False
-    """NeMo-RL's GPU monitor: only false; memory is reported with each step."""
+    """Not read: memory is reported with each step."""
     dump_batch_steps: tuple[int, ...] = ()
     """Steps, from 1, whose batches each rank dumps for `diff_row`; `--dump-batch STEP` adds one."""
     progress: bool = True
