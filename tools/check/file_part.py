@@ -77,7 +77,7 @@ def _losses(found: Scanned) -> Iterator[str]:
     skipped = [each for each in inspection.findings if each.is_unreadable and each.severity == "loses"]
     if skipped:
         yield (
-            f"{name}: {counted(counts['rows_unreadable'], 'line', 'is', 'are')} left out, since they cannot be read (on_bad_row: skip); the first is "
+            f"{name}: {counted(counts['rows_unreadable'], 'unreadable line', 'is', 'are')} left out (on_bad_row: skip); the first is "
             f"line {skipped[0].line} ({skipped[0].kind})"
         )
     if counts["truncated"] or counts["dropped"]:
