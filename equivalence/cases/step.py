@@ -23,9 +23,16 @@ CHECKS = ("models", "leaks", "paths")
 TRAINED = ("anywhere", "first", "last", "share r/n")
 """Places of a row's trained targets: anywhere; at the first, or last, position of each segment; in the share of rank r of n that R-CP-1 cuts."""
 
+
+def squared_relu(values: torch.Tensor) -> torch.Tensor:
+    """Return the square of the positive part, as megatron-core's function of this name, which takes seconds to import."""
+    return torch.nn.functional.relu(values).square()
+
+
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu": torch.nn.functional.gelu,
     "silu": torch.nn.functional.silu,
+    "squared_relu": squared_relu,
 }
 
 
