@@ -42,7 +42,7 @@ def _without_effect(why: str) -> NemoRlKey:
     return NemoRlKey(harmless=(ANY,), why=why)
 
 
-_ABSENT = (None, {})
+_ABSENT: tuple[Any, ...] = (None, {})
 _SAVED_AT_ONCE = "all ranks write a checkpoint together, and training goes on once it is whole"
 _HUB = "only datasets of a hub have splits and columns; files are named by data_path"
 _PROMPT = "a prompt template that NeMo-RL puts around the first user message"
