@@ -7,6 +7,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.packproof-$(shell cat pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
 SIZE ?= tiny
 ARGS ?=
+JOB ?= examples/jobs/small-cpu.yaml
 
 .PHONY: help
 help: ## what there is
@@ -27,11 +28,11 @@ equivalence: $(STAMP) ## the main job: three witnesses, the packed sample and ge
 
 .PHONY: test
 test: $(STAMP) ## the tests
-	$(BIN)/python -m pytest -n auto --dist loadgroup --durations=10 $(ARGS)
+	$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder --durations=10 $(ARGS)
 
 .PHONY: coverage
 coverage: $(STAMP) ## the tests with coverage, which costs a third more time
-	$(BIN)/python -m pytest -n auto --dist loadgroup --cov --cov-report=term:skip-covered $(ARGS)
+	$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder --cov --cov-report=term:skip-covered $(ARGS)
 
 .PHONY: train
 train: $(STAMP) ## train a small model on the packed sample: two ranks on the CPU, minutes (ARGS="sft.max_num_steps=10 …")
@@ -44,10 +45,19 @@ lint: $(STAMP) ## ruff, the type checker, the import contracts
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+.PHONY: docs
+docs: $(STAMP) ## the documentation as a site in site/, links and anchors checked
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet $(ARGS)
+
+.PHONY: check
+check: $(STAMP) ## may a job start? its file, tokenizer and YAML against Megatron-LM (JOB=job.yaml ARGS="key=value --budget 10m …")
+	$(BIN)/python -m tools.check $(JOB) $(ARGS)
+
 .PHONY: bench
 bench: $(STAMP) ## the benchmark of docs/benchmarks.md
 	$(BIN)/python -m tools.bench rows $(ARGS)
 
 .PHONY: clean
 clean: ## remove what was built, not the environment
-	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage*
+	rm -rf build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage*

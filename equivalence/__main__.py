@@ -25,11 +25,13 @@ from equivalence.mutants.matrix import CHECKS, Kills, failures, kill_matrix
 from equivalence.report import html, kills, summary, terminal
 from equivalence.runner import exits, jobs
 from equivalence.runner.alone import checked
-from equivalence.runner.main import Options, execute, sample_notes
+from equivalence.runner.main import execute, sample_notes
+from equivalence.runner.outcome import Options
 from equivalence.runner.own_settings import count_rows
 from equivalence.runner.plan import shard_of
 from equivalence.runner.pool import default_workers
 from equivalence.runner.restriction import restriction
+from equivalence.subjects import split_names
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 
@@ -49,7 +51,7 @@ class Run:
     shard: str = "1/1"
     """i/n: only every n-th job, for a run spread over machines."""
     subjects: str = "reference,production,megatron_lm"
-    """Sides to compare, comma-separated; your own as module:object."""
+    """Sides to compare, comma-separated; your own as module:object, or in an environment of its own as exec:"PYTHON my_adapter.py"."""
     workers: int | None = None
     """Processes; the cores that there are unless given."""
     rows: int | None = None
@@ -66,6 +68,8 @@ class Run:
     """Context parallel sizes of rows, comma-separated; all unless given."""
     semantics: str | None = None
     """Presets of rows, comma-separated, each with its overrides: strict,row_ends=any; all unless given."""
+    rows_only: bool = False
+    """Only rows and batches: no cuts, files, losses, training steps and runs, which a subject has no part in."""
     models: bool = True
     """Training steps of models in worlds of one to eight ranks; half of the time."""
     job: str | None = None
@@ -81,7 +85,7 @@ class Promote:
     file: Annotated[Path, tyro.conf.Positional]
     """The case, such as build/equivalence/corpus/….json."""
     name: str
-    """What it shall be called: small letters, digits, - and _."""
+    """Name of the promoted case: small letters, digits, - and _."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +115,7 @@ class Mutants:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Console script. Returns the exit code."""
+    """Run the command line; return the exit status."""
     return exits.run(_main, arguments)
 
 
@@ -159,7 +163,8 @@ def _run(asked: Run, command: str, console: Console) -> int:
         pack_length=asked.pack_length,
         out=asked.out,
         rows=asked.rows,
-        models=asked.models,
+        models=asked.models and not asked.rows_only,
+        rows_only=asked.rows_only,
         job=asked.job,
         restriction=restriction(asked.formats, asked.cp, asked.semantics),
     )
@@ -226,7 +231,7 @@ def _quiet() -> None:
 
 
 def _subjects(names: str) -> tuple[str, ...]:
-    found = tuple(dict.fromkeys(name.strip() for name in names.split(",") if name.strip()))
+    found = tuple(dict.fromkeys(split_names(names)))
     if len(found) < 2:  # one side equals itself
         raise InputError(f"--subjects {names}: name at least two sides, such as reference,production")
     return found

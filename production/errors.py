@@ -1,11 +1,11 @@
-"""The errors a user can meet: each says what is wrong, where, and how to mend it, and keeps the three apart for machines."""
+"""Define the errors that a user can meet: each says what is wrong, where, and how to fix it, and keeps the three parts for machines."""
 
 import sys
 from typing import Any
 
 
 class _Kind(type):
-    """How errors are called: with their fields by name, or with one text, as those do who raise an error anew in its own class."""
+    """Lets errors be called with their fields by name, or with one text, as code does that raises an error again in its own class."""
 
     def __call__(cls, *text: str, **fields: Any) -> Any:
         if len(text) != 1 or fields:
@@ -19,17 +19,17 @@ class _Kind(type):
 
 
 class PackproofError(ValueError, metaclass=_Kind):
-    """Base of every error that a user can mend; `str()` of it says all three fields on one line.
+    """Base of every error that a user can fix; its `str()` has all three fields on one line.
 
-    Raised anew as `type(error)(text)` while it is handled, as megatron-core does, it says the new text and keeps its fields.
+    An error that is raised again as `type(error)(text)` while it is handled, as megatron-core does, has the new text and keeps its fields.
     """
 
     what: str
-    """What is wrong."""
+    """Fault."""
     where: str
-    """Where it stands: file and line, row, setting or rank."""
+    """Place of the fault: file and line, row, setting or rank."""
     mend: str
-    """How to mend it."""
+    """Way to fix it."""
 
     def __init__(self, *, what: str, where: str, mend: str) -> None:
         super().__init__(f"{where}: {what}. To mend it: {mend}")
@@ -69,7 +69,7 @@ class RowRefused(PackproofError):  # noqa: N818 - reads as the verdict it is
     """A row that can be read but must not be trained on, such as one with an empty assistant turn."""
 
     kind: str
-    """One word for the fault, of SPEC section 9."""
+    """One word for the fault, of docs/SPEC.md#refusals."""
     conversation: int | None
     turn: int | None
 
@@ -85,7 +85,7 @@ class RowRefused(PackproofError):  # noqa: N818 - reads as the verdict it is
 
 
 class BatchRefused(PackproofError):  # noqa: N818 - reads as the verdict it is
-    """Rows that cannot be one batch, found on the host before any copy to a device."""
+    """Rows that cannot form one batch, refused on the host before any copy to a device."""
 
     kind: str
     """One word for the fault, of R-GUARD-1."""

@@ -1,4 +1,4 @@
-"""The loss outside the model, as the functions that megatron-core's schedules call: direct and online, three normalizations (SPEC section 14).
+"""The loss outside the model, as the functions that megatron-core's schedules call: direct and online, three normalizations (docs/SPEC.md#loss).
 
 Tensors only: nothing here waits for the device, and what is reported stays [sum, count] until it is reduced over all ranks.
 """
@@ -20,26 +20,26 @@ from production.parallel.microbatches import Microbatch, OnlineRow
 Normalization = Literal["per_token", "mean_of_means", "global_valid_tokens"]
 Report = dict[str, torch.Tensor]
 LossResult = tuple[torch.Tensor, torch.Tensor, Report] | tuple[torch.Tensor, Report]
-"""What a schedule takes: (sum, trained tokens int32, report), or (loss, report)."""
+"""Result for a schedule: (sum, trained tokens int32, report), or (loss, report)."""
 
 REPORT = "lm loss"
 """The key that Megatron-LM reports the loss under."""
 ONLINE_EPSILON = 1e-8
-"""What the online path adds to its divisor."""
+"""Term that the online path adds to its divisor."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LossSettings:
-    """How the token losses of a global batch become one number. Raises PackproofError for an unknown normalization."""
+    """Normalization of the token losses of a global batch. Raises PackproofError for an unknown normalization."""
 
     normalization: Normalization
     """`per_token`; `mean_of_means`, Megatron-LM's default; `global_valid_tokens`, the direct and the online path's (R-LOSS-2 to 4)."""
     num_microbatches: int
-    """Of this global batch on each data-parallel rank, as the schedule is told it."""
+    """Number of microbatches of this global batch on each data-parallel rank, as the schedule has it."""
     context_parallel_size: int
     """cp."""
     layout: str = "zigzag"
-    """How rows are cut among cp ranks."""
+    """Cut of rows among cp ranks."""
 
     def __post_init__(self) -> None:
         """Refuse what would only show in the gradient."""
@@ -58,14 +58,14 @@ class LossSettings:
 
 
 def calculates_per_token(normalization: Normalization) -> bool:
-    """What `TransformerConfig.calculate_per_token_loss` must be: whether megatron-core sums gradients instead of averaging (R-LOSS-2)."""
+    """Return the value for `TransformerConfig.calculate_per_token_loss`: whether megatron-core sums gradients instead of averaging (R-LOSS-2)."""
     return normalization != "mean_of_means"
 
 
 def auxiliary_scale(
     normalization: Normalization, global_valid_tokens: torch.Tensor
 ) -> Callable[[], torch.Tensor] | None:
-    """What `mtp_grad_scale_func` and `moe_grad_scale_func` of the model's config must be in this global batch; None leaves them unset.
+    """Return the value for `mtp_grad_scale_func` and `moe_grad_scale_func` of the model's config in this global batch; None leaves them unset.
 
     `global_valid_tokens` is a scalar (R-BATCH-5).
 
@@ -86,12 +86,12 @@ def loss_function(
     tensor_group: Any = None,
     context_group: Any = None,
 ) -> Callable[[torch.Tensor], LossResult]:
-    """What a forward step returns beside the model's output: the microbatch's loss, of either path.
+    """Return the loss function that a forward step of either path returns beside the model's output.
 
-    The output is token losses [1, n] on the direct path, logits [1, n, V / tp] on the online one. `global_valid_tokens`
-    (scalar, R-BATCH-5 or R-ONLINE-6) is needed for `global_valid_tokens`, and the online path knows no other.
+    The output is token losses [1, n] on the direct path, logits [1, n, V / tp] on the online path. `global_valid_tokens`
+    (scalar, R-BATCH-5 or R-ONLINE-6) is needed for the normalization of that name, the only one of the online path.
     The groups are megatron-core's; `tensor_group` None takes the current one, `context_group` is needed online at cp > 1.
-    Raises PackproofError where a divisor or a group is missing, or the online path is asked for another normalization.
+    Raises PackproofError for a missing divisor or group, and for another normalization on the online path.
     """
     if microbatch.row is None:
         return lambda output: direct_loss(
@@ -127,10 +127,10 @@ def direct_loss(
     settings: LossSettings,
     global_valid_tokens: torch.Tensor | None = None,
 ) -> LossResult:
-    """A microbatch's loss from the model's token losses [1, n] and the mask of their targets [1, n] float32 (R-LOSS-1 to 4).
+    """Return a microbatch's loss from the model's token losses [1, n] and the mask of their targets [1, n] float32 (R-LOSS-1 to 4).
 
     `per_token` and `mean_of_means` give megatron-core a sum and a count, which it divides as its config says;
-    `global_valid_tokens` gives a loss from which its averaging is taken out again.
+    `global_valid_tokens` gives a loss that cancels megatron-core's averaging.
     """
     total, count = _sum_and_count(token_losses, target_mask)
     report = {REPORT: torch.stack([total.detach().clone(), count.to(total.dtype)])}
@@ -144,9 +144,9 @@ def direct_loss(
 def token_log_probabilities(
     logits: torch.Tensor, target_ids: torch.Tensor, *, tensor_group: Any = None
 ) -> torch.Tensor:
-    """Log-probabilities [1, n] float32 of `target_ids` [1, n], from logits [1, n, V / tp] that tensor-parallel ranks share (R-LOSS-5).
+    """Return log-probabilities [1, n] float32 of `target_ids` [1, n], from logits [1, n, V / tp] that are split over tensor-parallel ranks (R-LOSS-5).
 
-    megatron-core's vocabulary-parallel cross entropy, negated. It works in place: float32 logits are lost.
+    The result is megatron-core's vocabulary-parallel cross entropy, negated. The function works in place: float32 logits are overwritten.
     """
     from megatron.core.tensor_parallel import vocab_parallel_cross_entropy  # noqa: PLC0415 - only the online path needs it
 
@@ -157,10 +157,10 @@ def token_log_probabilities(
 
 
 def gather_context(share: torch.Tensor, row: OnlineRow, settings: LossSettings, *, group: Any = None) -> torch.Tensor:
-    """The whole row's log-probabilities [1, T] from every rank's share [1, T / cp], in the order of the row (R-CP-5).
+    """Gather the whole row's log-probabilities [1, T] from every rank's share [1, T / cp], in the order of the row (R-CP-5).
 
-    All ranks compute the same loss from it, so each keeps the gradient of its own share, without a message. Raises
-    PackproofError where `group` is not the row's.
+    All ranks compute the same loss from the result, so each keeps the gradient of its own share, without a message. Raises
+    PackproofError if `group` is not the row's.
     """
     if settings.context_parallel_size == 1:
         return share
@@ -182,10 +182,10 @@ def online_loss(
     settings: LossSettings,
     global_valid_tokens: torch.Tensor,
 ) -> LossResult:
-    """A microbatch's loss from the log-probabilities of this rank's targets [1, n] and of the whole row [1, T] (R-LOSS-5).
+    """Return a microbatch's loss from the log-probabilities of this rank's targets [1, n] and of the whole row [1, T] (R-LOSS-5).
 
-    `target_mask` [1, n] and `row_mask` [1, T] float32 are the same mask, cut and whole. The loss is the row's, on every rank;
-    the report is the share's, so that sums over dp x cp ranks mean the same on both paths.
+    `target_mask` [1, n] and `row_mask` [1, T] float32 are the same mask, cut and whole. Every rank returns the row's loss and the
+    report of its share, so that sums over dp x cp ranks mean the same on both paths.
     """
     loss = -((whole * row_mask).sum() / (global_valid_tokens + ONLINE_EPSILON))
     total, count = _sum_and_count(-share.detach(), target_mask)
@@ -193,7 +193,7 @@ def online_loss(
 
 
 def _sum_and_count(token_losses: torch.Tensor, target_mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The masked sum, in float32 or wider, and how many targets it has."""
+    """Return the masked sum, in float32 or wider, and the number of targets that count."""
     losses = token_losses.reshape(-1)
     losses = losses if losses.dtype == torch.float64 else losses.float()
     mask = target_mask.reshape(-1)
@@ -201,7 +201,7 @@ def _sum_and_count(token_losses: torch.Tensor, target_mask: torch.Tensor) -> tup
 
 
 def _undo_averaging(loss: torch.Tensor, settings: LossSettings) -> torch.Tensor:
-    """What the schedule multiplies by cp and divides by the number of microbatches, so that the loss is left."""
+    """Cancel the schedule's averaging: it multiplies by cp and divides by the number of microbatches."""
     return loss * settings.num_microbatches / settings.context_parallel_size
 
 

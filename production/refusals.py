@@ -1,4 +1,4 @@
-"""Why a row is refused: the kinds of SPEC section 9, and how to mend each."""
+"""List the reasons for which a row is refused: the kinds of docs/SPEC.md#refusals, and how to fix each."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ MENDS = {
     "dropped": "pack fewer conversations into a row, or raise pack_length",
     "truncated": "pack fewer tokens into a row, or raise pack_length",
 }
-"""How a user mends each kind of refusal."""
+"""Fix for each kind of refusal."""
 
 
 def refusal(kind: str, what: str, *, conversation: int | None = None, turn: int | None = None) -> RowRefused:
-    """The refusal of this kind; `conversation` and `turn` are 0-based places in the row and in the conversation."""
+    """Return the refusal of this kind; `conversation` and `turn` count from 0 in the row and in the conversation."""
     place = "row" if conversation is None else f"conversation {conversation}"
     return RowRefused(
         kind=kind,

@@ -1,4 +1,4 @@
-"""Which behaviour holds where published paths differ (SPEC section 7): one frozen value, chosen by name and never by accident."""
+"""Choose among behaviors in which published paths differ (docs/SPEC.md#presets): one frozen value, chosen by name and never by accident."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ class Semantics:
     long_assistant_prefix: Literal["mask", "refuse"] = "mask"
     """An assistant prefix that is longer than its turn (R-TURN-3)."""
     turn_rules: Literal["masked_formats", "no_wrap", "every_format"] = "masked_formats"
-    """Where roles, empty answers and order are checked, and whether a first assistant turn wraps (R-TURN-2)."""
+    """Formats in which roles, empty answers and order are checked, and whether a first assistant turn wraps (R-TURN-2)."""
     row_ends: Literal["any", "system_to_assistant"] = "any"
-    """What a row must start and end with (R-ENDS-1)."""
+    """Required first and last role of a row (R-ENDS-1)."""
     turn_check: Literal["relative", "exact"] = "relative"
-    """How a turn's own tokens are compared with the conversation's (R-TURN-1, 5)."""
+    """Comparison of a turn's own tokens with the conversation's (R-TURN-1e)."""
     exact_fill: Literal["continue", "stop"] = "continue"
     """Whether a conversation is begun on a row that is exactly full (R-LAYOUT-4)."""
     indivisible_segment: Literal["keep", "refuse"] = "keep"
@@ -45,7 +45,7 @@ class Semantics:
     lost_conversations: Literal["allow", "refuse"] = "allow"
     """Whether a row may lose what does not fit (R-LAYOUT-7)."""
     unknown_pad_token: Literal["unk", "unk_early", "refuse"] = "unk"
-    """A pad token that the vocabulary lacks: the unknown id, or a refusal. Where there is no unknown id the row is refused after its
+    """Handling of a pad token outside the vocabulary: the unknown id, or a refusal. Without an unknown id the row is refused after its
     conversations (`unk`) or before them (`unk_early`) (R-PAD-1)."""
 
     def __post_init__(self) -> None:
@@ -60,7 +60,7 @@ class Semantics:
 
 
 def parse(text: str) -> Semantics:
-    """The semantics called `preset` or `preset,field=value,…`. PackproofError names the nearest valid name."""
+    """Return the semantics of a name, `preset` or `preset,field=value,…`. Raises PackproofError with the nearest valid name."""
     preset, *overrides = text.split(",")
     if preset not in PRESETS:
         raise PackproofError(
@@ -84,7 +84,7 @@ def parse(text: str) -> Semantics:
 
 
 def nearest(name: object, names: Iterable[str]) -> str:
-    """The valid name that is most like `name`."""
+    """Return the valid name that is most similar to `name`."""
     names = list(names)
     return next(iter(difflib.get_close_matches(str(name).lower(), names, n=1, cutoff=0.0)), names[0])
 
@@ -127,4 +127,4 @@ PRESETS: dict[str, Semantics] = {
         unknown_pad_token="refuse",
     ),
 }
-"""The published combinations, by name (the table of SPEC section 7)."""
+"""The published combinations, by name (the table of docs/SPEC.md#presets)."""

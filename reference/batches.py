@@ -10,7 +10,7 @@ import torch
 from reference.rows import Row
 
 NO_BOUNDARY = -1
-"""What fills the ragged rows of `packed_cu_seqlens`; never a boundary."""
+"""Filling of the ragged rows of `packed_cu_seqlens`; never a boundary."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -58,7 +58,7 @@ def collate(rows: Sequence[Row]) -> Batch:
 
 
 def flatten_boundaries(batch: Batch) -> tuple[torch.Tensor, int]:
-    """Boundaries `[N]` int32 of the batch as one sequence of B·P tokens, and its longest segment. R-BATCH-2."""
+    """Return the boundaries `[N]` int32 of the batch as one sequence of B·P tokens, and the length of the longest segment. R-BATCH-2."""
     pack_length = batch.input_ids.shape[1]
     flat = [0]
     for number, count in enumerate(batch.packed_cu_seqlens_lengths.tolist()):
@@ -68,12 +68,12 @@ def flatten_boundaries(batch: Batch) -> tuple[torch.Tensor, int]:
 
 
 def rows_of_rank(global_batch: Sequence[int], rank: int, data_parallel_size: int) -> list[int]:
-    """The rows that a data-parallel rank takes, one microbatch each. R-BATCH-3."""
+    """Return the rows that a data-parallel rank takes, one microbatch each. R-BATCH-3."""
     return [row for place, row in enumerate(global_batch) if place % data_parallel_size == rank]
 
 
 def pad_validation(rows: Sequence[int], data_parallel_size: int) -> tuple[list[int], list[float]]:
-    """The last validation batch, filled to a multiple of dp with its last row, and its sample mask. R-BATCH-4."""
+    """Fill the last validation batch to a multiple of dp with its last row; return the rows and their sample mask. R-BATCH-4."""
     padded, sample_mask = list(rows), [1.0] * len(rows)
     while len(padded) % data_parallel_size != 0:
         padded.append(padded[-1])
@@ -82,5 +82,5 @@ def pad_validation(rows: Sequence[int], data_parallel_size: int) -> tuple[list[i
 
 
 def valid_tokens(token_mask: torch.Tensor, sample_mask: torch.Tensor) -> float:
-    """The loss's divisor over `token_mask` [B, P] and `sample_mask` [B] of a global batch. R-BATCH-5."""
+    """Return the divisor of the loss, from `token_mask` [B, P] and `sample_mask` [B] of a global batch. R-BATCH-5."""
     return sum(float(row.sum()) * float(weight) for row, weight in zip(token_mask, sample_mask, strict=True))

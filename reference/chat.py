@@ -1,4 +1,4 @@
-"""The online path's tokens: a conversation message by message, with the mask of each, as NeMo-RL publishes it (SPEC section 15)."""
+"""The online path's tokens: a conversation message by message, with the mask of each, as NeMo-RL publishes it (docs/SPEC.md#online-path)."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ STUB_TOKENS = 4
 
 @dataclass(frozen=True, kw_only=True)
 class ChatSettings:
-    """How conversations become tokens on the online path."""
+    """Settings that decide how the online path turns conversations into tokens."""
 
     bos_token: str | None = None
-    """Text that the first message begins with, added where it lacks it; None adds nothing."""
+    """BOS text, put before a first message that does not begin with this text; None adds nothing."""
     eos_token: str | None = None
-    """Text that the last message ends with, added where it lacks it; None adds nothing."""
+    """EOS text, put behind a last message that does not end with this text; None adds nothing."""
     add_generation_prompt: bool = False
     """Whether the template opens the assistant's turn after a user or tool message, whose tokens that header then belongs to."""
     on_unjoined_pieces: str = "refuse"
@@ -42,7 +42,7 @@ class MessageTokens:
 def tokenize_messages(
     conversation: Conversation, prompt: Prompt, tokenizer: Tokenizer, settings: ChatSettings, tools: Any = None
 ) -> list[MessageTokens]:
-    """The tokens of each message. R-ONLINE-1, R-ONLINE-9.
+    """Return the tokens of each message. R-ONLINE-1, R-ONLINE-9.
 
     `tools` are those of the conversation's line, which only a template can render.
     """
@@ -67,14 +67,14 @@ def tokenize_messages(
 
 
 def joined(pieces: Sequence[MessageTokens]) -> tuple[list[int], list[int]]:
-    """The tokens of a conversation, and a 1 for each that belongs to an assistant message. R-ONLINE-1."""
+    """Return the tokens of a conversation, and a mask with 1 for each token of an assistant message. R-ONLINE-1."""
     tokens = [token for piece in pieces for token in piece.tokens]
     mask = [int(piece.is_trained) for piece in pieces for _ in piece.tokens]
     return tokens, mask
 
 
 def weighted(pieces: Sequence[MessageTokens], max_length: int) -> tuple[list[int], list[int], float]:
-    """Tokens, mask and weight of a conversation: one that is too long is cut to a stub that counts nowhere. R-ONLINE-8."""
+    """Return tokens, mask and weight of a conversation. A conversation that is too long is cut to a stub of weight 0. R-ONLINE-8."""
     tokens, mask = joined(pieces)
     if len(tokens) < max_length:
         return tokens, mask, 1.0
@@ -99,7 +99,7 @@ def check_tools(conversation: Conversation, prompt: Prompt, tokenizer: Tokenizer
 
 
 def text_or_none(conversation: Conversation, prompt: Prompt, tokenizer: Tokenizer, tools: Any) -> str | None:
-    """The text of a conversation without some part of its line; None where the template fails for want of that part."""
+    """Return a conversation's text rendered without some keys of its line; None if the template fails without them."""
     try:
         return prompts.render(conversation, prompt, tokenizer, **given(tools))
     except RowRefused:
@@ -109,19 +109,19 @@ def text_or_none(conversation: Conversation, prompt: Prompt, tokenizer: Tokenize
 def rendered(
     messages: Sequence[Message], prompt: Prompt, tokenizer: Tokenizer, settings: ChatSettings, tools: Any
 ) -> str:
-    """The text of the first messages of a conversation."""
+    """Return the text of the first messages of a conversation."""
     opens_turn = settings.add_generation_prompt and messages[-1]["role"] in PROMPTING_ROLES
     opened = {"add_generation_prompt": True} if opens_turn else {}
     return prompts.render(messages, prompt, tokenizer, **given(tools), **opened)
 
 
 def given(tools: Any) -> dict[str, Any]:
-    """The option that hands tools to a template; nothing where there are none."""
+    """Return the template option that passes the tools; empty without tools."""
     return {"tools": tools} if tools is not None else {}
 
 
 def first_difference(before: str, now: str) -> int:
-    """Where two texts begin to differ; where one begins the other, its length."""
+    """Return the first index at which two texts differ; the length of the shorter text if the other text begins with it."""
     for place, (old, new) in enumerate(zip(before, now, strict=False)):
         if old != new:
             return place

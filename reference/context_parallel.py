@@ -1,4 +1,4 @@
-"""Which positions of a row a context-parallel rank owns, and the way back (SPEC section 11). Loops over segments and chunks."""
+"""Cut a row among context-parallel ranks and gather it again, with loops over segments and chunks (docs/SPEC.md#context-parallelism)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LAYOUTS = ("zigzag", "contiguous")
 def owned_positions(
     cu_seqlens: Sequence[int], rank: int, context_parallel_size: int, layout: str = "zigzag"
 ) -> list[int]:
-    """The positions of a row that a rank owns, in the order in which it holds them. R-CP-1, R-CP-3, R-CP-4.
+    """Return the positions of a row that a rank owns, in the order of the rank's share. R-CP-1, R-CP-3, R-CP-4.
 
     `cu_seqlens` runs from 0 to P. Raises RowRefused (`indivisible_segment`), ValueError for an unknown layout or rank.
     """
@@ -42,7 +42,7 @@ def owned_positions(
 
 
 def contiguous_positions(cu_seqlens: Sequence[int], rank: int, context_parallel_size: int) -> list[int]:
-    """An equal run of the whole row for each rank, whatever its segments. R-CP-4."""
+    """Return equal consecutive ranges of the row, one for each rank, whatever the segments are. R-CP-4."""
     pack_length = cu_seqlens[-1]
     if pack_length % context_parallel_size != 0:
         why = f"the row has {pack_length} tokens, which {context_parallel_size} does not divide; mend pack_length"
@@ -54,12 +54,12 @@ def contiguous_positions(cu_seqlens: Sequence[int], rank: int, context_parallel_
 def shard(
     tensor: torch.Tensor, cu_seqlens: Sequence[int], rank: int, context_parallel_size: int, layout: str = "zigzag"
 ) -> torch.Tensor:
-    """A rank's share `[…, P / cp]` of a tensor `[…, P]`: the same index for every tensor of the row. R-CP-2."""
+    """Return a rank's share `[…, P / cp]` of a tensor `[…, P]`, cut with the same index for every tensor of the row. R-CP-2."""
     return tensor[..., owned_positions(cu_seqlens, rank, context_parallel_size, layout)]
 
 
 def gather(shards: Sequence[torch.Tensor], cu_seqlens: Sequence[int], layout: str = "zigzag") -> torch.Tensor:
-    """The whole tensor `[…, P]` from the shares of all ranks, in rank order. R-CP-5."""
+    """Assemble the whole tensor `[…, P]` from the shares of all ranks, given in rank order. R-CP-5."""
     whole = torch.empty(*shards[0].shape[:-1], cu_seqlens[-1], dtype=shards[0].dtype)
     for rank, part in enumerate(shards):
         whole[..., owned_positions(cu_seqlens, rank, len(shards), layout)] = part

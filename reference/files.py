@@ -1,4 +1,4 @@
-"""Packed files as a person would read them: all lines with Python's own JSON, and which of them are rows (SPEC section 10)."""
+"""Packed files as a person would read them: all lines with Python's own JSON, and which of them are rows (docs/SPEC.md#files)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Message = dict[str, Any]
 
 
 class LineRefused(ValueError):  # noqa: N818 - reads as the verdict it is
-    """A line that is no row; `kind` is SPEC's word for it."""
+    """Error for a line that does not hold a row; `kind` is the kind in SPEC's file rules."""
 
     def __init__(self, kind: str) -> None:
         super().__init__(kind)
@@ -23,7 +23,7 @@ class Line:
     """A line of one of several files."""
 
     file: int
-    """Which file, from 0."""
+    """Number of the file, from 0."""
     line: int
     """From 1."""
     start: int
@@ -31,9 +31,9 @@ class Line:
     data: bytes
     """With its newline, if it has one."""
     messages: list[Message]
-    """Empty for a line that is no row."""
+    """Empty if the line does not hold a row."""
     fault: str | None
-    """Why the line is no row."""
+    """Kind of the fault; None for a line that holds a row."""
 
 
 def lines_of(content: bytes) -> list[bytes]:
@@ -119,7 +119,7 @@ def read_messages(row: Any, chat_key: str) -> list[Message]:
 
 
 def keys_once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    """Make an object of its keys and values. Refuses a key that stands twice."""
+    """Make a dict of an object's keys and values; refuse a key that appears twice."""
     if len(dict(pairs)) < len(pairs):
         raise LineRefused("duplicate_key")
     return dict(pairs)

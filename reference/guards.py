@@ -1,4 +1,4 @@
-"""What a batch of the job must not be, as a person would read it off the rows (SPEC section 8, R-GUARD-1)."""
+"""Check by plain reading that rows may form a batch of the job (docs/SPEC.md#batch, R-GUARD-1)."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def first_fault(
 
 
 def _is_misshapen(row: Row) -> Callable[[str], bool]:
-    """Whether a tensor of the row has another shape than one value a token, or for boundaries one dimension."""
+    """Return a predicate: is a tensor's shape other than one value for each token (for boundaries: other than one dimension)?"""
 
     def is_misshapen(name: str) -> bool:
         shape = tuple(row[name].shape)
@@ -91,5 +91,5 @@ def _mask_and_targets(row: Row) -> tuple[list[float], list[int]]:
 
 
 def _fits(mask: float, target: int, pad_id: int) -> bool:
-    """Whether a target that counts is one, and one that does not is none, or padding."""
+    """Return whether the mask fits the target: a target that counts is a token, and one that does not count is ignored or padding."""
     return (mask == 1 and target != IGNORE_INDEX) or (mask == 0 and target in (IGNORE_INDEX, pad_id))

@@ -1,7 +1,7 @@
 """The loss of a global batch: what each rank returns to the schedule, what a token's gradient weighs after it, what is reported.
 
 `losses[rank][microbatch]` and `masks[rank][microbatch]` are tensors [n], rank by rank over dp x cp, cp fastest; upstream's
-arithmetic in upstream's order, written out (SPEC section 14).
+arithmetic in upstream's order, written out (docs/SPEC.md#loss).
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import torch
 NORMALIZATIONS = ("per_token", "mean_of_means", "global_valid_tokens")
 """Megatron-LM with `calculate_per_token_loss`, Megatron-LM's default, and the direct path."""
 ONLINE_EPSILON = 1e-8
-"""What the online path adds to its divisor."""
+"""Term that the online path adds to its divisor."""
 
 Shares = Sequence[Sequence[torch.Tensor]]
 
 
 def masked_sum(losses: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Σ loss · mask of one microbatch on one rank. R-LOSS-1."""
+    """Return Σ loss · mask of one microbatch on one rank. R-LOSS-1."""
     return torch.sum(losses.reshape(-1) * mask.reshape(-1))
 
 
@@ -32,7 +32,7 @@ def returned(
     context_parallel_size: int,
     valid_tokens: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """What the loss function gives the schedule: a sum and a count, or a loss and no count. R-LOSS-2, R-LOSS-3, R-LOSS-4."""
+    """Return the loss function's result for the schedule: a sum and a count, or a loss without a count. R-LOSS-2, R-LOSS-3, R-LOSS-4."""
     total = masked_sum(losses, mask)
     if normalization in ("per_token", "mean_of_means"):
         return total, mask.sum().to(torch.int32)
@@ -52,15 +52,15 @@ def returned_online(
     context_parallel_size: int,
     valid_tokens: torch.Tensor,
 ) -> torch.Tensor:
-    """The online path's loss from a whole row's log-probabilities [T], the same on every cp rank of it. R-LOSS-5."""
+    """Return the online path's loss from a whole row's log-probabilities [T]; all cp ranks of the row have the same loss. R-LOSS-5."""
     loss = -(torch.sum(log_probabilities * mask) / (valid_tokens + ONLINE_EPSILON))
     return loss * microbatches / context_parallel_size
 
 
 def cross_entropy(logits: torch.Tensor, target_ids: torch.Tensor) -> torch.Tensor:
-    """Token losses [n] float32 from logits [n, V]: megatron-core's steps, in float32 whatever the logits are. R-LOSS-1, R-LOSS-5.
+    """Return token losses [n] float32 from logits [n, V], with megatron-core's steps in float32 for every dtype. R-LOSS-1, R-LOSS-5.
 
-    A target that is no token (-100) is looked up as 0: log of the sum, finite and not 0.
+    The target -100, which is not a token, is looked up as 0: the loss is the log of the sum, finite and not 0.
     """
     shifted = logits.float() - logits.float().max(dim=-1).values.unsqueeze(-1)
     predicted = torch.zeros(len(target_ids), dtype=torch.float32)
@@ -78,7 +78,7 @@ def scheduled(
     microbatches: int,
     context_parallel_size: int,
 ) -> torch.Tensor:
-    """What megatron-core's schedule makes of it before the backward pass. R-LOSS-2, R-LOSS-3, R-LOSS-4."""
+    """Return the loss that megatron-core's schedule passes to the backward pass. R-LOSS-2, R-LOSS-3, R-LOSS-4."""
     if count is None:
         return loss * context_parallel_size / microbatches
     if normalization == "per_token":
@@ -93,7 +93,7 @@ def token_weights(
     context_parallel_size: int,
     valid_tokens: torch.Tensor | None = None,
 ) -> list[list[torch.Tensor]]:
-    """What each token's loss weighs in the gradient of the step, after schedule, DDP and the division by tokens: float64.
+    """Return the weight (float64) of each token's loss in the step's gradient, after schedule, DDP and the division by tokens.
 
     R-LOSS-2: `per_token` sums over ranks and divides by all tokens. R-LOSS-3: `mean_of_means` divides by its own tokens and
     microbatches, and DDP by dp·cp. R-LOSS-4: `global_valid_tokens` has divided already, and nothing divides again.
@@ -118,7 +118,7 @@ def token_weights(
 
 
 def online_weights(masks: Shares, valid_tokens: torch.Tensor) -> list[list[torch.Tensor]]:
-    """The same of the online path, from the masks of the ranks' own shares: float64. R-LOSS-5."""
+    """Return `token_weights` for the online path, from the masks of the ranks' shares: float64. R-LOSS-5."""
     return [[mask.double() / (float(valid_tokens) + ONLINE_EPSILON) for mask in rank] for rank in masks]
 
 
@@ -131,7 +131,7 @@ def multi_token_weights(
     rows: bool = False,
     valid_tokens: torch.Tensor | None = None,
 ) -> list[list[list[torch.Tensor]]]:
-    """What each token's loss at depth k ≥ 1 weighs in the gradient, as `[rank][microbatch][k - 1]`: float64. R-LOSS-6.
+    """Return the weight of each token's loss at depth k ≥ 1 in the gradient, as `[rank][microbatch][k - 1]`: float64. R-LOSS-6.
 
     `masks[rank][microbatch][k]` are the masks at depths 0 to D. With `rows` the sums n₀ and n_k are those of the row, over
     the cp ranks that share it, else this rank's own as upstream takes them (R-MTP-3).
@@ -163,13 +163,13 @@ def multi_token_weights(
 
 
 def training_loss(losses: Shares, masks: Shares) -> torch.Tensor:
-    """The reported `lm loss`: all sums over all counts, in every normalization; 0 where all is masked. R-LOSS-7."""
+    """Return the reported `lm loss`: the sum of all sums over the sum of all counts, in every normalization; 0 if everything is masked. R-LOSS-7."""
     total, count = sum_reports(losses, masks)
     return total / torch.clamp(count, min=1)
 
 
 def validation_loss(losses: Shares, masks: Shares) -> torch.Tensor:
-    """Megatron-LM's validation loss of SFT: the mean over microbatches, then over ranks, of sum / max(count, 1). R-LOSS-8."""
+    """Return Megatron-LM's validation loss of SFT: the mean over microbatches, then over ranks, of sum / max(count, 1). R-LOSS-8."""
     means = []
     for of_losses, of_masks in zip(losses, masks, strict=True):
         each = [
@@ -181,13 +181,13 @@ def validation_loss(losses: Shares, masks: Shares) -> torch.Tensor:
 
 
 def valid_tokens_loss(losses: Shares, masks: Shares, valid_tokens: torch.Tensor, *, online: bool) -> torch.Tensor:
-    """What the direct and the online path report: all sums over the divisor that was counted before. R-LOSS-9."""
+    """Return NeMo-RL's reported loss of either path: the sum of all sums over the divisor of training. R-LOSS-9."""
     total, _ = sum_reports(losses, masks)
     return total / (valid_tokens + ONLINE_EPSILON if online else torch.clamp(valid_tokens, min=1))
 
 
 def multi_token_losses(losses: Sequence[Shares], masks: Sequence[Shares]) -> torch.Tensor:
-    """What Megatron-LM reports of multi-token prediction, one loss a depth [D]. R-LOSS-10.
+    """Return Megatron-LM's reported losses of multi-token prediction, one for each depth [D]. R-LOSS-10.
 
     `losses[k - 1]` and `masks[k - 1]` are those at depth k. A mean of means over microbatches and dp x cp ranks.
     """
@@ -197,7 +197,7 @@ def multi_token_losses(losses: Sequence[Shares], masks: Sequence[Shares]) -> tor
 
 
 def sum_reports(losses: Shares, masks: Shares) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sums and counts over microbatches of a rank, then over ranks, as they are all-reduced. R-LOSS-7."""
+    """Add sums and counts over the microbatches of a rank and then over ranks, in the order of the all-reduce. R-LOSS-7."""
     sums, counts = [], []
     for of_losses, of_masks in zip(losses, masks, strict=True):
         each = [masked_sum(loss, mask) for loss, mask in zip(of_losses, of_masks, strict=True)]
@@ -207,7 +207,7 @@ def sum_reports(losses: Shares, masks: Shares) -> tuple[torch.Tensor, torch.Tens
 
 
 def add_up(values: Sequence[torch.Tensor]) -> torch.Tensor:
-    """One after the other, in the order of the ranks: what an all-reduce of them comes to, to rounding."""
+    """Add the ranks' values one after the other; an all-reduce gives the same but for rounding."""
     total = values[0]
     for value in values[1:]:
         total = total + value

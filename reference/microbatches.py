@@ -1,4 +1,4 @@
-"""The online path from conversations to a row, and the one function in which it and the direct path meet (SPEC sections 15 and 17).
+"""The online path from conversations to a row, and the one function in which it and the direct path meet (docs/SPEC.md#online-path and #both-paths).
 
 Lists and loops, a sequence at a time; every rank's share is cut out of the whole row.
 """
@@ -17,11 +17,11 @@ from reference.multi_token import Depth
 from reference.packing import Bins
 
 PAD_TOKEN_ID = 0
-"""What a squeezed row is filled with, whatever the tokenizer's pad token is."""
+"""Filling of a squeezed row, whatever the tokenizer's pad token is."""
 
 
 class PaddingError(ValueError):
-    """Lengths that cannot be padded as asked: says which, why, and how to mend it."""
+    """Error for lengths that cannot be padded as configured; names the lengths, the reason and the fix."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -39,7 +39,7 @@ class Rectangle:
 
 @dataclass(frozen=True, kw_only=True)
 class Padding:
-    """What lengths the online path pads to."""
+    """Lengths to which the online path pads."""
 
     sequence_multiple: int
     row_multiple: int
@@ -66,13 +66,13 @@ class Squeezed:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Microbatch:
-    """What leaves for one rank's model, tensors [n]. R-MEET-1."""
+    """Input of one rank's model for one microbatch, tensors [n]. R-MEET-1."""
 
     input_ids: torch.Tensor
     position_ids: torch.Tensor | None
     labels: torch.Tensor | None
     loss_mask: torch.Tensor | None
-    """What the model is given."""
+    """Tensors that the model receives."""
     cu_seqlens: list[int]
     """Of the whole row, padding included: what attention gets four times."""
     max_seqlen: int
@@ -80,7 +80,7 @@ class Microbatch:
     """Of this rank's share, on both paths."""
     target_ids: torch.Tensor
     target_mask: torch.Tensor
-    """Which targets the loss counts."""
+    """Mask of the targets that the loss counts."""
     depths: list[Depth]
     """Depths 1 to D."""
     row: Squeezed | None
@@ -90,7 +90,7 @@ class Microbatch:
 def rectangle(
     conversations: Sequence[tuple[Sequence[int], Sequence[int]]], multiple: int, pad_token_id: int = PAD_TOKEN_ID
 ) -> Rectangle:
-    """Tokens and masks of conversations, right-padded to a multiple with the tokenizer's pad token. R-ONLINE-2."""
+    """Pad tokens and masks of conversations at the right, to a multiple, with the tokenizer's pad token. R-ONLINE-2."""
     lengths = [len(tokens) for tokens, _ in conversations]
     if not lengths or 0 in lengths:
         raise PaddingError("a conversation of no token, or none at all; leave it out")
@@ -106,13 +106,13 @@ def rectangle(
 
 
 def bins(lengths: Sequence[int], multiple: int, capacity: int, packer: str, data_parallel_size: int) -> Bins:
-    """One packing for the global batch, over rounded lengths; rank r takes bins r, r + dp, … R-ONLINE-3."""
+    """Pack the global batch as one, over rounded lengths; rank r takes bins r, r + dp, … R-ONLINE-3."""
     packed = packing.PACKERS[packer]([round_up(length, multiple) for length in lengths], capacity)
     return packing.raise_bin_count(packed, data_parallel_size)
 
 
 def take(batch: Rectangle, members: Sequence[int]) -> Rectangle:
-    """The sequences of one bin, in its order."""
+    """Return the sequences of one bin, in the bin's order."""
     return Rectangle(
         input_ids=torch.stack([batch.input_ids[member] for member in members]),
         token_mask=torch.stack([batch.token_mask[member] for member in members]),
@@ -122,7 +122,7 @@ def take(batch: Rectangle, members: Sequence[int]) -> Rectangle:
 
 
 def valid_tokens(batch: Rectangle) -> float:
-    """The divisor: the mask without its first column, times the sample mask, over the global batch. R-ONLINE-6."""
+    """Return the divisor: the sum of the mask without its first column, times the sample mask, over the global batch. R-ONLINE-6."""
     return sum(
         float(mask[1:].sum()) * float(weight) for mask, weight in zip(batch.token_mask, batch.sample_mask, strict=True)
     )
@@ -139,7 +139,7 @@ def padding(
     hybrid_expert_parallel: bool,
     longest_bin: int,
 ) -> Padding:
-    """What a data-parallel rank pads to; `longest_bin` is that of its own bins. R-ONLINE-4, R-ONLINE-5."""
+    """Return a data-parallel rank's padding; `longest_bin` is the longest of the rank's own bins. R-ONLINE-4, R-ONLINE-5."""
     factor = 1
     if context_parallel_size > 1:
         factor *= 2 * context_parallel_size
@@ -156,7 +156,7 @@ def padding(
 
 
 def squeeze(batch: Rectangle, how: Padding) -> Squeezed:
-    """The sequences end to end, each padded, the last one also with what the whole row lacks. R-ONLINE-4, R-ONLINE-5."""
+    """Lay the sequences end to end, each padded; the last sequence also takes the padding of the whole row. R-ONLINE-4, R-ONLINE-5."""
     padded = [round_up(length, how.sequence_multiple) for length in batch.input_lengths]
     whole = round_up(sum(padded), how.row_multiple) if how.row_length is None else how.row_length
     if whole < sum(padded):
@@ -196,7 +196,7 @@ def process_microbatch(
     depths: int = 0,
     layout: str = "zigzag",
 ) -> Microbatch:
-    """One microbatch for one rank: stored boundaries are reused, else the sequences are squeezed now. R-MEET-1, R-MEET-2."""
+    """Make one microbatch for one rank: reuse stored boundaries, or squeeze the sequences now. R-MEET-1, R-MEET-2."""
     if isinstance(batch, Batch):  # it has `packed_cu_seqlens`
         return direct(batch, rank, context_parallel_size, depths, layout)
     if how is None:
@@ -222,7 +222,7 @@ def process_microbatch(
 
 
 def online_depths(row: Squeezed, count: int) -> list[Depth]:
-    """Depths 1 to `count` of a squeezed row: a token's label is the id one place on, its mask that id's own. R-ONLINE-7."""
+    """Return depths 1 to `count` of a squeezed row: a token's label is the next id, with the mask of that id. R-ONLINE-7."""
     return multi_token.depths(
         input_ids=row.input_ids,
         target_ids=multi_token.shift(row.input_ids, row.cu_seqlens_padded, 1),
@@ -234,7 +234,7 @@ def online_depths(row: Squeezed, count: int) -> list[Depth]:
 
 
 def direct(batch: Batch, rank: int, context_parallel_size: int, depths: int, layout: str) -> Microbatch:
-    """The direct path: rows flattened, their mask times the sample mask, all cut with one index. R-MEET-1."""
+    """Make a microbatch of the direct path: flatten the rows, multiply their mask by the sample mask, cut all tensors with one index. R-MEET-1."""
     boundaries, max_seqlen = flatten_boundaries(batch)
     cu = boundaries.tolist()
     mask = torch.cat([row * weight for row, weight in zip(batch.token_mask, batch.sample_mask, strict=True)])
@@ -270,7 +270,7 @@ def direct(batch: Batch, rank: int, context_parallel_size: int, depths: int, lay
 
 
 def cut_depth(depth: Depth, share: Callable[[torch.Tensor], torch.Tensor]) -> Depth:
-    """A rank's share of one depth, cut with the row's index. R-MTP-2."""
+    """Return a rank's share of one depth, cut with the row's index. R-MTP-2."""
     return Depth(
         input_ids=share(depth.input_ids),
         target_ids=share(depth.target_ids),
@@ -295,5 +295,5 @@ def cumsum(lengths: Sequence[int]) -> list[int]:
 
 
 def longest(boundaries: Sequence[int]) -> int:
-    """The longest segment."""
+    """Return the length of the longest segment."""
     return max(end - start for start, end in itertools.pairwise(boundaries))

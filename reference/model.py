@@ -1,4 +1,4 @@
-"""A small transformer on one process that computes what megatron-core's GPTModel and HybridModel compute on a packed row (SPEC section 16).
+"""A small transformer on one process that computes what megatron-core's GPTModel and HybridModel compute on a packed row (docs/SPEC.md#model).
 It takes their weights by name, unsharded; quadratic in a segment, so for rows of hundreds of tokens.
 """
 
@@ -31,15 +31,15 @@ __all__ = ["EXACT", "FLOAT32", "Losses", "Model", "Rounding", "Shape"]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Losses:
-    """What a row yields before any mask or weight."""
+    """Results of a row before any mask or weight is applied."""
 
     tokens: list[Tensor]
     """Cross entropy of each position, `[P]`, float32: first the model's own, then one for each MTP depth, against the labels of that depth. R-MODEL-8, R-MODEL-9."""
     auxiliary: list[Tensor]
     """Load-balancing losses, scalars that already hold their coefficient, one for each run of a router. R-MODEL-7."""
     router_gap: float
-    """The least distance between a chosen expert's score and one that was not, over all routers and tokens; infinite without one. Where it is no
-    larger than rounding, another side may rightly choose otherwise. R-MODEL-6."""
+    """Smallest gap, over all routers and tokens, between the score of a chosen expert and of an expert that was not chosen; infinite without a router.
+    If the gap is within rounding, another side may choose another expert. R-MODEL-6."""
 
 
 class Model:
@@ -51,10 +51,10 @@ class Model:
 
     @classmethod
     def from_tensors(cls, shape: Shape, named: Mapping[str, Tensor], *, rounding: Rounding = FLOAT32) -> Model:
-        """A model of copies of tensors named as `named_parameters()` of the megatron-core model at tp = pp = ep = 1. R-MODEL-1.
+        """Return a model of copies of tensors, named as `named_parameters()` of the megatron-core model at tp = pp = ep = 1. R-MODEL-1.
 
-        A router's buffer `expert_bias` may be among them. All are of one floating dtype, in which the model computes but for `rounding`
-        (R-MODEL-10). Raises ValueError for a name that is missing or not used, or for several dtypes.
+        A router's buffer `expert_bias` may be among the tensors. All tensors have one floating dtype, in which the model computes except for
+        `rounding` (R-MODEL-10). Raises ValueError for a missing or unused name, or for several dtypes.
         """
         if len(dtypes := {tensor.dtype for name, tensor in named.items() if not _is_buffer(name)}) != 1:
             raise ValueError(f"the weights have the dtypes {dtypes}; cast them to one")
@@ -66,11 +66,11 @@ class Model:
         return model
 
     def logits(self, input_ids: Tensor, cu_seqlens: Sequence[int]) -> list[Tensor]:
-        """Logits `[P, V]` of the model and of each MTP depth, for ids `[P]` and boundaries from 0 to P. R-MODEL-9."""
+        """Return logits `[P, V]` of the model and of each MTP depth, for ids `[P]` and boundaries from 0 to P. R-MODEL-9."""
         return self._run(input_ids, self._row(cu_seqlens))
 
     def losses(self, input_ids: Tensor, target_ids: Tensor, cu_seqlens: Sequence[int]) -> Losses:
-        """Per-token losses at every depth, for ids and shifted labels `[P]`, int64. Masks and weights are the caller's. R-MODEL-8, R-MODEL-9."""
+        """Return per-token losses at every depth, for ids and shifted labels `[P]`, int64. The caller applies masks and weights. R-MODEL-8, R-MODEL-9."""
         row = self._row(cu_seqlens)
         logits = self._run(input_ids, row)
         tokens = [
@@ -81,7 +81,7 @@ class Model:
         return Losses(tokens=tokens, auxiliary=row.auxiliary, router_gap=gap)
 
     def gradients(self, loss: Tensor) -> dict[str, Tensor]:
-        """The gradient of a scalar by the name of each parameter, of its shape and dtype; 0 where the loss does not depend on it."""
+        """Return the gradient of a scalar for each parameter by name, in the parameter's shape and dtype; 0 if the scalar does not depend on the parameter."""
         leaves = {name: leaf for name, leaf in self.weights.named.items() if leaf.requires_grad}
         found = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True, materialize_grads=True)
         return dict(zip(leaves, found, strict=True))
@@ -104,7 +104,7 @@ class Model:
         return self.weights["embedding.word_embeddings.weight"][input_ids]  # [P, hidden]
 
     def _head(self, hidden: Tensor) -> Tensor:
-        """One output layer serves every depth; tied, it is the embedding, which then has both gradients. R-MODEL-9."""
+        """Return the logits by the output layer that all depths share; if tied, the layer is the embedding, whose gradient is the sum of both uses. R-MODEL-9."""
         tied = self.shape.share_embeddings_and_output_weights
         return hidden @ self.weights["embedding.word_embeddings.weight" if tied else "output_layer.weight"].T
 
@@ -117,7 +117,7 @@ class Model:
         return norm(self.weights, ["decoder.final_layernorm."], hidden, self.shape)
 
     def _hybrid(self, name: str, pattern: str, hidden: Tensor, row: Row) -> Tensor:
-        """One sublayer for each symbol. R-MODEL-1."""
+        """Run one sublayer for each symbol of the pattern. R-MODEL-1."""
         for layer, symbol in enumerate(pattern):
             sublayer = self._attention if symbol == "*" else self._feed_forward
             hidden = sublayer(f"{name}.layers.{layer}", hidden, row)
@@ -139,7 +139,7 @@ class Model:
         return hidden + mlp(self.weights, f"{name}.mlp", normed, self.shape)
 
     def _next_depth(self, hidden: Tensor, input_ids: Tensor, depth: int, row: Row) -> Tensor:
-        """The state `[P, hidden]` at `depth` from the one before and the tokens `depth` further on. R-MODEL-9."""
+        """Return the state `[P, hidden]` at `depth`, from the state of the depth before and the tokens `depth` positions ahead. R-MODEL-9."""
         repeated = self.shape.mtp_use_repeated_layer
         name = f"mtp.layers.{0 if repeated else depth - 1}"
         token = norm(self.weights, [f"{name}.enorm."], self._embed(shift(input_ids, row.cu_seqlens, depth)), self.shape)
@@ -160,5 +160,5 @@ def _is_buffer(name: str) -> bool:
 
 
 def _leaf(name: str, tensor: Tensor) -> Tensor:
-    """A copy that gathers gradients; a buffer gathers none."""
+    """Return a copy that collects gradients; a buffer collects none."""
     return tensor.detach().clone().requires_grad_(not _is_buffer(name))

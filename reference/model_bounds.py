@@ -1,5 +1,5 @@
-"""How far another correct side may be from the reference's model, taken from what rounding does to the reference itself (SPEC section 16).
-Costs one run without rounding and one for each of three noisy ones, and holds for the very row and weights that are compared.
+"""Bound the distance of another correct side from the reference's model, by the effect of rounding on the reference itself (docs/SPEC.md#model).
+Computing the bounds costs one run without rounding and three noisy runs. They hold only for the row and the weights that were run.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 from reference.model import EXACT, FLOAT32, Model, Rounding, Shape
 
 UNIT = 2.0**-24
-"""Rounding to float32 moves a number by no more than this part of it."""
+"""Largest relative change of a number that is rounded to float32."""
 NOISY_RUNS = 3
 
 
@@ -28,7 +28,7 @@ class Bounds:
     gradient_norm: float
     """Of the norm over all parameters."""
     found_tokens: list[Tensor]
-    """What the reference itself finds, rounded as megatron-core rounds: the token losses that `tokens` bounds."""
+    """Results of the reference with megatron-core's roundings: the token losses that `tokens` bounds."""
     found_gradients: dict[str, Tensor]
     """The same of the gradients."""
 
@@ -36,7 +36,7 @@ class Bounds:
 def bounds(
     shape: Shape, named: Mapping[str, Tensor], run: Callable[[Model], tuple[Sequence[Tensor], Tensor]]
 ) -> Bounds:
-    """Bounds for what `run` makes of a model: tensors of token losses, and the scalar whose gradient is compared. R-MODEL-11.
+    """Return bounds for the results of `run` on a model: tensors of token losses, and the scalar whose gradient is compared. R-MODEL-11.
 
     Raises ValueError for weights that are not float64.
     """

@@ -1,4 +1,4 @@
-"""The layers of the small transformer, each with the arithmetic of megatron-core 0.19 (SPEC section 16). Loops over segments
+"""The layers of the small transformer, each with the arithmetic of megatron-core 0.19 (docs/SPEC.md#model). Loops over segments
 and experts: an expert reads every token and is weighted 0 where it was not chosen, so no token's result depends on another's.
 """
 
@@ -31,7 +31,7 @@ class Weights(Mapping[str, Tensor]):
         self.read: set[str] = set()
 
     def __getitem__(self, name: str) -> Tensor:
-        """The tensor of that name; ValueError if there is none."""
+        """Return the tensor of that name; ValueError if there is none."""
         if name not in self.named:
             raise ValueError(f"the weights lack {name}; give every parameter of the unsharded megatron-core model")
         self.read.add(name)
@@ -49,7 +49,7 @@ class Weights(Mapping[str, Tensor]):
 
 @dataclass(frozen=True, kw_only=True)
 class Rounding:
-    """What stands for megatron-core's roundings to float32, in the cross entropy and the router. R-MODEL-10."""
+    """Stands in for megatron-core's roundings to float32, in the cross entropy and the router. R-MODEL-10."""
 
     float32: bool
     """Whether there is one at all."""
@@ -57,7 +57,7 @@ class Rounding:
     """If given, each number is first moved by half a unit in its last float32 place, up or down as it draws."""
 
     def __call__(self, tensor: Tensor) -> Tensor:
-        """The tensor, rounded; its gradient goes back to its own dtype."""
+        """Return the tensor, rounded; the gradient has the tensor's own dtype."""
         if self.noise is not None:
             signs = torch.randint(0, 2, tensor.shape, generator=self.noise) * 2 - 1
             tensor = tensor * (1 + signs.to(tensor.dtype) * 2**-24)
@@ -70,28 +70,28 @@ EXACT = Rounding(float32=False)
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Row:
-    """What the layers know of the row that they are run on."""
+    """Facts about the row that the layers need."""
 
     cu_seqlens: Sequence[int]
     """Boundaries, from 0 to P."""
     rounding: Rounding
-    """What stands for megatron-core's roundings to float32."""
+    """Rounding of megatron-core to float32."""
     auxiliary: list[Tensor] = field(default_factory=list)
-    """Filled by routers on the way: one load-balancing loss for each time that one is run. R-MODEL-7."""
+    """Load-balancing losses, one for each run of a router; the routers append to the list. R-MODEL-7."""
     gaps: list[float] = field(default_factory=list)
-    """Filled likewise: how far the last chosen expert's score is from the first that was not, at the least. R-MODEL-6."""
+    """Smallest gap in each router between the score of the last chosen expert and of the best expert that was not chosen; the routers append to the list. R-MODEL-6."""
 
 
 def linear(weights: Weights, name: str, hidden: Tensor) -> Tensor:
-    """`hidden · weightᵀ + bias` of `[P, in]`, `weight [out, in]`; the bias `[out]` where the weights have one. R-MODEL-1."""
+    """Return `hidden · weightᵀ + bias` for `hidden [P, in]` and `weight [out, in]`, with the bias `[out]` if the weights have one. R-MODEL-1."""
     result = hidden @ weights[f"{name}.weight"].T
     return result + weights[f"{name}.bias"] if f"{name}.bias" in weights else result
 
 
 def norm(weights: Weights, names: Sequence[str], hidden: Tensor, shape: Shape) -> Tensor:
-    """RMSNorm or LayerNorm over the last dimension, in float32 at least, cast back at the end. R-MODEL-2.
+    """Apply RMSNorm or LayerNorm over the last dimension, in float32 or wider, and cast back. R-MODEL-2.
 
-    `names` are the prefixes under which the weight may stand: its own module's, or that of the linear it is fused with.
+    `names` are prefixes under which the weight may be stored: its own module's, or the prefix of the linear that it is fused with.
     """
     name = next((name for name in names if f"{name}weight" in weights), names[0])
     wide = hidden if hidden.dtype == torch.float64 else hidden.float()
@@ -105,7 +105,7 @@ def norm(weights: Weights, names: Sequence[str], hidden: Tensor, shape: Shape) -
 
 
 def rotate(heads: Tensor, cu_seqlens: Sequence[int], shape: Shape) -> Tensor:
-    """Rotary embedding of `[P, heads, channels]`; positions restart with each segment, whatever `position_ids` say. R-MODEL-3.
+    """Apply the rotary embedding to `[P, heads, channels]`; positions restart with each segment, whatever `position_ids` say. R-MODEL-3.
 
     The angles, their cosine and sine are float32 in every precision.
     """
@@ -127,7 +127,7 @@ def rotate(heads: Tensor, cu_seqlens: Sequence[int], shape: Shape) -> Tensor:
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Sequence[int]) -> Tensor:
-    """Causal attention of each segment to itself alone: `[P, heads, channels]` three times, and back. R-MODEL-4."""
+    """Apply causal attention within each segment to queries, keys and values, each `[P, heads, channels]`. R-MODEL-4."""
     lengths = [end - start for start, end in itertools.pairwise(cu_seqlens)]
     parts = []
     # Split, not sliced: the gradient of each slice would be as long as the row.
@@ -140,7 +140,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Sequence[int])
 
 
 def attention(weights: Weights, name: str, hidden: Tensor, shape: Shape, row: Row) -> Tensor:
-    """Self-attention of `[P, hidden]`. `linear_qkv` holds for each query group its query heads, one key, one value. R-MODEL-4."""
+    """Apply self-attention to `[P, hidden]`. `linear_qkv` holds, for each query group, its query heads, one key and one value. R-MODEL-4."""
     groups, channels = shape.num_query_groups, shape.kv_channels
     queries = shape.num_attention_heads // groups  # per group
     mixed = linear(weights, f"{name}.linear_qkv", hidden).view(-1, groups, queries + 2, channels)
@@ -156,7 +156,7 @@ def attention(weights: Weights, name: str, hidden: Tensor, shape: Shape, row: Ro
 
 
 def activate(hidden: Tensor, shape: Shape) -> Tensor:
-    """The activation, or the gated one, whose first half is the gate: `[P, 2·ffn]` to `[P, ffn]`. R-MODEL-5."""
+    """Apply the activation; if gated, the first half of the channels is the gate: `[P, 2·ffn]` to `[P, ffn]`. R-MODEL-5."""
     function = ACTIVATIONS[shape.activation]
     if not shape.gated_linear_unit:
         return function(hidden)
@@ -165,12 +165,12 @@ def activate(hidden: Tensor, shape: Shape) -> Tensor:
 
 
 def mlp(weights: Weights, name: str, hidden: Tensor, shape: Shape) -> Tensor:
-    """The feed-forward part of `[P, hidden]`. R-MODEL-5."""
+    """Apply the feed-forward network to `[P, hidden]`. R-MODEL-5."""
     return linear(weights, f"{name}.linear_fc2", activate(linear(weights, f"{name}.linear_fc1", hidden), shape))
 
 
 def route(weights: Weights, name: str, hidden: Tensor, shape: Shape, row: Row) -> tuple[Tensor, Tensor]:
-    """Logits and the weights of the chosen experts, both `[P, experts]`, 0 where an expert was not chosen. R-MODEL-6."""
+    """Return the logits and the weights of the chosen experts, both `[P, experts]`; the weight of an expert that was not chosen is 0. R-MODEL-6."""
     dtype = ROUTER_DTYPES[shape.moe_router_dtype] or hidden.dtype
     if dtype == torch.float32 and not row.rounding.float32:
         dtype = hidden.dtype
@@ -200,7 +200,7 @@ def route(weights: Weights, name: str, hidden: Tensor, shape: Shape, row: Row) -
 
 
 def balance(logits: Tensor, shape: Shape, row: Row) -> Tensor:
-    """The load-balancing loss of one router over the whole row, a scalar with its coefficient. R-MODEL-7."""
+    """Return the load-balancing loss of one router over the whole row, a scalar with its coefficient. R-MODEL-7."""
     if shape.moe_router_score_function == "sigmoid":
         score = row.rounding(logits).sigmoid()
         score = score / (score.sum(-1, keepdim=True) + 1e-20)
@@ -214,7 +214,7 @@ def balance(logits: Tensor, shape: Shape, row: Row) -> Tensor:
 
 
 def experts(weights: Weights, name: str, hidden: Tensor, shape: Shape, row: Row) -> Tensor:
-    """Routed experts of `[P, hidden]`, and the shared one where there is one. The weight multiplies between the two linears. R-MODEL-6."""
+    """Apply the routed experts to `[P, hidden]`, and add the shared expert if the model has one. The weight multiplies between the two linears. R-MODEL-6."""
     logits, share = route(weights, f"{name}.router", hidden, shape, row)
     if shape.moe_aux_loss_coeff:
         row.auxiliary.append(balance(logits, shape, row))
@@ -233,7 +233,7 @@ def experts(weights: Weights, name: str, hidden: Tensor, shape: Shape, row: Row)
 
 
 def expert_linear(weights: Weights, name: str, part: str, expert: int, hidden: Tensor, share: Tensor | int) -> Tensor:
-    """One expert's linear, its bias times the token's share: `local_experts.N.linear_fc1`, or grouped `linear_fc1.weightN`. R-MODEL-6."""
+    """Apply one expert's linear, its bias times the token's weight: `local_experts.N.linear_fc1`, or grouped `linear_fc1.weightN`. R-MODEL-6."""
     alone, grouped = f"{name}.local_experts.{expert}.{part}.", f"{name}.{part}."
     if f"{grouped}weight{expert}" in weights:
         weight, bias = f"{grouped}weight{expert}", f"{grouped}bias{expert}"
@@ -248,7 +248,7 @@ class CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, target_ids: Tensor) -> Tensor:
-        """`log Σ exp(logits - max) - (logits - max)[target]`; a target outside the vocabulary (-100) counts as 0 in place of the last term."""
+        """Return `log Σ exp(logits - max) - (logits - max)[target]`; for a target outside the vocabulary (-100) the last term is 0."""
         logits = logits - logits.max(-1, keepdim=True).values
         known = (target_ids >= 0) & (target_ids < logits.shape[-1])
         index = target_ids.where(known, 0)[:, None]
@@ -260,7 +260,7 @@ class CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None]:
-        """`(softmax - one at the target) · upstream`, in the dtype of the logits given."""
+        """Return `(softmax - one at the target) · upstream`, in the dtype of the logits."""
         softmax, index, known = ctx.saved_tensors
         gradient = softmax.scatter_add(-1, index, -known[:, None].to(softmax.dtype))
         return gradient * upstream[0][:, None], None

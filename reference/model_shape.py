@@ -1,4 +1,4 @@
-"""What a model is like beside its weights: the fields of megatron-core's own configuration that change what it computes (SPEC section 16)."""
+"""Describe a model beside its weights: the fields of megatron-core's configuration that change its results (docs/SPEC.md#model)."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Shape:
     moe_router_score_function: str = "softmax"
     moe_router_topk_scaling_factor: float | None = None
     moe_router_dtype: str | None = None
-    """`fp32`, `fp64`, or None for the weights' own."""
+    """`fp32`, `fp64`, or None for the dtype of the weights."""
     moe_aux_loss_coeff: float = 0.0
     """Of the load-balancing type `aux_loss`; 0: none is computed."""
 
@@ -77,7 +77,7 @@ class Shape:
 
     @property
     def rotary_channels(self) -> int:
-        """The leading channels of a head that are rotated. R-MODEL-3."""
+        """Return the number of leading channels of a head that are rotated. R-MODEL-3."""
         return int(self.kv_channels * self.rotary_percent) if self.rotary_percent < 1 else self.kv_channels
 
     @property

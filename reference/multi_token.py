@@ -1,4 +1,4 @@
-"""What multi-token prediction reads at each depth: a row's tensors shifted within its segments (SPEC section 12)."""
+"""Shift a row's tensors within its segments for each depth of multi-token prediction (docs/SPEC.md#multi-token-prediction)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 FILL = 0
-"""What stands where the shifted position lies beyond its segment, in every tensor."""
+"""Value, in every tensor, at positions whose shifted position lies beyond their segment."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -25,7 +25,7 @@ class Depth:
 
 
 def shift(tensor: torch.Tensor, cu_seqlens: Sequence[int], depth: int) -> torch.Tensor:
-    """`x[i + depth]` where that lies in the segment of `i`, else 0, for a tensor `[P]`. R-MTP-1."""
+    """Return `x[i + depth]` where `i + depth` lies in the segment of `i`, else 0, for a tensor `[P]`. R-MTP-1."""
     shifted = torch.full_like(tensor, FILL)
     for start, end in itertools.pairwise(cu_seqlens):
         last = max(start, end - depth)
@@ -41,7 +41,7 @@ def depths(
     cu_seqlens: Sequence[int],
     count: int,
 ) -> list[Depth]:
-    """Depths 1 to `count` of a row's tensors `[P]`, each shifted from the row itself. R-MTP-1, R-MTP-2."""
+    """Return depths 1 to `count` of a row's tensors `[P]`, each shifted from the row itself. R-MTP-1, R-MTP-2."""
     return [
         Depth(
             input_ids=shift(input_ids, cu_seqlens, depth),

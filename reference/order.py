@@ -1,4 +1,4 @@
-"""Which row comes when: epochs, shuffling, cyclic runs, blends and the last batch, as a person would write them (SPEC section 19)."""
+"""Say in plain code which row comes when: epochs, shuffling, cyclic runs, blends and the last batch (docs/SPEC.md#order)."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from collections.abc import Iterator, Sequence
 import torch
 
 Sample = tuple[int, int, int]
-"""Source, row of it and epoch of it, all from 0."""
+"""Source, row within the source and epoch of the source, all counted from 0."""
 
 MOST_SOURCES = 7
-"""Up to so many weights are added from left to right, as numpy adds them; more are added in another order there."""
+"""Largest number of weights that numpy adds from left to right; numpy adds more weights in another order."""
 
 
 class OrderError(ValueError):
-    """An order that cannot be had: says why, and how to mend it."""
+    """Error for an order that is impossible; names the reason and the fix."""
 
 
 def epoch_rows(rows: int, *, kind: str, seed: int | None, source: int, epoch: int) -> list[int]:
-    """The rows of one epoch of one source, in order. R-ORDER-1, R-ORDER-4."""
+    """Return the rows of one epoch of one source, in order. R-ORDER-1, R-ORDER-4."""
     if kind == "sequential":
         return list(range(rows))
     if kind == "shuffle" and seed is not None:
@@ -28,7 +28,7 @@ def epoch_rows(rows: int, *, kind: str, seed: int | None, source: int, epoch: in
 
 
 def mix(value: int) -> int:
-    """SplitMix64: one to one on 64-bit words, so no two rows share a key. R-ORDER-4."""
+    """Return SplitMix64 of a 64-bit word; the mapping is one to one, so no two rows share a key. R-ORDER-4."""
     word = 2**64
     value = (value + 0x9E3779B97F4A7C15) % word
     value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 % word
@@ -64,7 +64,7 @@ def one_source(
 
 
 def cyclic(rows: int, *, run_samples: int, data_parallel_size: int, is_sharded: bool) -> Iterator[Sample]:
-    """The samples of a whole run, permuted as one, as Megatron-LM's driver draws them. R-ORDER-5."""
+    """Yield the samples of a whole run, permuted once, as Megatron-LM's driver draws them. R-ORDER-5."""
     if run_samples % data_parallel_size:
         raise OrderError(f"{run_samples} samples over {data_parallel_size} ranks; take a global batch that dp divides")
     share = run_samples // data_parallel_size if is_sharded else run_samples
@@ -76,7 +76,7 @@ def cyclic(rows: int, *, run_samples: int, data_parallel_size: int, is_sharded: 
 
 
 def blend(rows: Sequence[int], weights: Sequence[float], *, kind: str, seed: int | None) -> Iterator[Sample]:
-    """The sources in turn, each sample from the one that lags most behind its weight. R-ORDER-6."""
+    """Yield samples of the sources, each from the source that lags furthest behind its weight. R-ORDER-6."""
     if len(weights) > MOST_SOURCES:
         raise OrderError(f"{len(weights)} sources; this side adds up to {MOST_SOURCES} weights as numpy does")
     total = 0.0
@@ -95,7 +95,7 @@ def blend(rows: Sequence[int], weights: Sequence[float], *, kind: str, seed: int
 
 
 def global_batches(samples: Iterator[Sample], global_batch_size: int, consumed_samples: int) -> Iterator[list[Sample]]:
-    """The global batches that come after so many samples. R-ORDER-2."""
+    """Yield the global batches that come after `consumed` samples. R-ORDER-2."""
     if consumed_samples % global_batch_size:
         raise OrderError(f"{consumed_samples} samples are no number of global batches of {global_batch_size}")
     rest = itertools.islice(samples, consumed_samples, None)

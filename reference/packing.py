@@ -1,4 +1,4 @@
-"""The online path's four packers, as a person would write them: which sequences share a bin (SPEC section 13)."""
+"""The online path's four packers, as a person would write them: which sequences share a bin (docs/SPEC.md#packing)."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ Bins = list[list[int]]
 
 
 class PackingError(ValueError):
-    """Sequences that cannot be packed as asked: says which, why, and how to mend it."""
+    """Error for sequences that cannot be packed as configured; names the sequences, the reason and the fix."""
 
 
 def concatenative(lengths: Sequence[int], capacity: int) -> Bins:
-    """In order, a new bin whenever the next sequence does not fit. R-PACK-1."""
+    """Pack in order; open a new bin when the next sequence does not fit. R-PACK-1."""
     check_lengths(lengths, capacity)
     bins: Bins = []
     room = 0
@@ -28,7 +28,7 @@ def concatenative(lengths: Sequence[int], capacity: int) -> Bins:
 
 
 def first_fit(order: Sequence[int], lengths: Sequence[int], capacity: int) -> Bins:
-    """Each sequence, in this order, into the first bin that has room for it."""
+    """Put each sequence, in the given order, into the first bin that has room."""
     check_lengths(lengths, capacity)
     bins: Bins = []
     for index in order:
@@ -42,23 +42,23 @@ def first_fit(order: Sequence[int], lengths: Sequence[int], capacity: int) -> Bi
 
 
 def first_fit_decreasing(lengths: Sequence[int], capacity: int) -> Bins:
-    """First fit from the longest down; of equal lengths the larger index goes first. R-PACK-2."""
+    """Pack by first fit from the longest sequence to the shortest; of equal lengths the larger index goes first. R-PACK-2."""
     return first_fit(descending(range(len(lengths)), lengths), lengths, capacity)
 
 
 def first_fit_shuffle(lengths: Sequence[int], capacity: int, seed: int) -> Bins:
-    """First fit over a seeded shuffle. R-PACK-3."""
+    """Pack by first fit over a seeded shuffle. R-PACK-3."""
     order = list(range(len(lengths)))
     random.Random(seed).shuffle(order)  # noqa: S311 - reproducible, not secret
     return first_fit(order, lengths, capacity)
 
 
 def modified_first_fit_decreasing(lengths: Sequence[int], capacity: int) -> Bins:
-    """Johnson and Garey's variant: large items open bins, medium and small ones fill them. R-PACK-4."""
+    """Pack by Johnson and Garey's variant: large items open bins, medium and small items fill them. R-PACK-4."""
     check_lengths(lengths, capacity)
 
     def between(low: float, high: float) -> list[int]:
-        """Sequences with a length in (low, high], from the longest down; of equal lengths the smaller index first."""
+        """Return the sequences with a length in (low, high], from the longest to the shortest; of equal lengths the smaller index first."""
         found = [index for index, length in enumerate(lengths) if low < length <= high]
         return sorted(found, key=lambda index: -lengths[index])
 
@@ -100,7 +100,7 @@ def modified_first_fit_decreasing(lengths: Sequence[int], capacity: int) -> Bins
 
 
 def raise_bin_count(bins: Bins, multiple: int) -> Bins:
-    """As many bins as a multiple of dp: the fullest of the given bins give their last items away, one a new bin. R-PACK-5."""
+    """Raise the number of bins to a multiple of dp: the fullest given bins give their last items away, one to each new bin. R-PACK-5."""
     bins = [list(members) for members in bins]
     missing = -len(bins) % multiple
     have = sum(len(members) for members in bins)
@@ -118,12 +118,12 @@ def raise_bin_count(bins: Bins, multiple: int) -> Bins:
 
 
 def bins_of_rank(bins: Bins, rank: int, data_parallel_size: int) -> Bins:
-    """The bins that a data-parallel rank takes: `bins[r::dp]`. R-PACK-6."""
+    """Return the bins of a data-parallel rank: `bins[r::dp]`. R-PACK-6."""
     return [members for number, members in enumerate(bins) if number % data_parallel_size == rank]
 
 
 def descending(indices: Sequence[int], lengths: Sequence[int]) -> list[int]:
-    """From the longest down; of equal lengths the larger index first."""
+    """Return the indices from the longest sequence to the shortest; of equal lengths the larger index first."""
     return sorted(indices, key=lambda index: (lengths[index], index), reverse=True)
 
 

@@ -20,7 +20,7 @@ Conversation = Sequence[Message]
 
 
 class Tokenizer(Protocol):
-    """What the rules need of a tokenizer."""
+    """Methods of a tokenizer that the rules use."""
 
     unk_id: int | None
     """The id of an unknown token, if the tokenizer has one."""
@@ -28,24 +28,24 @@ class Tokenizer(Protocol):
     eos_id: int | None
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text: no special token is added, special strings inside become their ids. TypeError if it cannot."""
+        """Return the ids of a text without added special tokens; special strings inside the text become their ids. Raises TypeError for a text that cannot be encoded."""
         ...
 
     def render(self, conversation: Conversation, *, tools: Any = None, add_generation_prompt: bool = False) -> str:
-        """The tokenizer's own chat template over a conversation. LookupError if it has none.
+        """Render a conversation by the tokenizer's own chat template. Raises LookupError for a tokenizer without a template.
 
         On the online path the template is also given the tools of the line, and may open the assistant's turn behind the last message.
         """
         ...
 
     def token_to_id(self, token: str) -> int | None:
-        """The id of a token, None if the vocabulary lacks it."""
+        """Return the id of a token; None if the vocabulary lacks the token."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
-    """A prompt format with its overrides (SPEC section 3)."""
+    """A prompt format with its overrides (docs/SPEC.md#prompts)."""
 
     format: str
     """`nemotron-nano-v2`, `nemotron-h-aligned`, `identity` or `default`."""
@@ -80,7 +80,7 @@ class TokenizedConversation:
     targets: list[int]
     """The token where it trains, IGNORE_INDEX where not."""
     turns: list[Turn]
-    """Where each turn lies; empty in formats that are not masked."""
+    """Place of each turn; empty in formats that are not masked."""
 
 
 def split_conversations(messages: Sequence[Message]) -> list[list[Message]]:
@@ -95,7 +95,7 @@ def split_conversations(messages: Sequence[Message]) -> list[list[Message]]:
 
 
 def check_message(message: object, number: int) -> None:
-    """Refuse what is no message. R-SPLIT-2."""
+    """Refuse a value that is not a message. R-SPLIT-2."""
     if not isinstance(message, Mapping) or "role" not in message:
         raise RowRefused("bad_message", f"message {number} of the row is no mapping with a role; give it one")
 
@@ -112,7 +112,7 @@ def check_row_ends(messages: Sequence[Message], semantics: Semantics) -> None:
 
 
 def pad_id(tokenizer: Tokenizer, prompt: Prompt) -> int | None:
-    """The pad id of a format; the unknown id, or None, where the vocabulary lacks the token. R-PAD-1."""
+    """Return the pad id of a format: the unknown id, or None, if the vocabulary lacks the pad token. R-PAD-1."""
     if prompt.format == "default" and prompt.pad_token is None:
         return tokenizer.pad_id if tokenizer.pad_id is not None else tokenizer.eos_id
     found = tokenizer.token_to_id(pad_token(prompt))
@@ -130,26 +130,26 @@ def check_pad_token(tokenizer: Tokenizer, prompt: Prompt, semantics: Semantics) 
 
 
 def pad_token(prompt: Prompt) -> str:
-    """The pad token by name, of a format that names one."""
+    """Return the pad token's text, for a format that has one."""
     return prompt.pad_token if prompt.pad_token is not None else PAD_TOKENS[prompt.format]
 
 
 def is_masked(prompt: Prompt, semantics: Semantics) -> bool:
-    """Whether the format masks the prompt and checks its turns (SPEC section 4)."""
+    """Return whether the format masks the prompt and checks its turns (docs/SPEC.md#targets-and-turns)."""
     if prompt.format == "identity":
         return semantics.identity_prompt == "masked"
     return prompt.format != "default"
 
 
 def render(conversation: Conversation, prompt: Prompt, tokenizer: Tokenizer, **options: Any) -> str:
-    """The text of a conversation; `options` are those of `Tokenizer.render`. R-RENDER-1 to R-RENDER-4."""
+    """Return the text of a conversation; `options` are those of `Tokenizer.render`. R-RENDER-1 to R-RENDER-4."""
     if prompt.format == "default":
         return render_own_template(conversation, tokenizer, **options)
     return "".join(render_message(message, prompt.format) for message in conversation)
 
 
 def render_message(message: Message, prompt_format: str) -> str:
-    """The text of one message in a format that renders messages one by one. R-RENDER-1, R-RENDER-2, R-RENDER-3."""
+    """Return the text of one message in a format that renders messages one by one. R-RENDER-1, R-RENDER-2, R-RENDER-3."""
     if prompt_format == "identity":
         content = message.get("content")
         return "" if content is None else str(content)
@@ -176,7 +176,7 @@ def render_message(message: Message, prompt_format: str) -> str:
 
 
 def render_own_template(conversation: Conversation, tokenizer: Tokenizer, **options: Any) -> str:
-    """The tokenizer's own chat template. R-RENDER-4."""
+    """Render by the tokenizer's own chat template. R-RENDER-4."""
     try:
         return tokenizer.render(conversation, **options)
     except LookupError as error:
@@ -188,7 +188,7 @@ def render_own_template(conversation: Conversation, tokenizer: Tokenizer, **opti
 
 
 def encode(text: str, tokenizer: Tokenizer) -> list[int]:
-    """Ids of a text. R-ENCODE-1."""
+    """Return the ids of a text. R-ENCODE-1."""
     try:
         return tokenizer.encode(text)
     except TypeError as error:
@@ -198,7 +198,7 @@ def encode(text: str, tokenizer: Tokenizer) -> list[int]:
 def tokenize_conversation(
     conversation: Conversation, prompt: Prompt, tokenizer: Tokenizer, semantics: Semantics
 ) -> TokenizedConversation:
-    """Tokens and targets of a conversation. R-ENCODE-1, R-TARGET-1, R-TURN-1 to R-TURN-3, R-EMPTY-1."""
+    """Return tokens and targets of a conversation. R-ENCODE-1, R-TARGET-1, R-TURN-1 to R-TURN-3, R-EMPTY-1."""
     tokens = encode(render(conversation, prompt, tokenizer), tokenizer)
     targets = list(tokens)
     turns: list[Turn] = []
@@ -226,7 +226,7 @@ def tokenize_conversation(
 
 
 def check_turn(conversation: Conversation, number: int, semantics: Semantics) -> None:
-    """Refuse a turn for its role, its order or its emptiness. R-TURN-1 (1 to 4), R-TURN-2."""
+    """Refuse a turn for its role, its order or its emptiness. R-TURN-1a to 1d, R-TURN-2."""
     exact = semantics.turn_rules == "every_format"
     if not isinstance(conversation[number]["role"], str):
         raise RowRefused("bad_message", "the role is not text", turn=number)
@@ -256,7 +256,7 @@ def check_turn(conversation: Conversation, number: int, semantics: Semantics) ->
 
 
 def masked_length(message: Message, length: int, number: int, prompt: Prompt, semantics: Semantics) -> int:
-    """How many tokens, from its first on, do not train in a turn of this length. R-TARGET-1, R-PREFIX-1, R-TURN-3."""
+    """Return the number of tokens at the start of a turn of this length that do not train. R-TARGET-1, R-PREFIX-1, R-TURN-3."""
     if message["role"].lower() != "assistant":
         return length
     prefix = prompt.assistant_prefix_len
@@ -268,7 +268,7 @@ def masked_length(message: Message, length: int, number: int, prompt: Prompt, se
 
 
 def matches(whole: list[int], alone: list[int], semantics: Semantics) -> bool:
-    """Whether a turn's tokens in its place equal those it has alone. R-TURN-1 (5)."""
+    """Return whether a turn's tokens within the conversation equal the turn's tokens encoded alone. R-TURN-1e."""
     if semantics.turn_check == "exact":
         return whole == alone
     if len(whole) != len(alone):

@@ -1,4 +1,4 @@
-"""A refusal is a result: what a row was refused for, where, and how to mend it (SPEC section 9)."""
+"""Define the refusal of a row: its kind, place and fix (docs/SPEC.md#refusals)."""
 
 from __future__ import annotations
 
@@ -16,5 +16,5 @@ class RowRefused(ValueError):  # noqa: N818 - a refusal is a result, not a fault
         self.turn = turn
 
     def at(self, conversation: int) -> RowRefused:
-        """The same refusal, with the conversation it came from."""
+        """Return the same refusal with the conversation that caused it."""
         return RowRefused(self.kind, self.why, conversation=conversation, turn=self.turn)

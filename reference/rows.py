@@ -1,6 +1,6 @@
 """One row of a fixed length from its conversations: padding, truncation, shift, mask, positions, boundaries, report.
 
-Lists and loops, in the order of SPEC section 5; slow on purpose.
+Lists and loops, in the order of docs/SPEC.md#row; slow on purpose.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from reference.semantics import Semantics
 
 @dataclass(frozen=True, kw_only=True)
 class RowSettings:
-    """What a row is built for."""
+    """Settings of a row."""
 
     prompt: Prompt
     pack_length: int
@@ -30,7 +30,7 @@ class RowSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class Segment:
-    """One conversation's place in the row, for a person who asks what stands at a position."""
+    """Place of one conversation in the row."""
 
     start: int
     """First position, in the row."""
@@ -41,7 +41,7 @@ class Segment:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Row:
-    """The five tensors of a row (SPEC section 1), its longest segment, what it lost, and what stands where."""
+    """The five tensors of a row (docs/SPEC.md#tensors), its longest segment, its report and its segments."""
 
     input_ids: torch.Tensor
     """[P] int64."""
@@ -55,7 +55,7 @@ class Row:
     """[K] int32, ending with its first P."""
     max_seqlen: int
     report: dict[str, int | None]
-    """SPEC section 6."""
+    """docs/SPEC.md#report."""
     segments: list[Segment]
     """Conversations that were tokenized, in order."""
     is_padding: list[bool]
@@ -84,7 +84,7 @@ class Pack:
 
 
 def build_row(messages: Sequence[Message], tokenizer: Tokenizer, settings: RowSettings) -> Row:
-    """The row of these messages, labels shifted by one (R-SHIFT-1). Raises RowRefused, in the order of SPEC section 9.
+    """Build the row of these messages, with labels shifted by one (R-SHIFT-1). Raises RowRefused, in the order of docs/SPEC.md#refusals.
 
     R-FORMAT-1 is its first check.
     """
@@ -201,7 +201,7 @@ def ignore_boundary_labels(target_ids: torch.Tensor, cu: list[int], semantics: S
 
 
 def mask(target_ids: torch.Tensor, pack: Pack, pad: int | None, semantics: Semantics) -> torch.Tensor:
-    """[P] float32: 1 where the label counts. R-MASK-1."""
+    """Return the mask [P] float32, 1 where the label counts. R-MASK-1."""
     token_mask = torch.ones(len(target_ids), dtype=torch.float32)
     for position, target in enumerate(target_ids.tolist()):
         by_value = target == pad
@@ -213,7 +213,7 @@ def mask(target_ids: torch.Tensor, pack: Pack, pad: int | None, semantics: Seman
 
 
 def count_conversations(conversations: list[list[Message]], pack: Pack, pack_length: int) -> dict[str, int | None]:
-    """What became of the conversations. R-REPORT-1."""
+    """Count kept, truncated and dropped conversations. R-REPORT-1."""
     kept = truncated = lost_tokens = 0
     for segment in pack.segments:
         inside = min(segment.tokens, max(0, pack_length - segment.start))
@@ -233,7 +233,7 @@ def count_conversations(conversations: list[list[Message]], pack: Pack, pack_len
 
 
 def count_tokens(pack: Pack, token_mask: torch.Tensor) -> dict[str, int | None]:
-    """What became of the positions. R-REPORT-2."""
+    """Count padding, trained tokens and boundary labels. R-REPORT-2."""
     inner = {boundary for boundary in pack.cu if 0 < boundary < len(token_mask)}
     return {
         "padding_tokens": sum(pack.is_padding[:-1]),
@@ -243,7 +243,7 @@ def count_tokens(pack: Pack, token_mask: torch.Tensor) -> dict[str, int | None]:
 
 
 def count_unrendered(messages: Sequence[Message], prompt: Prompt) -> dict[str, int | None]:
-    """What of the messages a format does not render. R-REPORT-3."""
+    """Count messages and keys that a format does not render. R-REPORT-3."""
     if prompt.format == "default":
         return {"unrendered_messages": None, "unknown_keys": None}
     nemotron = prompt.format != "identity"

@@ -1,4 +1,4 @@
-"""The behaviours that differ between published paths, as one frozen value with named presets (SPEC section 7)."""
+"""The behaviours that differ between published paths, as one frozen value with named presets (docs/SPEC.md#presets)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Semantics:
     boundary_label: Literal["next", "ignore"] = "next"
     """The label at an inner boundary: the next conversation's first target, or -100 (R-BOUNDARY-1)."""
     padding_mask: Literal["by_value", "by_position"] = "by_value"
-    """Padding is masked wherever the pad id stands, or only where padding was put (R-MASK-1)."""
+    """Padding to mask: every target equal to the pad id, or only positions where padding was put (R-MASK-1)."""
     empty_conversation: Literal["keep", "refuse"] = "keep"
     """A conversation of zero tokens makes an empty segment, or is refused (R-EMPTY-1)."""
     boundaries_beyond_pack_length: Literal["refuse", "stop"] = "refuse"
@@ -25,11 +25,11 @@ class Semantics:
     long_assistant_prefix: Literal["mask", "refuse"] = "mask"
     """A prefix longer than its turn masks what is there, or is refused (R-TURN-3)."""
     turn_rules: Literal["masked_formats", "no_wrap", "every_format"] = "masked_formats"
-    """Where roles, order and emptiness are checked, and how strictly (R-TURN-2)."""
+    """Formats in which roles, order and emptiness are checked, and the strictness (R-TURN-2)."""
     row_ends: Literal["any", "system_to_assistant"] = "any"
     """Whether a row must start with a system and end with an assistant message (R-ENDS-1)."""
     turn_check: Literal["relative", "exact"] = "relative"
-    """How a turn's own tokens are compared with the whole conversation's (R-TURN-1)."""
+    """Comparison of a turn's own tokens with the whole conversation's (R-TURN-1)."""
     exact_fill: Literal["continue", "stop"] = "continue"
     """Whether a full row still takes the next conversation, and cuts it to nothing (R-LAYOUT-4)."""
     indivisible_segment: Literal["keep", "refuse"] = "keep"
@@ -51,7 +51,7 @@ class Semantics:
 
 @functools.cache
 def _choices() -> dict[str, tuple[str, ...]]:
-    """The values that each field knows."""
+    """Return the values of each field."""
     return {name: get_args(hint) for name, hint in get_type_hints(Semantics).items()}
 
 
@@ -89,7 +89,7 @@ PRESETS = {
 
 
 def semantics(name: str) -> Semantics:
-    """The value that a name stands for: `preset` or `preset,field=value,…`. ValueError for anything else."""
+    """Return the semantics of a name: `preset` or `preset,field=value,…`. Raises ValueError for any other name."""
     preset, *overrides = name.split(",")
     if preset not in PRESETS:
         raise ValueError(f"no preset is called {preset!r}; choose one of {', '.join(PRESETS)}")

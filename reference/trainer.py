@@ -1,4 +1,4 @@
-"""A plain training loop on one process: gradient of a global batch, clipping, AdamW, schedule, as megatron-core takes a step in any layout (SPEC section 21).
+"""A plain training loop on one process: gradient of a global batch, clipping, AdamW, schedule, as megatron-core takes a step in any layout (docs/SPEC.md#training-step).
 Row after row through the small transformer, so for models of some thousand weights.
 """
 
@@ -24,12 +24,12 @@ __all__ = ["AdamW", "Objective", "Schedule", "Settings", "Stepped", "Trainer", "
 GlobalBatch = Batch | Sequence[Batch]
 """Rows of one length together, or a batch for each length (the bins of the online path), in order."""
 CLIP_EPSILON = 1e-6
-"""What clipping adds to the norm."""
+"""Term that clipping adds to the norm."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """How a run trains. Raises ValueError for dp and cp below 1."""
+    """Settings of a training run. Raises ValueError for dp or cp below 1."""
 
     schedule: Schedule
     beta1: float = 0.9
@@ -39,14 +39,14 @@ class Settings:
     clip_gradient: float = 0.0
     """The largest norm of the whole gradient; 0: it is not clipped."""
     normalization: str = "per_token"
-    """What token losses are divided by, one of loss.NORMALIZATIONS."""
+    """Divisor of token losses, one of loss.NORMALIZATIONS."""
     mtp_weights: str = "rank"
-    """Whose tokens weigh a depth: `rank`, or `rows` (R-LOSS-6)."""
+    """Tokens by which a depth is weighted: those of the `rank`, or of the `rows` (R-LOSS-6)."""
     mtp_scaling_factor: float = 0.1
     data_parallel_size: int = 1
     """dp of the layout that is mirrored: some normalizations divide by each rank's own tokens."""
     context_parallel_size: int = 1
-    """cp of it."""
+    """cp of the layout that is mirrored."""
     is_online: bool = False
     """Whether the rows are squeezed bins, whose tokens are divided by the count and 1e-8 (R-LOSS-5); needs `global_valid_tokens`."""
 
@@ -60,14 +60,14 @@ class Settings:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Objective:
-    """What a global batch makes of a model."""
+    """Result of a global batch: the objective whose gradient is taken, and the reports."""
 
     value: Tensor
     """The scalar whose gradient is the step's."""
     reported: float
     """The step's loss: all trained tokens' losses over their number (R-LOSS-7)."""
     depths: tuple[float, ...]
-    """What is reported of each depth of multi-token prediction (R-LOSS-10)."""
+    """Reported loss of each depth of multi-token prediction (R-LOSS-10)."""
     balancing_loss: float
     """Of the routers, without its coefficient, a mean over rows and layers with experts; 0 without such a loss."""
     router_gap: float
@@ -81,9 +81,9 @@ class Stepped:
     loss: float
     """Before the update."""
     mtp_losses: tuple[float, ...]
-    """Of each depth, likewise."""
+    """Reported losses of each depth."""
     balancing_loss: float
-    """Of the routers, likewise, without its coefficient."""
+    """Reported load-balancing losses of the routers, without the coefficient."""
     gradient_norm: float
     """Before clipping."""
     learning_rate: float
@@ -102,7 +102,7 @@ class AdamW:
     def update(
         self, weight: Tensor, gradient: Tensor, *, learning_rate: float, weight_decay: float, settings: Settings
     ) -> Tensor:
-        """The weight after one more update. R-TRAIN-5."""
+        """Return the weight after one more update. R-TRAIN-5."""
         self.updates += 1
         weight = weight * (1 - learning_rate * weight_decay)  # decoupled: the moments do not see it
         self.first = self.first + (1 - settings.beta1) * (gradient - self.first)
@@ -166,11 +166,11 @@ class Trainer:
         )
 
     def train(self, batches: Iterable[GlobalBatch]) -> list[Stepped]:
-        """One step for each global batch."""
+        """Take one step for each global batch."""
         return [self.step(batch) for batch in batches]
 
     def validate(self, batches: Sequence[GlobalBatch]) -> float:
-        """The loss of a validation over some global batches: all trained tokens' losses over their number (R-LOSS-7)."""
+        """Return the loss of a validation over some global batches: all trained tokens' losses over their number (R-LOSS-7)."""
         rows = [row for batch in batches for row in rows_of(batch)]
         with torch.no_grad():
             losses = [self.model.losses(row.input_ids, row.target_ids, row.boundaries).tokens[0] for row in rows]
@@ -178,17 +178,17 @@ class Trainer:
 
 
 def decays(name: str, weight: Tensor) -> bool:
-    """Whether weight decay touches a parameter: not biases, nor anything of one dimension, such as a norm's weight. R-TRAIN-4."""
+    """Return whether weight decay applies to a parameter: not to biases, and not to parameters of one dimension, such as a norm's weight. R-TRAIN-4."""
     return weight.ndim != 1 and not name.endswith(".bias")
 
 
 def global_norm(gradients: Mapping[str, Tensor]) -> float:
-    """The norm over all parameters, a tied one once; added up in float64. R-TRAIN-6."""
+    """Return the norm over all gradients, a tied gradient once, added in float64. R-TRAIN-6."""
     return math.sqrt(sum(float(gradient.double().square().sum()) for gradient in gradients.values()))
 
 
 def clip(gradients: Mapping[str, Tensor], norm: float, most: float) -> dict[str, Tensor]:
-    """The gradients, scaled down where their norm exceeds `most`, all by one factor. R-TRAIN-6."""
+    """Scale all gradients down by one factor if their norm exceeds `most`. R-TRAIN-6."""
     factor = most / (norm + CLIP_EPSILON)
     return {name: gradient * factor if factor < 1.0 else gradient for name, gradient in gradients.items()}
 
@@ -208,7 +208,7 @@ class TrainedRow:
 
 
 def rows_of(batch: GlobalBatch) -> list[TrainedRow]:
-    """The rows of a global batch, in order."""
+    """Return the rows of a global batch, in order."""
     return [
         TrainedRow(
             input_ids=part.input_ids[row],
@@ -222,7 +222,7 @@ def rows_of(batch: GlobalBatch) -> list[TrainedRow]:
 
 
 def global_objective(model: Model, batch: GlobalBatch, settings: Settings) -> Objective:
-    """What a step's gradient is the gradient of: token losses of all rows and depths, each times its weight, and the balancing losses. R-TRAIN-8."""
+    """Return the objective of a step: token losses of all rows and depths, each times its weight, and the balancing losses. R-TRAIN-8."""
     rows, depths = rows_of(batch), model.shape.mtp_num_layers
     masks = [[shift(row.mask, row.boundaries, depth) for depth in range(depths + 1)] for row in rows]
     shares = _Shares(settings, [row.boundaries for row in rows], masks)
@@ -267,17 +267,17 @@ class _Shares:
 
     @property
     def ranks(self) -> list[tuple[list[int], int]]:
-        """The rows and the cp rank of each rank of dp x cp, cp fastest."""
+        """Return the rows and the cp rank of each rank of dp x cp, cp fastest."""
         data, context = self.settings.data_parallel_size, self.settings.context_parallel_size
         dealt = [rows_of_rank(range(len(self.masks)), rank, data) for rank in range(data)]
         return list(itertools.product(dealt, range(context)))
 
     def held(self, whole: list[list[Tensor]]) -> list[list[list[Tensor]]]:
-        """What each rank owns of [row][depth] [P], as [rank][microbatch][depth]."""
+        """Return each rank's share of [row][depth] [P], as [rank][microbatch][depth]."""
         return [[[each[self.owned[row][cp]] for each in whole[row]] for row in rows] for rows, cp in self.ranks]
 
     def reported(self, losses: list[list[Tensor]]) -> tuple[float, ...]:
-        """What is reported of each depth, from the token losses [row][depth] [P]. R-LOSS-10; with weights by rows each row is one share."""
+        """Return the reported loss of each depth, from token losses [row][depth] [P]; with weights by rows each row is one share. R-LOSS-10."""
         if self.settings.mtp_weights == "rows":
             of_ranks = [rows for rows, cp in self.ranks if cp == 0]
             held, masks = ([[whole[row] for row in rows] for rows in of_ranks] for whole in (losses, self.masks))
@@ -290,7 +290,7 @@ class _Shares:
         return tuple(multi_token_losses(*of_depths).tolist())
 
     def weights(self, valid: Tensor) -> list[list[list[Tensor]]]:
-        """Weights of the tokens of [row][cp rank][depth], [n] float64. R-LOSS-2 to R-LOSS-6."""
+        """Return weights of the tokens of [row][cp rank][depth], [n] float64. R-LOSS-2 to R-LOSS-6."""
         settings, context = self.settings, self.settings.context_parallel_size
         held, ranks = self.held(self.masks), self.ranks
         of_tokens = [[of_depths[0] for of_depths in rank] for rank in held]

@@ -1,5 +1,5 @@
-"""How far another correct side may be from the reference's trainer after some steps, taken from what rounding does to the trainer itself (SPEC section 21).
-Costs one run without rounding and three noisy ones beside the run that is compared, and holds for that very run.
+"""Bound the distance of another correct trainer after some steps, by the effect of rounding on the reference's trainer (docs/SPEC.md#training-step).
+Computing the bounds costs one run without rounding and three noisy runs. They hold only for the run that was bounded.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Trained:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Run:
-    """What one run gives."""
+    """Results of one run."""
 
     steps: list[Stepped]
     validations: dict[int, float]
@@ -62,7 +62,7 @@ def train(
 ) -> Trained:
     """Train in `dtype`, float64 or float32, on one global batch a step, with the bounds of R-TRAIN-9.
 
-    `validations` are the global batches of those that come after so many steps. Raises ValueError for another dtype.
+    `validations` gives the global batches of the validation after each number of steps. Raises ValueError for another dtype.
     """
     if dtype not in (torch.float64, torch.float32):
         raise ValueError(f"bounds are taken between float32 and float64, not in {dtype}")
@@ -98,7 +98,7 @@ def _bounded(
     trained: float,
     validations: Mapping[int, Sequence[GlobalBatch]],
 ) -> Trained:
-    """The first of `runs`, with the bounds that all of them give; `trained` are the most tokens that a step adds up."""
+    """Return the first of `runs` with the bounds that all runs give; `trained` is the largest number of tokens that a step adds."""
     rounded = runs[0]
     change = {name: float((each - start[name]).double().norm()) for name, each in rounded.weights.items()}
 
@@ -151,6 +151,6 @@ def _trained(batch: GlobalBatch) -> float:
 
 
 def _moved(tensor: Tensor, noise: torch.Generator) -> Tensor:
-    """Each number moved by one unit in its last float32 place, up or down: where all is float32, every sum then rounds otherwise."""
+    """Move each number up or down by one unit in its last float32 place, so that in float32 every sum rounds differently."""
     signs = torch.randint(0, 2, tensor.shape, generator=noise) * 2 - 1
     return tensor * (1 + signs.to(tensor.dtype) * 2.0**-23)

@@ -1,4 +1,4 @@
-"""The course of learning rate and weight decay over the steps of a run: megatron-core's formulas in its order, so that values are equal to the bit (SPEC section 21)."""
+"""The course of learning rate and weight decay over the steps of a run: megatron-core's formulas in its order, so that values are equal to the bit (docs/SPEC.md#training-step)."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class Schedule:
     max_lr: float
     """The learning rate after warm-up."""
     min_lr: float = 0.0
-    """That of the end."""
+    """Learning rate at the end of the decay."""
     init_lr: float = 0.0
-    """That at which warm-up begins."""
+    """Learning rate at the beginning of the warm-up."""
     warmup_steps: int = 0
     decay_steps: int
     """Until `min_lr`, warm-up included."""
@@ -33,9 +33,9 @@ class Schedule:
     rows_per_step: int = 1
     """The global batch size: Megatron-LM counts in rows, which shows in the last place of a root. R-TRAIN-2."""
     weight_decay: float = 0.0
-    """That of the first step."""
+    """Weight decay of the first step."""
     end_weight_decay: float | None = None
-    """That of step `weight_decay_steps` and all later ones; None: the same."""
+    """Weight decay of step `weight_decay_steps` and all later steps; None: that of the first step."""
     weight_decay_style: str = "constant"
     """One of WEIGHT_DECAY_STYLES."""
     weight_decay_steps: int | None = None
@@ -60,7 +60,7 @@ class Schedule:
             raise ValueError("a constant weight decay has one value; choose linear or cosine")
 
     def learning_rate_at(self, step: int) -> float:
-        """The learning rate of a step, which count from 0. R-TRAIN-1, R-TRAIN-2."""
+        """Return the learning rate of a step; steps count from 0. R-TRAIN-1, R-TRAIN-2."""
         if self.warmup_steps > 0 and step <= self.warmup_steps:
             return self.init_lr + (self.max_lr - self.init_lr) * float(step) / float(self.warmup_steps)
         if self.style == "constant":
@@ -73,7 +73,7 @@ class Schedule:
         return self.min_lr + self._share(step) * (self.max_lr - self.min_lr)
 
     def weight_decay_at(self, step: int) -> float:
-        """The weight decay of a step. R-TRAIN-3."""
+        """Return the weight decay of a step. R-TRAIN-3."""
         end = self.weight_decay if self.end_weight_decay is None else self.end_weight_decay
         if self.weight_decay_style == "constant":
             return end
@@ -86,7 +86,7 @@ class Schedule:
         return self.weight_decay + share * (end - self.weight_decay)
 
     def _share(self, step: int) -> float:
-        """How much of the way from `min_lr` up to `max_lr` the rate is at, from 1 down to 0."""
+        """Return the fraction of the way from `min_lr` up to `max_lr`, from 1 down to 0."""
         if self.style == "WSD":
             assert self.last_steps is not None
             begin = self.decay_steps - self.last_steps
@@ -98,7 +98,7 @@ class Schedule:
 
 
 def _fall(style: str, passed: float) -> float:
-    """From 1 where 0 of the way has passed to 0 where all of it has. R-TRAIN-2."""
+    """Return 1 at the start of the decay and 0 at its end, by the style. R-TRAIN-2."""
     if style == "linear":
         return 1.0 - passed
     if style == "cosine":

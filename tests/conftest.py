@@ -17,8 +17,20 @@ hypothesis.settings.register_profile("explore", deadline=None, max_examples=1000
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "suite"))
 
 
+def pytest_addoption(parser):
+    parser.addoption(
+        "--every-layout", action="store_true", help="hold every layout of four ranks to Megatron-LM's pieces, not some"
+    )
+
+
 def pytest_collection_modifyitems(config, items):
-    """Deselect what needs a GPU where there is none; the summary says so."""
+    """Put the files that open worlds first, and deselect what needs a GPU where there is none; the summary says so.
+
+    Workers take whole files (`--dist loadfile`), so that what a file sets up is set up once; a long file at the end would leave
+    the other workers with nothing to do.
+    """
+    long = {item.path for item in items if item.get_closest_marker("worlds")}
+    items.sort(key=lambda item: item.path not in long)
     if torch.cuda.is_available():
         return
     needing = [item for item in items if item.get_closest_marker("gpu")]

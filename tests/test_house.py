@@ -86,3 +86,37 @@ def test_a_hidden_cycle_is_found_also_through_a_third_module(tmp_path):
     (tmp_path / "production" / "d.py").write_text("VALUE = 1\n")
     (found,) = hidden_cycles(tmp_path)
     assert found.startswith("tools.a:4 imports tools.c")
+
+
+FIRST_LOOK = (
+    "equivalence.__main__",
+    "equivalence.runner.first_look",
+    "equivalence.runner.recorded_jobs",
+    "equivalence.subjects.reference",
+    "equivalence.subjects.production",
+)
+"""What a run has imported when it takes its first look, which is told while megatron-core is still being imported."""
+
+
+def test_a_first_look_imports_no_megatron_core_which_takes_longer_than_the_look():
+    modules = modules_below(ROOT)
+    todo, reached = list(FIRST_LOOK), {}
+    while todo:
+        name = todo.pop()
+        path = modules[name]
+        around = {name.rsplit(".", count)[0] for count in range(1, name.count(".") + 1)} & modules.keys()
+        for other in (imports_of(path, modules)[0] | around) - reached.keys():
+            reached[other] = name
+            todo.append(other)
+    heavy = [
+        f"{name}, imported by {reached.get(name, 'the run')}"
+        for name in {*FIRST_LOOK, *reached}
+        for node in ast.parse(modules[name].read_text(encoding="utf-8")).body
+        if (
+            isinstance(node, ast.Import | ast.ImportFrom)
+            and "megatron" in ast.unparse(node).split("import")[0].split(".")[0]
+        )
+        or (isinstance(node, ast.Import) and any(alias.name.startswith("megatron") for alias in node.names))
+    ]
+    assert len(reached) > 60, "the walk reaches what rows are built of"
+    assert heavy == []

@@ -22,6 +22,10 @@ class Command:
 
 
 COMMANDS = {
+    "check": Command(
+        module="tools.check.__main__",
+        when="may this job start? its own file, tokenizer and YAML against Megatron-LM, with a certificate",
+    ),
     "diff-row": Command(
         module="tools.diff_row.__main__", when="my loss is off: what does my trainer feed, and where does it differ?"
     ),
@@ -31,6 +35,10 @@ COMMANDS = {
     "equivalence": Command(
         module="equivalence.__main__",
         when="is this file, or my own loader, equal to Megatron-LM's rows? Also replay, promote, mutants",
+    ),
+    "inspect": Command(
+        module="tools.inspect_rows.__main__",
+        when="look at every row of a packed file: what a run refuses, loses or trains otherwise; --fix repairs",
     ),
     "pack": Command(module="tools.pack_rows.cli", when="pack chat files into rows of Megatron-LM's format"),
     "train": Command(

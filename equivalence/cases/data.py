@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import dataclasses
+import datetime as dt
 import importlib
 import json
 import math
@@ -17,7 +18,7 @@ from equivalence.errors import CaseError
 SCHEMA = 1
 """Raised when a saved case can no longer be read as it was meant."""
 _HOMES = ("equivalence.", "production.parallel.sizes")
-"""Where the classes are that a case may hold."""
+"""Modules of the classes that a case may hold."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -27,19 +28,19 @@ class DataCase:
     check: str
     """The check's name in `equivalence.checks.registry.CHECKS`."""
     value: Any
-    """What the check takes: numbers, texts, bytes, tensors, lists, tuples, dicts and dataclasses of the suite."""
+    """What the check takes: numbers, texts, bytes, times, tensors, lists, tuples, dicts and dataclasses of the suite."""
     note: str = ""
-    """Why it was saved."""
+    """Reason for saving the case."""
     origin: str = ""
     """The job that drew it."""
 
     @property
     def stem(self) -> str:
-        """What its file's name begins with."""
+        """Return the beginning of the file's name."""
         return self.check
 
     def to_json(self) -> str:
-        """The case as JSON, one field of its value a line."""
+        """Return the case as JSON, with one field of its value on each line."""
         head = {"schema": SCHEMA, "check": self.check, "note": self.note, "origin": self.origin}
         lines = [f"  {json.dumps(name)}: {json.dumps(value)}" for name, value in head.items()]
         lines.append(f'  "value": {_pretty(encode(self.value))}')
@@ -54,7 +55,7 @@ class DataCase:
             case = cls(check=read["check"], value=decode(read["value"]), note=read["note"], origin=read["origin"])
         except CaseError:
             raise
-        except (KeyError, TypeError, ValueError, AttributeError, ImportError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, ImportError, RecursionError) as error:
             raise CaseError(f"{where} is no case of a check on data: {error!r}; save the case again") from error
         if schema != SCHEMA:
             raise CaseError(f"{where} has schema {schema!r}, this packproof reads {SCHEMA}; save it again")
@@ -65,7 +66,7 @@ class DataCase:
 
 
 def encode(value: Any) -> Any:
-    """A value as what JSON can say: anything but lists, texts, finite numbers and None is an object with one key that says what it is."""
+    """Encode a value for JSON: a value other than a list, a text, a finite number or None becomes an object with one key that names the type."""
     if isinstance(value, torch.Tensor):
         return {
             "tensor": [str(value.dtype).removeprefix("torch."), list(value.shape), encode(value.reshape(-1).tolist())]
@@ -73,6 +74,8 @@ def encode(value: Any) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {each.name: encode(getattr(value, each.name)) for each in dataclasses.fields(value)}
         return {f"{type(value).__module__}:{type(value).__qualname__}": fields}
+    if isinstance(value, dt.datetime):
+        return {"datetime": value.isoformat()}
     if isinstance(value, (bytes, bytearray)):
         return {"bytes": base64.b64encode(value).decode("ascii")}
     if isinstance(value, tuple):
@@ -86,12 +89,12 @@ def encode(value: Any) -> Any:
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     raise CaseError(
-        f"a case cannot hold a {type(value).__name__}: use numbers, texts, bytes, tensors or a dataclass of the suite"
+        f"a case cannot hold a {type(value).__name__}: use numbers, texts, bytes, times, tensors or a dataclass of the suite"
     )
 
 
 def decode(read: Any) -> Any:
-    """The value that `encode` wrote."""
+    """Return the value that `encode` wrote."""
     if isinstance(read, list):
         return [decode(each) for each in read]
     if not isinstance(read, dict):
@@ -100,6 +103,8 @@ def decode(read: Any) -> Any:
     if name == "tensor":
         dtype, shape, values = inner
         return torch.tensor(decode(values), dtype=getattr(torch, dtype)).reshape(shape)
+    if name == "datetime":
+        return dt.datetime.fromisoformat(inner)
     if name == "bytes":
         return base64.b64decode(inner)
     if name == "tuple":
@@ -120,7 +125,7 @@ def _class_of(name: str) -> Any:
 
 
 def _pretty(encoded: Any) -> str:
-    """JSON with one field of the outermost object a line."""
+    """Return JSON with one field of the outermost object on each line."""
     if isinstance(encoded, dict) and len(encoded) == 1:
         ((name, inner),) = encoded.items()
         if isinstance(inner, dict):

@@ -1,6 +1,6 @@
-"""What differs between two rows or two batches, to the bit, each difference with its class.
+"""Find and classify the differences of two rows or two batches, to the bit.
 
-A refusal is compared by its kind; the report only where both sides count (Megatron-LM does not).
+Refusals are compared by kind, and reports only if both sides count (Megatron-LM does not).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Difference:
     tensor: str
     """A field of Row or Batch, `report.NAME`, or `refusal`."""
     position: int | tuple[int, ...] | None
-    """Where in the tensor; None for a whole field."""
+    """Place in the tensor; None for a whole field."""
     left: object
     right: object
     kind: str
@@ -32,7 +32,7 @@ class Difference:
 
 
 def compare_rows(left: Row, right: Row) -> list[Difference]:
-    """All differences of two rows; empty if they are equal."""
+    """Return all differences of two rows; empty if they are equal."""
     if left.refusal or right.refusal:
         kinds = [side.refusal.kind if side.refusal else None for side in (left, right)]
         if kinds[0] == kinds[1]:
@@ -55,7 +55,7 @@ def compare_rows(left: Row, right: Row) -> list[Difference]:
 
 
 def compare_batches(left: Batch, right: Batch) -> list[Difference]:
-    """All differences of two batches in the fields that both have."""
+    """Return all differences of two batches in the fields that both have."""
     found: list[Difference] = []
     for name in BATCH_TENSORS:
         values = getattr(left, name), getattr(right, name)
@@ -88,14 +88,14 @@ def _compare_tensors(name: str, left: torch.Tensor | None, right: torch.Tensor |
 
 
 def _lost_boundary(name: str, left: torch.Tensor | None, right: torch.Tensor | None) -> bool:
-    """Whether two sides have another number of boundaries: then a boundary is missing, not a shape wrong."""
+    """Return whether two sides have different numbers of boundaries, which means a missing boundary and not a wrong shape."""
     if name != "cu_seqlens" or left is None or right is None:
         return False
     return left.dtype == right.dtype and left.dim() == right.dim() == 1 and left.shape != right.shape
 
 
 def _compare_boundaries(left: torch.Tensor, right: torch.Tensor) -> Iterator[Difference]:
-    """Each boundary that only one side has, as a difference of its own; an empty segment has its boundary twice."""
+    """Yield each boundary that only one side has as a difference; an empty segment has its boundary twice."""
     counts = [Counter(side.tolist()) for side in (left, right)]
     for has, lacks, is_left in ((counts[0], counts[1], True), (counts[1], counts[0], False)):
         for value in (has - lacks).elements():
@@ -111,7 +111,7 @@ def _compare_reports(left: Mapping[str, int | None], right: Mapping[str, int | N
 
 
 class _PairFacts:
-    """What the classes ask of a pair of rows, gathered once: a row may differ at every position."""
+    """Facts about a pair of rows that all classes need, gathered once because a row may differ at every position."""
 
     def __init__(self, left: Row, right: Row) -> None:
         self.targets = [_as_list(side.target_ids) for side in (left, right)]
@@ -142,7 +142,7 @@ def _classified(difference: Difference, facts: _PairFacts | None) -> Difference:
 
 
 def _class_of(tensor: str, position: int, facts: _PairFacts) -> str:
-    """The class of a differing position: what a person would look for first."""
+    """Return the class of a differing position: the most likely cause, to look at first."""
     fixed = {"input_ids": "token", "position_ids": "position", "cu_seqlens": "boundary"}
     if tensor in fixed:
         return fixed[tensor]
@@ -162,7 +162,7 @@ def _class_of(tensor: str, position: int, facts: _PairFacts) -> str:
 
 
 def _class_of_mask(targets: list[int], facts: _PairFacts) -> str:
-    """What a differing mask is about, where no boundary and no padding at the row's end explains it."""
+    """Return the class of a differing mask that no boundary and no padding at the row's end explains."""
     if IGNORE_INDEX in targets or targets[0] != targets[1]:
         return "role_mask"
     if facts.is_mask_shifted:
@@ -171,7 +171,7 @@ def _class_of_mask(targets: list[int], facts: _PairFacts) -> str:
 
 
 def _is_shifted(facts: _PairFacts, position: int, targets: list[int]) -> bool:
-    """Whether one side's label is the other side's next or last one; -100 has too many neighbours to tell."""
+    """Return whether one side's label is the other side's next or previous label; -100 has too many equal neighbours to tell."""
     return any(
         0 <= place < len(side) and side[place] == other != IGNORE_INDEX
         for side, other in zip(facts.targets, reversed(targets), strict=True)
@@ -181,7 +181,7 @@ def _is_shifted(facts: _PairFacts, position: int, targets: list[int]) -> bool:
 
 
 def _tail_start(row: Row) -> int:
-    """Where the run of equal tokens that ends the row begins: padding, in all likelihood."""
+    """Return the start of the run of equal tokens that ends the row, which is most likely padding."""
     ids = _as_list(row.input_ids)
     start = len(ids)
     while start and ids[start - 1] == ids[-1]:

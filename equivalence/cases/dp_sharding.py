@@ -22,7 +22,7 @@ class SharesCase:
     seed: int
     """Of tokens and masks."""
     long: int = 0
-    """Unless 0, targets are also counted where each row is so many times its first token: more than 2**24 are beyond float32."""
+    """Unless 0, targets are also counted as if each row repeated its first token this many times: more than 2**24 exceed float32."""
 
     @property
     def global_batch_size(self) -> int:
@@ -30,7 +30,7 @@ class SharesCase:
         return self.data_parallel_size * self.microbatches
 
     def batch(self) -> Batch:
-        """All rows, drawn from the seed."""
+        """Return all rows, drawn from the seed."""
         made = torch.Generator().manual_seed(self.seed)
         shape = len(self.rows), sum(self.rows[0])
         ids, targets = (torch.randint(0, 1000, shape, generator=made) for _ in range(2))

@@ -1,4 +1,4 @@
-"""What a check found, in one shape for all of them."""
+"""Define the result of a check, in one shape for all checks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from equivalence.subjects.protocol import Row
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """What two sides do not share."""
+    """Difference of two sides."""
 
     left: str
     """A subject's name, or what was expected."""
@@ -33,7 +33,7 @@ class CheckResult:
     rows: dict[str, Row] = field(default_factory=dict)
     """Each subject's row, for checks that go on from it."""
     sides: int = 2
-    """How many were compared, a prediction among them; fewer than two compare nothing."""
+    """Number of compared sides, including a prediction; fewer than two compare nothing."""
     left_out: tuple[str, ...] = ()
     """Subjects that do not take these settings."""
     fired: dict[str, int] = field(default_factory=dict)
@@ -41,5 +41,5 @@ class CheckResult:
 
     @property
     def equal(self) -> bool:
-        """Whether nothing differs."""
+        """Return whether the sides are equal."""
         return not self.findings

@@ -11,6 +11,8 @@ from typing import Any, cast
 from equivalence.cases.difference import Difference
 from equivalence.errors import CaseError
 from equivalence.subjects import Row, RowSettings
+from equivalence.subjects.protocol import ROW_TENSORS
+from production.files.file_state import read_regular
 
 SCHEMA = 1
 """Raised when a saved case can no longer be read as it was meant."""
@@ -28,23 +30,23 @@ class RowCase:
     labels: tuple[str, ...] = ()
     """Fault classes it was built for."""
     note: str = ""
-    """Why it was saved."""
+    """Reason for saving the case."""
     origin: str = ""
-    """Where it came from: a unit with its seed, a file with its row."""
+    """Origin of the case: a unit with its seed, a file with its row."""
     check: str = "rows"
     """rows, batches, divergences or smallest (a registered divergence's row): what showed it, and what replays it."""
     others: tuple[tuple[Any, ...], ...] = ()
     """Messages of the other rows of its batch."""
     expected: Mapping[str, Any] | None = field(default=None, hash=False)
-    """Right values to hold every side to: some of Row's fields as lists, or {"refusal": kind}."""
+    """Expected values for every side: some of Row's fields as lists, or {"refusal": kind}."""
 
     @property
     def stem(self) -> str:
-        """What its file's name begins with: format and classes."""
+        """Return the beginning of the file's name: format and classes."""
         return f"{self.settings.prompt_format} {' '.join(self.labels[:2]) or 'row'}"
 
     def to_json(self) -> str:
-        """The case as JSON: sorted, one message a line, ASCII only, so that lone surrogates survive."""
+        """Return the case as JSON: sorted, one message on each line, ASCII only, so that lone surrogates survive."""
         head = {
             "schema": SCHEMA,
             "note": self.note,
@@ -68,7 +70,7 @@ class RowCase:
         """Read a case. CaseError names `where` and what is wrong."""
         try:
             read = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise CaseError(f"{where} is no JSON: {error}; save the case again") from error
         if not isinstance(read, dict) or read.get("schema") != SCHEMA:
             found = read.get("schema") if isinstance(read, dict) else type(read).__name__
@@ -94,21 +96,28 @@ class RowCase:
             raise CaseError(f"{where} is no case: {error!r}; it needs messages, settings and tokenizer") from error
 
     def with_(self, **changes: Any) -> RowCase:
-        """The same case with some fields changed."""
+        """Return the same case with some fields changed."""
         return replace(self, **changes)
 
 
 def read_case(path: Path) -> RowCase:
     """Read a saved case. CaseError names the file and what is wrong with it."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_regular(path).decode()
     except (OSError, UnicodeDecodeError) as error:
         raise CaseError(f"{path} cannot be read as a case: {error}; give the path of a saved case") from error
     return RowCase.from_json(text, where=str(path))
 
 
+def expectation(row: Row) -> dict[str, Any]:
+    """Return a row as what a case may expect: its tensors as lists and its longest segment, or its refusal's kind."""
+    if row.refusal is not None:
+        return {"refusal": row.refusal.kind}
+    return {name: getattr(row, name).tolist() for name in ROW_TENSORS} | {"max_seqlen": row.max_seqlen}
+
+
 def differs_from_expected(row: Row, expected: Mapping[str, Any]) -> list[Difference]:
-    """What a row has otherwise than a case expects, one difference a field; empty if nothing."""
+    """Return the differences of a row from the case's expected values, one for each field; empty if none."""
     if "refusal" in expected or row.refusal is not None:
         found = row.refusal.kind if row.refusal else None
         wanted = expected.get("refusal")
@@ -127,7 +136,7 @@ def _wrong(name: str, wanted: object, found: object) -> Difference:
 
 
 def _settings_to_json(settings: RowSettings) -> dict[str, Any]:
-    """All fields that are not at their default, so that a file says what matters (pack_length has none)."""
+    """Return all fields that are not at their default, so that a file holds only what matters (pack_length has no default)."""
     return {
         each.name: cast("Any", getattr(settings, each.name))
         for each in fields(settings)

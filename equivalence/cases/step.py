@@ -19,9 +19,9 @@ from reference.context_parallel import owned_positions
 SCHEMA = 1
 """Raised when a saved case can no longer be read as it was meant."""
 CHECKS = ("models", "leaks", "paths")
-"""What a case is drawn for: the step itself, what crosses a boundary, the direct path against the online one."""
+"""Purpose of a case: the step itself, leaks across a boundary, the direct path against the online path."""
 TRAINED = ("anywhere", "first", "last", "share r/n")
-"""Where a row's trained targets lie: anywhere; at the first, or last, position of each segment; in the share of rank r of n that R-CP-1 cuts."""
+"""Places of a row's trained targets: anywhere; at the first, or last, position of each segment; in the share of rank r of n that R-CP-1 cuts."""
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu": torch.nn.functional.gelu,
@@ -59,7 +59,7 @@ class ModelShape:
     """Whether one layer predicts at every depth."""
 
     def hybrid_layer_pattern(self, pipeline_size: int) -> str | None:
-        """The pattern with its stages and depths; None of `gpt`."""
+        """Return pattern with its stages and depths; None for `gpt`."""
         if self.architecture == "gpt":
             return None
         per_stage = len(self.pattern) // pipeline_size
@@ -67,7 +67,7 @@ class ModelShape:
         return "/".join(["|".join(stages), *[self.pattern[:2]] * self.depths])
 
     def settings(self, sizes: ParallelSizes, pack_length: int) -> Any:
-        """Settings of production: `ModelSettings`, in float64."""
+        """Return settings of production: `ModelSettings`, in float64."""
         from production.model.model import ModelSettings  # noqa: PLC0415 - megatron-core
 
         transformer: dict[str, Any] = {
@@ -131,13 +131,13 @@ class ModelCase:
     check: str = "models"
     """One of CHECKS."""
     lengths: tuple[tuple[int, ...], ...] = ()
-    """Of `paths`: the true length of each segment, the rest of it being padding."""
+    """For `paths`: true length of each segment; the rest of the segment is padding."""
     multiple: int = 1
     """Of `paths`: what each sequence is padded to a multiple of."""
     note: str = ""
-    """Why it was saved."""
+    """Reason for saving the case."""
     origin: str = ""
-    """What drew it."""
+    """Generator and seed of the case."""
 
     @property
     def pack_length(self) -> int:
@@ -160,17 +160,17 @@ class ModelCase:
         return [[0, *itertools.accumulate(row)] for row in self.rows]
 
     def on_one_rank(self) -> ModelCase:
-        """The same global batch and model on a world of one."""
+        """Return the same global batch and model on a world of one rank."""
         return dataclasses.replace(self, sizes=ParallelSizes(), data_size=1)
 
     def weights(self) -> Callable[[str, tuple[int, ...]], torch.Tensor]:
-        """The whole model's weights by name and shape, drawn from the seed."""
+        """Draw the whole model's weights by name and shape from the seed."""
         from production.model.weights import drawn  # noqa: PLC0415 - megatron-core
 
         return drawn(self.seed, scale=self.weight_scale)
 
     def batch(self) -> Batch:
-        """The global batch, drawn from the seed."""
+        """Draw the global batch from the seed."""
         generator = torch.Generator().manual_seed(self.seed)
         count, length = len(self.rows), self.pack_length
         ids = torch.randint(0, self.shape.vocab_size, (count, length), generator=generator)
@@ -182,7 +182,7 @@ class ModelCase:
         return batch_of(self.rows, ids, targets, mask)
 
     def rows_of_rank(self, rank: int) -> list[Batch]:
-        """The microbatches of a data-parallel rank, by production's own stride."""
+        """Return the microbatches of a data-parallel rank, by production's own stride."""
         from production.rows.batch import take_rank  # noqa: PLC0415 - the one that is there when a fault is put in
         from production.training.step import split_rows  # noqa: PLC0415 - megatron-core
 
@@ -204,11 +204,11 @@ class ModelCase:
 
     @property
     def stem(self) -> str:
-        """What its file's name begins with: check and layout."""
+        """Return the beginning of the file's name: check and layout."""
         return f"{self.check} {self.layout}"
 
     def to_json(self) -> str:
-        """The case as JSON, one field a line; fields at their default are left out."""
+        """Return the case as JSON, with one field on each line and without fields at their default."""
         found: dict[str, Any] = {"schema": SCHEMA}
         for each in dataclasses.fields(self):
             value = getattr(self, each.name)
@@ -225,7 +225,7 @@ class ModelCase:
         """Read a case. CaseError names `where` and what is wrong."""
         try:
             read = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise CaseError(f"{where} is no JSON: {error}; save the case again") from error
         if not isinstance(read, dict) or read.pop("schema", None) != SCHEMA:
             raise CaseError(f"{where} is no case of a model of schema {SCHEMA}; save the case again")
@@ -249,7 +249,7 @@ class ModelCase:
 
 
 def layout_name(sizes: ParallelSizes, data_size: int) -> str:
-    """Such as `tp2 cp2 dp2`, or `one rank`."""
+    """Return a name such as `tp2 cp2 dp2`, or `one rank`."""
     named = {
         "tp": sizes.tensor,
         "cp": sizes.context,
@@ -264,7 +264,7 @@ def layout_name(sizes: ParallelSizes, data_size: int) -> str:
 def batch_of(
     rows: Sequence[Sequence[int]], ids: torch.Tensor, targets: torch.Tensor, mask: torch.Tensor, **more: torch.Tensor
 ) -> Batch:
-    """Rows of segments of these lengths, all of one sum P, with tensors [B, P]; `more` are further fields of the batch."""
+    """Make a batch of rows from segment lengths that all sum to P, with tensors [B, P]; `more` are further fields of the batch."""
     boundaries = [[0, *itertools.accumulate(row)] for row in rows]
     widest = max(map(len, boundaries))
     fields = {

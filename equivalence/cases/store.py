@@ -1,7 +1,7 @@
-"""The one store of cases of every kind: it saves what differed, reads it again, replays it and makes it permanent.
+"""Save, load, replay and promote cases of every kind.
 
-Shipped cases are small JSON beside this file, fresh counterexamples stand in a run's output folder; each kind but rows has a folder of
-its own in both. A case is named by what it holds, so saving the same one twice keeps one file.
+Shipped cases are small JSON files beside this module; new counterexamples lie in a run's output folder. In both places each kind except rows
+has a folder of its own. A case's name is derived from its contents, so saving the same case twice keeps one file.
 """
 
 from __future__ import annotations
@@ -19,34 +19,36 @@ from typing import Any, Protocol, Self, cast
 
 from equivalence.cases.result import CheckResult
 from equivalence.errors import CaseError
+from equivalence.subjects import join_names
 from equivalence.subjects.protocol import Subject
+from production.files.file_state import read_regular
 
 SAVED = Path(__file__).resolve().parent / "saved"
 """Cases that are replayed by every run and every test, for good."""
 FRESH = Path("build") / "equivalence" / "corpus"
-"""Where runs save shrunk counterexamples, from the working folder."""
+"""Folder in which runs save shrunk counterexamples, relative to the working folder."""
 
 
 class Case(Protocol):
-    """What the store asks of a case: a frozen dataclass with `note` and `origin`, which are no part of what it holds."""
+    """Interface of a case to the store: a frozen dataclass with `note` and `origin`, which do not belong to its contents."""
 
     @property
     def note(self) -> str:
-        """Why it was saved."""
+        """Reason for saving the case."""
         ...
 
     @property
     def origin(self) -> str:
-        """The job that drew it."""
+        """Job that drew the case."""
         ...
 
     @property
     def stem(self) -> str:
-        """What its file's name begins with."""
+        """Return the beginning of the file's name."""
         ...
 
     def to_json(self) -> str:
-        """The case as JSON."""
+        """Return the case as JSON."""
         ...
 
     @classmethod
@@ -114,7 +116,7 @@ def parse(text: str, *, where: str = "the case") -> Case:
     """Read the JSON of a case of any kind. CaseError names `where` and what is wrong."""
     try:
         read = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CaseError(f"{where} is no JSON: {error}; save the case again") from error
     kind = next((kind for kind in KINDS if isinstance(read, dict) and kind.key in read), None)
     if kind is None:
@@ -131,7 +133,7 @@ def read(path: Path) -> Case:
 def text_of(path: Path) -> str:
     """Return the text of a saved case. CaseError where it cannot be read."""
     try:
-        return path.read_text(encoding="utf-8")
+        return read_regular(path).decode()
     except (OSError, UnicodeDecodeError) as error:
         raise CaseError(f"{path} cannot be read as a case: {error}; give the path of a saved case") from error
 
@@ -160,9 +162,9 @@ def replay(*folders: Path, kinds: Sequence[str] = ALL_KINDS) -> Iterator[tuple[P
 
 
 def promote(path: Path, name: str) -> Path:
-    """Move a saved case of any kind to the shipped ones under a name; from then on it is a permanent test.
+    """Move a saved case of any kind to the shipped cases under a name, which makes the case a permanent test.
 
-    CaseError if the file is no case, or the name is taken or unfit for a file.
+    Raises CaseError for a file that is not a case, and for a name that is taken or not valid for a file.
     """
     case = read(path)
     if not re.fullmatch(r"[a-z0-9][a-z0-9_-]*", name):
@@ -184,7 +186,7 @@ def check(case: Case, sides: Sequence[Subject]) -> list[CheckResult]:
 
 def command(case: Case, path: Path | str, sides: Sequence[str]) -> str:
     """Return the command that shows a saved case's difference: on one screen of diff_row where it is a single row's."""
-    named = ["--sides" if is_single_row(case) else "--subjects", ",".join(sides)]
+    named = ["--sides" if is_single_row(case) else "--subjects", join_names(sides)]
     if is_single_row(case):
         return shlex.join(["python", "-m", "tools.diff_row", "--case", str(path), *named])
     return shlex.join(
@@ -193,8 +195,9 @@ def command(case: Case, path: Path | str, sides: Sequence[str]) -> str:
 
 
 def is_single_row(case: Case) -> bool:
-    """Whether a case is one row that its sides build, without a batch or another preset beside it."""
-    return getattr(case, "check", "") == "rows" and kind_of(case).name == "rows"
+    """Return whether a case is one row that its sides build, without a batch, another preset or an expected outcome beside it."""
+    is_row = getattr(case, "check", "") == "rows" and kind_of(case).name == "rows"
+    return is_row and getattr(case, "expected", None) is None
 
 
 def _named(name: str) -> Any:

@@ -32,6 +32,8 @@ def raised(side: str, error: BaseException, *, expected: str = "a row or a refus
 
 def told(error: BaseException) -> str:
     """Return the error, and the line of the side's own code at which it was raised or that called what raised it."""
+    if getattr(error, "own_words", False):  # of a subject outside the process: our frames tell nothing
+        return str(error)
     frames = traceback.extract_tb(error.__traceback__)
     if not frames:
         return f"{type(error).__name__}: {error}"

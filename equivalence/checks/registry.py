@@ -17,7 +17,7 @@ class Check:
 
     name: str
     title: str
-    """What a person calls its cases."""
+    """Readable name of its cases."""
     kind: Kind
     """`row`: messages that subjects build; `data`: drawn tensors and numbers; `step`: one training step of ranks; `run`: many steps; `files`: bytes on disk."""
     difference_kind: str
@@ -33,9 +33,23 @@ CHECKS: dict[str, Check] = {
     check.name: check
     for check in (
         Check(name="corpus", title="saved cases", kind="row", difference_kind="row"),
-        Check(name="recorded", title="recorded outcomes", kind="row", difference_kind="row", cost=0.7),
+        Check(
+            name="recorded",
+            title="recorded outcomes",
+            kind="row",
+            difference_kind="row",
+            cost=0.7,
+            replay="equivalence.checks.rows.recorded:check_recorded",
+        ),
+        Check(name="first_look", title="first look at own settings", kind="row", difference_kind="row", cost=2.0),
         Check(name="own", title="own settings", kind="row", difference_kind="row", cost=5.5),
-        Check(name="files", title="file readers", kind="files", difference_kind="reader"),
+        Check(
+            name="files",
+            title="file readers",
+            kind="files",
+            difference_kind="reader",
+            replay="equivalence.checks.input.files:check_file_layer",
+        ),
         Check(name="sample", title="other settings", kind="row", difference_kind="row", cost=5.5),
         Check(name="rows", title="generated rows", kind="row", difference_kind="row", cost=1.0),
         Check(name="batches", title="batches", kind="row", difference_kind="batch", cost=1.5),

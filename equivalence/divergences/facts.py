@@ -1,6 +1,6 @@
-"""What a divergence is predicted from: a row's outcome under the more permissive of two semantics, and what led to it.
+"""Gather the facts from which a divergence is predicted: a row's outcome under the more permissive semantics, and its causes.
 
-Refusals have a stage, their place in SPEC section 9's order of checks, so that of two the earlier one is known.
+A refusal has a stage, its place in the order of checks (docs/SPEC.md#refusals), so that the earlier of two refusals is known.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Stage = tuple[int, ...]
     DROPPED,
     TRUNCATED,
 ) = range(13)
-"""The stages of a row, in SPEC section 9's order."""
+"""The stages of a row, in docs/SPEC.md#refusals's order."""
 
 WHOLE, AFTER = -1, 1 << 30
 """In place of a turn's number: before the first turn, after the last."""
@@ -86,17 +86,17 @@ class Facts:
 
     @functools.cached_property
     def outcome(self) -> Row:
-        """The reference's row or refusal."""
+        """Reference's row or refusal."""
         return SUBJECT.build_row(self.messages, self.hf, self.settings)
 
     @functools.cached_property
     def is_padding(self) -> list[bool]:
-        """[P + 1]: what was put there as padding; only where the row is not refused."""
+        """[P + 1]: where the builder put padding; only for a row that is not refused."""
         return SUBJECT.build(self.messages, self.hf, self.settings).is_padding
 
     @functools.cached_property
     def masked(self) -> bool:
-        """Whether the format is masked under these semantics."""
+        """Return whether the format is masked under these semantics."""
         return prompts.is_masked(self.prompt, self.semantics)
 
     @functools.cached_property
@@ -138,12 +138,12 @@ class Facts:
         return tokens, False
 
     def turn_tokens(self, message: prompts.Message) -> list[int]:
-        """A turn's tokens when it is rendered and encoded alone."""
+        """Return a turn's tokens when the turn is rendered and encoded alone."""
         return prompts.encode(prompts.render([message], self.prompt, self.tokenizer), self.tokenizer)
 
 
 def stage_of(refusal: Refusal, messages: Messages, settings: RowSettings) -> Stage:
-    """Where in the order of checks a refusal of the reference's stands."""
+    """Return the place of a reference refusal in the order of checks."""
     kind, conversation, turn = refusal.kind, refusal.conversation, refusal.turn
     if kind in _ROW_STAGES:
         return (_ROW_STAGES[kind],)
@@ -169,5 +169,5 @@ def stage_of(refusal: Refusal, messages: Messages, settings: RowSettings) -> Sta
 
 
 def is_message(message: object) -> bool:
-    """Whether a message is one that R-SPLIT-2 takes."""
+    """Return whether R-SPLIT-2 accepts a message."""
     return isinstance(message, Mapping) and "role" in message

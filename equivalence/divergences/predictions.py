@@ -1,7 +1,7 @@
-"""What a row must become under the stricter value of one field of Semantics, predicted from the more permissive one.
+"""Predict a row under the stricter value of one field of Semantics from the row under the more permissive value.
 
-Each prediction is whole: every position with its value, or the refusal. They are not the reference run twice: each
-derives its change from the row's facts alone.
+A prediction covers the whole outcome: every position with its value, or the refusal. It does not run the reference again; it derives the
+change from the row's facts alone.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ System, User, Assistant = "system", "user", "assistant"
 
 
 def _unless_earlier(facts: Facts, violation: Violation | None) -> Row:
-    """The violation as the outcome, unless the permissive side refuses earlier."""
+    """Return the violation as the outcome, unless the permissive side refuses earlier."""
     if violation is None:
         return facts.outcome
     stage, kind = violation
@@ -34,12 +34,12 @@ def _unless_earlier(facts: Facts, violation: Violation | None) -> Row:
 
 
 def refusing(find: Callable[[Facts], Iterator[Violation]]) -> Callable[[Facts], Row]:
-    """A prediction from violations: the first one refuses the row."""
+    """Return a prediction from violations: the first violation refuses the row."""
     return lambda facts: _unless_earlier(facts, min(find(facts), default=None))
 
 
 def _relabelled(row: Row, target_ids: torch.Tensor, token_mask: torch.Tensor) -> Row:
-    """A row with other labels and mask, and what of its report follows from them."""
+    """Return a row with other labels and mask, and the report that follows from them."""
     assert row.report is not None
     assert row.cu_seqlens is not None
     inner = {int(boundary) for boundary in row.cu_seqlens.tolist() if 0 < boundary < len(target_ids)}
@@ -52,7 +52,7 @@ def _relabelled(row: Row, target_ids: torch.Tensor, token_mask: torch.Tensor) ->
 
 
 def identity_masked(facts: Facts) -> Row:
-    """Masked: prompts become -100, and the turn checks of masked formats apply."""
+    """Predict `masked`: prompts become -100, and the turn checks of masked formats apply."""
     if facts.prompt.format != "identity":
         return facts.outcome
     strict = Facts(
@@ -83,7 +83,7 @@ def identity_masked(facts: Facts) -> Row:
 
 
 def boundaries_ignored(facts: Facts) -> Row:
-    """Ignored: the label before each inner boundary is -100 and does not train."""
+    """Predict `ignore`: the label before each inner boundary is -100 and does not train."""
     row = facts.outcome
     if row.refusal:
         return row
@@ -99,7 +99,7 @@ def boundaries_ignored(facts: Facts) -> Row:
 
 
 def padding_by_position(facts: Facts) -> Row:
-    """By position: a pad id that content holds trains."""
+    """Predict `by_position`: a pad id in content trains."""
     row = facts.outcome
     if row.refusal:
         return row
@@ -113,14 +113,14 @@ def padding_by_position(facts: Facts) -> Row:
 
 
 def empty_conversations(facts: Facts) -> Iterator[Violation]:
-    """Each reached conversation of zero tokens."""
+    """Yield each reached conversation of zero tokens."""
     for reached in facts.reached:
         if reached.tokens == []:
             yield (CONVERSATIONS, reached.number, AFTER, 1), "empty_conversation"
 
 
 def too_many_boundaries(facts: Facts) -> Row:
-    """From `stop` to `refuse`: conversations go on past P + 1 boundaries, and the row is refused for it at the end."""
+    """Predict `refuse` from `stop`: conversations continue past P + 1 boundaries, and the row is refused at the end."""
     refusal = facts.outcome.refusal
     if refusal and stage_of(refusal, facts.messages, facts.settings) < (stages.NO_TOKEN,):
         return facts.outcome
@@ -136,7 +136,7 @@ def too_many_boundaries(facts: Facts) -> Row:
 
 
 def long_prefixes(facts: Facts, all_reached: list[Reached]) -> Iterator[Violation]:
-    """Each assistant turn of fewer tokens than the prefix."""
+    """Yield each assistant turn of fewer tokens than the prefix."""
     prefix = facts.prompt.assistant_prefix_len
     prefix = prompts.ASSISTANT_PREFIX[facts.prompt.format] if prefix is None else prefix
     if not facts.masked:
@@ -149,7 +149,7 @@ def long_prefixes(facts: Facts, all_reached: list[Reached]) -> Iterator[Violatio
 
 
 def turn_rules(facts: Facts, rules: str, all_reached: list[Reached]) -> Iterator[Violation]:
-    """Every fault of roles, order and emptiness that the rules know, whatever else is wrong with the row."""
+    """Yield every fault of roles, order and emptiness under the stricter rules, even if the row has other faults."""
     if not facts.masked and rules != "every_format":
         return
     for reached in all_reached:
@@ -182,7 +182,7 @@ def turn_rules(facts: Facts, rules: str, all_reached: list[Reached]) -> Iterator
 
 
 def row_ends(facts: Facts) -> Iterator[Violation]:
-    """A row that does not run from a system to an assistant message."""
+    """Yield a violation for a row that does not run from a system to an assistant message."""
     if facts.messages:
         ends = ((facts.messages[0], System, "row_start"), (facts.messages[-1], Assistant, "row_end"))
         for place, (message, role, kind) in enumerate(ends):
@@ -193,7 +193,7 @@ def row_ends(facts: Facts) -> Iterator[Violation]:
 
 
 def _mismatches(facts: Facts, all_reached: list[Reached]) -> Iterator[Violation]:
-    """Turns whose own tokens are not, to the id, those of the whole conversation; under relative, not nearly."""
+    """Yield turns whose own tokens are not exactly the tokens of the whole conversation; under `relative`, not nearly."""
     if not facts.masked:
         return
     for reached in all_reached:
@@ -212,7 +212,7 @@ def _mismatches(facts: Facts, all_reached: list[Reached]) -> Iterator[Violation]
 
 
 def exact_turn_check(facts: Facts) -> Iterator[Violation]:
-    """Each turn whose own tokens are not exactly those of its place."""
+    """Yield each turn whose own tokens are not exactly the tokens at its place."""
     if facts.masked:
         for reached in facts.reached:
             idx = 0
@@ -225,7 +225,7 @@ def exact_turn_check(facts: Facts) -> Iterator[Violation]:
 
 
 def stops_when_full(facts: Facts) -> Row:
-    """From `continue` to `stop`: the row is that of its first conversations alone, up to the one that fills it."""
+    """Predict `stop` from `continue`: the row of the first conversations alone, up to the conversation that fills the row."""
     full = [reached.number for reached in facts.reached if reached.start == facts.settings.pack_length]
     refusal = facts.outcome.refusal
     before = refusal and stage_of(refusal, facts.messages, facts.settings) < (CONVERSATIONS, full[0]) if full else True
@@ -258,7 +258,7 @@ def stops_when_full(facts: Facts) -> Row:
 
 
 def indivisible(facts: Facts) -> Iterator[Violation]:
-    """A segment that 2·cp does not divide."""
+    """Yield each segment whose length 2·cp does not divide."""
     # Losses are refused only after this check, so the boundaries are there also where the row is refused for them.
     allowed = facts.settings.replace(semantics=overridden(facts.settings.semantics, lost_conversations="allow"))
     boundaries = Facts(facts.messages, facts.hf, allowed).outcome.cu_seqlens
@@ -269,26 +269,26 @@ def indivisible(facts: Facts) -> Iterator[Violation]:
 
 
 def default_format(facts: Facts) -> Iterator[Violation]:
-    """The format `default` itself."""
+    """Yield a violation for the format `default`."""
     if facts.prompt.format == "default":
         yield (stages.UNSUPPORTED,), "unsupported_format"
 
 
 def losses(facts: Facts) -> Iterator[Violation]:
-    """Dropped conversations, then truncated ones."""
+    """Yield dropped conversations, then truncated conversations."""
     for kind, stage in (("dropped", stages.DROPPED), ("truncated", stages.TRUNCATED)):
         if facts.outcome.report is not None and facts.outcome.report[kind]:
             yield (stage,), kind
 
 
 def missing_pad(facts: Facts) -> Iterator[Violation]:
-    """A pad token that the vocabulary lacks, where there is no unknown token to take its place."""
+    """Yield a violation for a pad token outside the vocabulary if no unknown token can replace it."""
     if prompts.pad_id(facts.tokenizer, facts.prompt) is None:
         yield (stages.PAD,), "no_pad_token"
 
 
 def unknown_pad(facts: Facts) -> Iterator[Violation]:
-    """A pad token that the vocabulary lacks."""
+    """Yield a violation for a pad token outside the vocabulary."""
     named = facts.prompt.format != "default" or facts.prompt.pad_token is not None
     lacking = (
         facts.tokenizer.token_to_id(prompts.pad_token(facts.prompt)) is None

@@ -28,7 +28,7 @@ class Divergence:
     """The value from whose outcome the other one is predicted."""
     strict: str
     why: str
-    """Why both exist."""
+    """Reason for which both values exist."""
     predict: Callable[[Facts], Row]
     """The strict outcome, from the facts of the permissive one."""
     smallest: tuple[tuple[str, str], ...]
@@ -209,7 +209,7 @@ REGISTRY: tuple[Divergence, ...] = (
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """One field's change on the way from one semantics to another."""
+    """Change of one field on the walk from one semantics to another."""
 
     entry: Divergence
     permissive: str
@@ -218,7 +218,7 @@ class Step:
 
 
 def steps_between(left: str, right: str) -> list[Step]:
-    """The way from one preset to another by single fields. LookupError where the registry has no entry for one."""
+    """Return the walk from one preset to another by single fields. Raises LookupError if the registry lacks an entry for a step."""
     values = [dataclasses.asdict(semantics(name)) for name in (left, right)]
     name, steps = left, []
     for field in dataclasses.fields(Semantics):
@@ -238,6 +238,6 @@ def steps_between(left: str, right: str) -> list[Step]:
 
 
 def expected(step: Step, messages: Messages, tokenizer: Any, settings: RowSettings) -> tuple[Row, Row]:
-    """The permissive outcome of a row, and what the strict one must be."""
+    """Return the permissive outcome of a row, and the predicted strict outcome."""
     facts = Facts(messages, tokenizer, settings.replace(semantics=step.permissive))
     return facts.outcome, step.entry.predict(facts)

@@ -1,6 +1,6 @@
-"""What the reference makes of a whole run of the training job: which rows each rank gets, what they count, how the model trains.
+"""Compute the reference's whole run of the training job: the rows of each rank, their counts, the training of the model.
 
-Files are read with Python's own JSON, rows are the reference's, counts are sums over them.
+Files are read with Python's own JSON, rows are the reference's, and counts are sums over rows.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ SEMANTICS = "megatron-lm-0.19"
 
 @dataclass(frozen=True, kw_only=True)
 class Counts:
-    """Counts of a global batch, as they are reported."""
+    """Counts of a global batch, as a job reports them."""
 
     tokens: int
     trained_tokens: int
@@ -63,7 +63,7 @@ class GlobalBatch:
     counts: Counts
 
     def of_rank(self, rank: int, size: int) -> list[list[int]]:
-        """The ids of a data-parallel rank's rows."""
+        """Return the ids of a data-parallel rank's rows."""
         return [self.tokens[place] for place in batches.rows_of_rank(range(len(self.tokens)), rank, size)]
 
 
@@ -78,7 +78,7 @@ class ExpectedRun:
 
 
 def expect_run(case: RunCase, folder: Path, weights: Mapping[str, torch.Tensor]) -> ExpectedRun:
-    """The run from these weights by name, over the files that the case wrote into the folder."""
+    """Compute the run from these weights by name, over the files that the case wrote into the folder."""
     sources = [_read(path) for path in case.training_files(folder)]
     if case.is_direct:
         samples = order.blend([*map(len, sources)], WEIGHTS, kind="shuffle", seed=case.seed)
@@ -102,7 +102,7 @@ def expect_run(case: RunCase, folder: Path, weights: Mapping[str, torch.Tensor])
 
 
 def shape() -> Shape:
-    """The model that `RunCase.settings` describes."""
+    """Return the shape of the model that `RunCase.settings` describes."""
     return Shape(
         num_layers=LAYERS,
         num_attention_heads=2,
@@ -195,7 +195,7 @@ def _online(case: RunCase, messages: Sequence[list[dict[str, str]]], weights: Se
 
 
 def _as_row(row: microbatches.Squeezed) -> Batch:
-    """The bin as a row of one batch, with the labels and masks that depths are shifted from (R-ONLINE-7)."""
+    """Return the bin as a batch of one row, with the labels and masks that are shifted to depths (R-ONLINE-7)."""
     boundaries = row.cu_seqlens_padded
     return Batch(
         input_ids=row.input_ids[None],

@@ -1,4 +1,4 @@
-"""What the reference makes of a training step in one layout: token losses of every rank, reports, gradients, and the bounds of R-MODEL-11."""
+"""Compute the reference's training step in one layout: token losses of every rank, reports, gradients, and the bounds of R-MODEL-11."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Expected:
-    """What the reference makes of a case, for every rank, with the bounds of R-MODEL-11."""
+    """Reference's results of a case for every rank, with the bounds of R-MODEL-11."""
 
     token_losses: list[list[list[torch.Tensor]]]
     """[rank of dp x cp][microbatch][depth] is [n]; ranks count cp fastest."""
@@ -45,12 +45,12 @@ class Expected:
 
     @property
     def is_tie(self) -> bool:
-        """Whether that is so."""
+        """Return whether a router's gap is within rounding."""
         return self.router_gap <= TIE
 
 
 def expect(case: ModelCase, shapes: Shapes) -> Expected:
-    """The reference's step: the whole model on one process, row by row, and what each rank of the layout is to see of it."""
+    """Run the reference's step: the whole model on one process, row by row; return each rank's part of the results."""
     step = Step(case)
     named = step.named(shapes)
     limits = bounds(step.shape, named, step.run)
@@ -101,16 +101,16 @@ class Step:
         """[rank][microbatch][depth]: this rank's share of the masks."""
         self.valid = torch.tensor(reference_batches.valid_tokens(self.batch.token_mask, self.batch.sample_mask))
         self.weights = self._weights()
-        """What each token's loss weighs in the gradient, [rank][microbatch][depth]."""
+        """Weight of each token's loss in the gradient, [rank][microbatch][depth]."""
         self.gaps: list[float] = []
 
     def of_depth(self, depth: int) -> list[list[torch.Tensor]]:
-        """The masks of one depth, [rank][microbatch]."""
+        """Return the masks of one depth, [rank][microbatch]."""
         return [[microbatch[depth] for microbatch in rank] for rank in self.shares]
 
     @functools.cached_property
     def whole_weights(self) -> list[torch.Tensor]:
-        """What each position of each row weighs, [row] is [D + 1, P]: the same in all layouts that train the same."""
+        """Return the weight of each position of each row as [row] of [D + 1, P], equal in all layouts that train the same."""
         whole = [torch.zeros(len(masks), len(masks[0]), dtype=torch.float64) for masks in self.masks]
         for (dp, cp), of_rank in zip(self.ranks, self.weights, strict=True):
             for row, of_row in zip(self.rows_of[dp], of_rank, strict=True):
@@ -118,12 +118,12 @@ class Step:
         return whole
 
     def named(self, shapes: Shapes) -> dict[str, torch.Tensor]:
-        """The whole model's weights."""
+        """Return the whole model's weights."""
         draw = self.case.weights()
         return {name: draw(name, shape) for name, shape in shapes.items()}
 
     def run(self, model: Model) -> tuple[list[torch.Tensor], torch.Tensor]:
-        """Token losses row by row and depth by depth, and the scalar whose gradient is the step's."""
+        """Return token losses row by row and depth by depth, and the scalar whose gradient is the step's gradient."""
         tokens, objective = [], torch.zeros((), dtype=torch.float64)
         for row, boundaries in enumerate(self.boundaries):
             losses = model.losses(self.batch.input_ids[row], self.batch.target_ids[row], boundaries)
@@ -159,7 +159,7 @@ class Step:
 
 
 def reference_shape(shape: ModelShape, pipeline_size: int) -> Shape:
-    """The reference's description of the same model."""
+    """Return the reference's description of the same model."""
     pattern = shape.hybrid_layer_pattern(pipeline_size)
     return Shape(
         num_layers=shape.layers if pattern is None else len(shape.pattern),

@@ -1,4 +1,4 @@
-"""What a generator draws from: Hypothesis, which draws short lists and makes small what differs, or plain random numbers, 30 times as fast.
+"""Define the source of a generator's choices: Hypothesis, which draws short lists and shrinks what differs, or plain random numbers, 30 times as fast.
 
 A generator of layouts is written once, as a function of `Choices`.
 """
@@ -36,7 +36,7 @@ class Choices(Protocol):
         ...
 
     def rarely(self, one_in: int) -> bool:
-        """Say yes to one draw in so many: for what takes as long as a hundred others."""
+        """Return True for one draw in `one_in`: for cases that take as long as a hundred others."""
         ...
 
 
@@ -63,7 +63,7 @@ class RandomChoices:
         return self._random.sample(values, len(values))
 
     def rarely(self, one_in: int) -> bool:
-        """See `Choices`; by the place, so that so many draws have it whatever the seed."""
+        """Return True by the position of the draw, so that the number of such draws does not depend on the seed. See `Choices`."""
         return self._place % one_in == one_in - 1
 
 

@@ -31,7 +31,7 @@ ROUGH = ("normalizing", "stripping", "prefix-space", "only-unk", "plain", "plain
 """Tokenizers with which most rows of some format are refused."""
 MEGATRON = ("megatron-lm-0.19", "megatron-lm-main")
 SEMANTICS = ((*MEGATRON, *MEGATRON, "strict", "nemo-rl-direct"), (*MEGATRON, *MEGATRON, "strict"))
-"""To draw from: the two with three witnesses most often; `nemo-rl-direct` has no `default`, so a class of its own asks."""
+"""Presets to draw from: most often the two with three witnesses; `nemo-rl-direct` has no `default`, which a class of its own covers."""
 
 MOST_PAIRS = 3
 CONVERSATIONS = st.lists(st.integers(0, MOST_PAIRS * len(texts.PLAIN) - 1), min_size=1, max_size=6)
@@ -41,7 +41,7 @@ PACK = Literal["roomy", "exact", "one_more", "one_less", "inner_end", "anywhere"
 
 @dataclass(kw_only=True)
 class Draft:
-    """What a fault class edits in place."""
+    """Row case that a fault class edits in place."""
 
     draw: Draw
     prompt_format: str
@@ -57,7 +57,7 @@ class Draft:
 
     @property
     def separator(self) -> str:
-        """What ends a content, so that the next one's first token is its own, where a format puts nothing between."""
+        """Return text that ends a content, so that the next content starts with its own token where a format puts nothing between."""
         return separator_of(self.prompt_format, self.tokenizer)
 
     @property
@@ -67,7 +67,7 @@ class Draft:
 
     @property
     def masked(self) -> bool:
-        """Whether turns are checked one by one."""
+        """Return whether the format's turns are checked one by one."""
         preset = self.semantics.partition(",")[0]
         return self.prompt_format in row_facts.NEMOTRON or (
             self.prompt_format == "identity" and preset in ("megatron-lm-main", "strict")
@@ -78,7 +78,7 @@ class Draft:
         return choose(self.draw, choices)
 
     def message(self, *roles: str) -> dict[str, Any]:
-        """Draw a message of one of these roles, to change in place; a user message is added where there is none."""
+        """Draw a message of one of these roles, to change in place; add a user message if there is none."""
         found = [m for each in self.conversations for m in each if isinstance(m, dict) and m.get("role") in roles]
         if not found:
             found = [{"role": roles[0], "content": "w0"}]
@@ -86,24 +86,24 @@ class Draft:
         return self.one_of(found)  # type: ignore[no-any-return]
 
     def lengths(self) -> list[int]:
-        """Tokens of each conversation, up to the first that cannot be rendered."""
+        """Return the number of tokens of each conversation, up to the first that cannot be rendered."""
         messages = [message for each in self.conversations for message in each]
         return row_facts.lengths(messages, self.prompt_format, self.tokenizer)
 
     def ends(self) -> list[int]:
-        """Where each of them ends, padding included."""
+        """Return the end of each conversation, padding included."""
         return row_facts.ends(self.lengths(), self.granularity)
 
 
 def conversation(pairs: int, stride: int, separator: str) -> list[Any]:
-    """A well-formed conversation; with stride 0 every content is the simplest."""
+    """Draw a well-formed conversation; with stride 0 every content is the simplest."""
     roles = ["system", *["user", "assistant"] * pairs]
     contents = [texts.PLAIN[stride * (turn + 1) % len(texts.PLAIN)] + separator for turn in range(len(roles))]
     return [{"role": role, "content": content} for role, content in zip(roles, contents, strict=True)]
 
 
 def conversations(drawn: Sequence[int], separator: str) -> list[list[Any]]:
-    """Well-formed conversations from what CONVERSATIONS draws."""
+    """Draw well-formed conversations from CONVERSATIONS."""
     pairs_and_strides = (divmod(each, len(texts.PLAIN)) for each in drawn)
     return [conversation(pairs + 1, stride, separator) for pairs, stride in pairs_and_strides]
 
@@ -131,7 +131,7 @@ def start(draw: Draw, prompt_format: str) -> Draft:
 
 @functools.cache
 def index(count: int) -> st.SearchStrategy[int]:
-    """A place in a sequence: cheaper to draw from than a strategy made for each sequence."""
+    """Draw an index of a sequence, which is cheaper than making a strategy for each sequence."""
     return st.integers(0, count - 1)
 
 
@@ -161,7 +161,7 @@ def finish(draft: Draft, origin: str) -> RowCase:
 
 
 def any_pack(draft: Draft, ends: Sequence[int]) -> int:
-    """A pack length around what the conversations need, most often divisible as context parallelism wants it."""
+    """Draw a pack length near the length of the conversations, most often divisible as context parallelism needs."""
     kind: PACK = draft.one_of(get_args(PACK))
     if kind == "anywhere":
         length = draft.draw(st.integers(1, max(1, ends[-1])))
@@ -173,20 +173,20 @@ def any_pack(draft: Draft, ends: Sequence[int]) -> int:
 
 
 def divisible(draft: Draft, length: int) -> int:
-    """The next multiple of 2·cp, where it counts."""
+    """Round up to a multiple of 2·cp, where padding applies."""
     return -(-max(1, length) // draft.granularity) * draft.granularity
 
 
 def roomy(draft: Draft, ends: Sequence[int]) -> int:
-    """A pack length that holds everything."""
+    """Return a pack length that holds all conversations."""
     return divisible(draft, ends[-1] + draft.one_of((1, 0, 7)))
 
 
 def exactly(delta: int) -> Callable[[Draft, Sequence[int]], int]:
-    """The pack length that the whole row needs, and `delta` more."""
+    """Return the exact length of the whole row plus `delta` as the pack length."""
     return lambda _, ends: ends[-1] + delta
 
 
 def override(name: str) -> str:
-    """A preset with one field changed."""
+    """Draw a preset with one field changed."""
     return f"{PRESET_NAMES[0]},{name}"

@@ -21,7 +21,7 @@ SHORTEST = 60
 """Bytes of a good line, at least."""
 _HEAD, _TAIL = b'{"messages": [{"role": "user", "content": "', b'"}]}\n'
 _ODD = "é\u2028\x85".encode()
-"""What ends no line, whatever Python's splitlines makes of it."""
+"""Characters that end no line, although Python's splitlines splits at them."""
 
 _MARKED = {
     b"^\n": "blank_line",
@@ -47,16 +47,16 @@ _MARKED = {
     rb'{"messages": [{"role": "u", "content": "b^\ud800"}]}' + b"\n": "lone_surrogate",
 }
 BAD = tuple((line.replace(b"^", b""), kind, line.index(b"^")) for line, kind in _MARKED.items())
-"""Lines that are no rows: the bytes, SPEC's word for the fault, and the byte at which it stands."""
+"""Lines that hold no row: the bytes, SPEC's kind of fault, and the byte of the fault."""
 BAD_AT = {line.removesuffix(b"\n"): at for line, _, at in BAD}
-"""That byte by the line without its newline."""
+"""Byte of the fault, by the line without its newline."""
 
 Packing = Literal["", ".gz", ".zst"]
 ACTS = (
     *("reopen", "pickle", "copy", "reverse", "rewrite", "rewrite in the same tick", "verify", "other key"),
     *("damage the cache", "cut the packed file"),
 )
-"""What is done with the files after they were read once."""
+"""Change of the files after they were read once."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,17 +64,17 @@ class FileDraft:
     """One file."""
 
     runs: tuple[tuple[int, int], ...]
-    """So many lines of so many bytes each; -n bytes stand for the bad line n - 1 of BAD."""
+    """Runs of lines: number of lines and bytes of each; -n bytes mean the bad line n - 1 of BAD."""
     missing: int
     """Bytes that are cut from the end: 1 is the last newline."""
     packing: Packing
     cuts: tuple[int, ...]
-    """Where one member or frame ends and the next begins, in thousandths of the file."""
+    """Borders of members or frames, in thousandths of the file."""
     zeros: int
     """Bytes of padding behind the members of a gzip file."""
 
     def content(self, name: str) -> bytes:
-        """Return the unpacked bytes; `name` stands in every line, so that no two files are alike."""
+        """Return the unpacked bytes; each line contains `name`, so that no two files are equal."""
         numbers = itertools.count()
         lines = [_line(length, f"{name}{next(numbers)} ".encode()) for count, length in self.runs for _ in range(count)]
         content = b"".join(lines)
@@ -139,7 +139,7 @@ def _draw_file(choices: Choices, *, is_large: bool) -> FileDraft:
 
 
 def _draw_small(choices: Choices) -> list[tuple[int, int]]:
-    """A few kilobytes; one file in thirty is empty."""
+    """Draw a few kilobytes; one file in thirty is empty."""
     if choices.integer(0, 29) == 29:
         return []
     runs: list[tuple[int, int]] = []
@@ -159,7 +159,7 @@ def _draw_small(choices: Choices) -> list[tuple[int, int]]:
 
 
 def _draw_large(choices: Choices) -> list[tuple[int, int]]:
-    """Lines around a stride; or blocks of short lines that end where lines do, long ones behind them; or long lines around blocks."""
+    """Draw lines around a stride; or blocks of short lines that end where lines end, with long lines behind; or long lines around blocks."""
     # Of large files, every third one in plain draws: one line more than a stride is what a reader may lose.
     kind = "stride" if choices.rarely(30) else choices.one_of(("blocks", "long"))
     if kind == "stride":
@@ -181,7 +181,7 @@ def _draw_large(choices: Choices) -> list[tuple[int, int]]:
 
 
 def _to_edge(choices: Choices, runs: list[tuple[int, int]], edges: tuple[int, ...]) -> tuple[int, int]:
-    """One line up to the next edge, or a byte less or more."""
+    """Draw one line up to the next edge, or a byte less or more."""
     size = sum(count * (length if length > 0 else len(BAD[-length - 1][0])) for count, length in runs)
     edge = choices.one_of(edges)
     gap = -size % edge + choices.one_of((0, 0, 1, -1))

@@ -66,7 +66,7 @@ def _row(choices: Choices, unit: int, pieces: int, size: int) -> Row:
 
 
 def _one_token_more(row: Row) -> None:
-    """The last segment alone is no multiple of 2·cp any more."""
+    """Add a token, so that 2·cp divides every segment but the last."""
     for name in _TENSORS[:4]:
         row[name] = torch.cat([row[name], row[name][-1:]])
     boundaries = row["cu_seqlens"].clone()
@@ -110,7 +110,7 @@ def _lengthen(row: Row, _: Choices) -> None:
 
 
 def _boundary(row: Row, choices: Choices) -> None:
-    """Another entry, the first and the last most often."""
+    """Change an entry of the boundaries, most often the first or the last."""
     cu = row["cu_seqlens"]
     if cu.ndim == 1 and len(cu):
         cu = cu.clone()
@@ -135,7 +135,7 @@ def _other_size(row: Row, choices: Choices) -> None:
 
 
 def _ragged(row: Row, _: Choices) -> None:
-    """A token more in one segment and one fewer in the next."""
+    """Move a token from one segment to the segment before."""
     cu = row["cu_seqlens"]
     if cu.ndim == 1 and len(cu) > 2:
         moved = cu.clone()
@@ -145,7 +145,7 @@ def _ragged(row: Row, _: Choices) -> None:
 
 
 def _other_mask(row: Row, choices: Choices) -> None:
-    """The mask of the tokens instead of the targets, or one value of it."""
+    """Set the mask of the tokens instead of the targets, or change one value of the mask."""
     mask = row["token_mask"]
     if mask.ndim == 1 and len(mask):
         place = choices.one_of((0, len(mask) - 1, choices.integer(0, len(mask) - 1)))
@@ -172,4 +172,4 @@ FAULTS: dict[str, Callable[[Row, Choices], None]] = {
     "missing_field": _drop,
     "unpacked": _unpack,
 }
-"""What may be wrong with a row, by name."""
+"""Faults of a row, by name."""

@@ -49,7 +49,7 @@ class BinsCase:
     lengths: list[int]
     capacity: int
     order: list[int]
-    """What first fit goes by."""
+    """Sort key of first fit."""
     data_parallel_size: int
 
 

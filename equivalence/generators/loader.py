@@ -35,7 +35,7 @@ class LoaderCase:
     steps: int
     """Read from there."""
     counts: tuple[int, ...]
-    """What each of some ranks counted."""
+    """Counts of some ranks."""
 
     @property
     def global_batch_size(self) -> int:
@@ -44,7 +44,7 @@ class LoaderCase:
 
     @property
     def consumed(self) -> int:
-        """Samples consumed where the loader goes on."""
+        """Samples consumed before the loader resumes."""
         return self.start * self.global_batch_size
 
     def messages(self) -> list[list[dict[str, str]]]:

@@ -41,7 +41,7 @@ class Layout:
 
 
 def layouts(world_size: int) -> list[Layout]:
-    """All layouts of so many ranks (a power of two up to 8) in tp x cp x pp x dp x ep, with sequence parallelism where tp > 1."""
+    """Return all layouts of `ranks` ranks (a power of two up to 8) in tp x cp x pp x dp x ep, with sequence parallelism where tp > 1."""
     found = []
     for tensor, context, pipeline, data in itertools.product((1, 2, 4, 8), repeat=4):
         if tensor * context * pipeline * data == world_size:
@@ -54,7 +54,7 @@ def layouts(world_size: int) -> list[Layout]:
 
 @dataclass(frozen=True, kw_only=True)
 class Aim:
-    """What of a case is not left to chance, so that a few cases a layout still cover every kind of model."""
+    """Features of a case that are not left to chance, so that a few cases for each layout cover every kind of model."""
 
     architecture: str | None = None
     experts: bool | None = None
@@ -76,7 +76,7 @@ AIMS = (
 
 @st.composite
 def shapes(draw: st.DrawFn, layout: Layout, aim: Aim) -> ModelShape:
-    """Models that the layout can hold: pp divides layers, tp heads, groups and channels, ep experts."""
+    """Draw a model that the layout can hold: pp divides layers, tp heads, groups and channels, ep experts."""
     tensor, pipeline, expert = layout.sizes.tensor, layout.sizes.pipeline, layout.sizes.expert
     has_experts = expert > 1 or (draw(st.booleans()) if aim.experts is None else aim.experts)
     architecture = aim.architecture or draw(st.sampled_from(["gpt", "hybrid"]))
@@ -110,19 +110,19 @@ def shapes(draw: st.DrawFn, layout: Layout, aim: Aim) -> ModelShape:
 
 
 def _pattern(pipeline: int, layers: int, *, is_moe: bool) -> str:
-    """A stage holds an attention and something behind it, so that a depth, made of the first two, attends as well."""
+    """Draw a pattern whose stages hold an attention and a layer behind it, so that a depth, made of the first two, attends as well."""
     stage = "*E" if is_moe else "*-"
     return stage * pipeline if layers <= pipeline else (stage + "*-") * pipeline
 
 
 def domain_factor(sizes: ParallelSizes) -> int:
-    """What a row must be a multiple of: 2·cp where cp > 1, times tp, whose ranks share the sequence."""
+    """Return the domain factor of a row's length: 2·cp where cp > 1, times tp, whose ranks share the sequence."""
     return (2 * sizes.context if sizes.context > 1 else 1) * sizes.tensor
 
 
 @st.composite
 def rows(draw: st.DrawFn, layout: Layout, *, segment_unit: int, most: int = MOST_TOKENS) -> tuple[tuple[int, ...], ...]:
-    """Rows of one length: one long segment, many short ones, or in between; one to three microbatches a data-parallel rank."""
+    """Draw rows of one length: one long segment, many short ones, or in between; one to three microbatches for a data-parallel rank."""
     row_unit = math.lcm(domain_factor(layout.sizes), segment_unit)
     length = row_unit * draw(st.integers(max(1, 16 // row_unit), max(2, most // row_unit)))
     microbatches = draw(st.integers(1, 3 if layout.data_size <= 2 else 2))
@@ -148,7 +148,7 @@ def _row(draw: st.DrawFn, units: int, unit: int) -> tuple[int, ...]:
 
 @st.composite
 def model_cases(draw: st.DrawFn, layout: Layout, aim: Aim = Aim()) -> ModelCase:
-    """Steps for the check `models`."""
+    """Draw steps for the check `models`."""
     sizes = layout.sizes
     shape = draw(shapes(layout, aim))
     cut = draw(rows(layout, segment_unit=2 * sizes.context if sizes.context > 1 else 1))
@@ -177,7 +177,7 @@ def model_cases(draw: st.DrawFn, layout: Layout, aim: Aim = Aim()) -> ModelCase:
 
 @st.composite
 def leak_cases(draw: st.DrawFn, layout: Layout, aim: Aim = Aim()) -> ModelCase:
-    """Steps for the check `leaks`: segments that can stand alone, so multiples of what a whole row must be a multiple of."""
+    """Draw steps for the check `leaks`: each segment can be a row alone, so its length is a multiple of the row's domain factor."""
     sizes = layout.sizes
     unit = domain_factor(sizes)
     cut = draw(rows(layout, segment_unit=unit, most=48)) if unit < 16 else ((unit, 2 * unit),) * layout.data_size
@@ -201,7 +201,7 @@ def leak_cases(draw: st.DrawFn, layout: Layout, aim: Aim = Aim()) -> ModelCase:
 
 @st.composite
 def path_cases(draw: st.DrawFn, layout: Layout, aim: Aim = Aim()) -> ModelCase:
-    """Steps for the check `paths`: sequences with their padding, which the last of a row has more of where stages need one length."""
+    """Draw steps for the check `paths`: sequences with their padding, larger at a row's last sequence where stages need one length."""
     sizes = layout.sizes
     factor = domain_factor(sizes)
     unit = factor * (draw(st.sampled_from([1, 3, 4])) if factor <= 4 else 1)
@@ -237,14 +237,14 @@ STRATEGIES = {"models": model_cases, "leaks": leak_cases, "paths": path_cases}
 
 
 def draw_cases(check: str, layout: Layout, aim: Aim, *, number: int, examples: int) -> Sequence[ModelCase]:
-    """`examples` cases from the seed `number`."""
+    """Draw `examples` cases from the seed `number`."""
     found: list[ModelCase] = []
     each_drawn(STRATEGIES[check](layout, aim), found.append, number=number, examples=examples + 1)
     return found[1:]  # the first is the simplest that there is, always
 
 
 def features(case: ModelCase) -> Iterator[str]:
-    """What a case has, by the names in FEATURES: a run counts them and fails on one that it never had."""
+    """Yield a case's features, by the names in FEATURES; a run counts features and fails if one never occurred."""
     shape, layout = case.shape, case.sizes
     if case.check != "models":
         yield case.check
@@ -301,6 +301,6 @@ FEATURES = (
     *("a cp rank's share all masked", "a depth with no target", "more microbatches than stages"),
     *("tp", "cp", "pp", "dp", "ep", "leaks", "paths", "paths with depths, tables", "paths with depths, upstream_roll"),
 )
-"""What a whole run must have had."""
+"""Features that must occur in a whole run."""
 VARIES = "the layout changes the gradient"
-"""What `invariance` counts where it does (R-LOSS-3, R-LOSS-6); a whole run must have seen that too."""
+"""Features that `invariance` counts where they occur (R-LOSS-3, R-LOSS-6); they must occur in a whole run too."""

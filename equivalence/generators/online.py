@@ -203,7 +203,7 @@ def draw_loss(choices: Choices) -> LossCase:
 
 
 def _text(choices: Choices) -> str:
-    """One to four words. Each ends with a space, so that none merges with its neighbour's."""
+    """Draw one to four words. Each word ends with a space, so that it does not merge with the next."""
     return "".join(f"{_WORDS[each]} " for each in choices.integers(0, len(_WORDS) - 1, fewest=1, longest=4))
 
 

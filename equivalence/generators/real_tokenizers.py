@@ -11,7 +11,6 @@ import importlib.metadata
 import importlib.util
 import itertools
 import json
-import os
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -20,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from equivalence.cache import cache_root
 from production.errors import PackproofError
 
 PACKAGE = "mistral-common"
@@ -70,14 +70,14 @@ class TokenizerSourceError(PackproofError):
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerRecipe:
-    """What of the shipped vocabulary one folder holds."""
+    """Part of the shipped vocabulary that one folder holds."""
 
     vocab_size: int
     """Ids in all, special ones included."""
     whole: tuple[bytes, ...] = ()
     """Words that take the last ids so that a cut-down vocabulary keeps them whole; they replace its rarest words."""
     summary: str
-    """What was done to the vocabulary, for the folder's provenance."""
+    """Changes to the vocabulary, for the folder's provenance."""
 
 
 RECIPES: Mapping[str, TokenizerRecipe] = {
@@ -142,13 +142,6 @@ def cached_tokenizer(name: str) -> Path:
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
     return folder
-
-
-def cache_root() -> Path:
-    """Return the cache folder: PACKPROOF_CACHE, else packproof under XDG_CACHE_HOME, else under ~/.cache."""
-    if chosen := os.environ.get("PACKPROOF_CACHE"):
-        return Path(chosen).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").expanduser() / "packproof"
 
 
 def _recipe(name: str) -> TokenizerRecipe:

@@ -1,6 +1,6 @@
-"""What a row case is, found without any side of the comparison: its own rendering and counting, to aim by and to tell hits.
+"""Describe a row case without any side of the comparison, by rendering and counting of its own, to aim generators and to detect hits.
 
-It knows what is needed to aim, not the rules: whether a row is refused, and why, is the reference's to say.
+These facts are enough to aim; the reference alone says whether and why a row is refused.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Facts:
 
     @functools.cached_property
     def conversations(self) -> list[list[Any]]:
-        """The messages, split before each system message."""
+        """Messages, split before each system message."""
         return split(self.case.messages)
 
     @functools.cached_property
@@ -45,24 +45,24 @@ class Facts:
 
     @functools.cached_property
     def ends(self) -> list[int]:
-        """Where each of them ends in an endless row, padding for context parallelism included."""
+        """End of each conversation in a row without limit, padding for context parallelism included."""
         return ends([len(ids) for ids in self.tokens], self.granularity)
 
     @functools.cached_property
     def total(self) -> int:
-        """The accumulated length of the whole row; -1 if a conversation cannot be rendered."""
+        """Accumulated length of the whole row; -1 if a conversation cannot be rendered."""
         if len(self.tokens) < len(self.conversations) or not self.ends:
             return -1
         return self.ends[-1]
 
     @functools.cached_property
     def cut(self) -> int | None:
-        """The first conversation that reaches beyond the pack length, after which none is looked at."""
+        """Index of the first conversation that reaches beyond the pack length; later conversations are not read."""
         return next((number for number, end in enumerate(self.ends) if end > self.pack_length), None)
 
     @functools.cached_property
     def seen(self) -> list[list[Any]]:
-        """The conversations that are looked at, if none is refused."""
+        """Conversations that are read, if none is refused."""
         return self.conversations if self.cut is None else self.conversations[: self.cut + 1]
 
     @functools.cached_property
@@ -85,12 +85,12 @@ class Facts:
 
     @functools.cached_property
     def seen_ids(self) -> set[int]:
-        """All ids of the conversations in `seen` that could be encoded."""
+        """Ids of all conversations in `seen` that could be encoded."""
         return {token for ids in self.tokens[: len(self.seen)] for token in ids}
 
     @functools.cached_property
     def pad_id(self) -> int | None:
-        """The id that pads."""
+        """Id of the pad token."""
         tokenizer = tokenizers.load(self.case.tokenizer)
         name = self.settings.pad_token or PAD_TOKENS.get(self.format)
         if name is None:
@@ -100,7 +100,7 @@ class Facts:
 
     @functools.cached_property
     def merged(self) -> list[tuple[Sequence[int], Sequence[int]]]:
-        """Conversations in `seen` whose turns, encoded alone, are not the whole: (whole, turns joined)."""
+        """Conversations in `seen` whose turns encoded alone differ from the whole: (whole, turns joined)."""
         found: list[tuple[Sequence[int], Sequence[int]]] = []
         for conversation, whole in zip(self.seen, self.tokens, strict=False):
             texts = [render([message], self.format, self.case.tokenizer) for message in conversation]
@@ -115,7 +115,7 @@ class Facts:
         return found
 
     def predecessors(self) -> Iterator[tuple[str, str | None, str]]:
-        """(role, the role before it or None, the conversation's last role) of each turn in `seen`, lower-cased."""
+        """Yield (role, the role before or None, the conversation's last role) of each turn in `seen`, in lower case."""
         for conversation in self.seen:
             roles = [str(m.get("role")).lower() if isinstance(m, dict) else "" for m in conversation]
             for number, role in enumerate(roles):
@@ -123,7 +123,7 @@ class Facts:
 
 
 def split(messages: Sequence[Any]) -> list[list[Any]]:
-    """Runs of messages, each from a system message to before the next."""
+    """Split messages into runs, each from a system message to before the next."""
     found: list[list[Any]] = []
     for message in messages:
         if not found or (isinstance(message, dict) and message.get("role") == "system"):
@@ -133,7 +133,7 @@ def split(messages: Sequence[Any]) -> list[list[Any]]:
 
 
 def ends(lengths: Sequence[int], granularity: int) -> list[int]:
-    """Running sums, each rounded up to the granularity."""
+    """Return running sums, each rounded up to the granularity."""
     found, total = [], 0
     for length in lengths:
         total = -(-(total + length) // granularity) * granularity
@@ -142,7 +142,7 @@ def ends(lengths: Sequence[int], granularity: int) -> list[int]:
 
 
 def lengths(messages: Sequence[Any], prompt_format: str, tokenizer: str) -> list[int]:
-    """Tokens of each conversation, up to the first that cannot be rendered or encoded."""
+    """Return the number of tokens of each conversation, up to the first that cannot be rendered."""
     found = []
     for conversation in split(messages):
         ids = encode(tokenizer, render(conversation, prompt_format, tokenizer))
@@ -153,7 +153,7 @@ def lengths(messages: Sequence[Any], prompt_format: str, tokenizer: str) -> list
 
 
 def render(conversation: Sequence[Any], prompt_format: str, tokenizer: str) -> str | None:
-    """The text of a conversation; None where it has none."""
+    """Return the text of a conversation; None if the conversation cannot be rendered."""
     if not all(isinstance(message, dict) and "role" in message for message in conversation):
         return None
     if prompt_format == "default":
@@ -163,13 +163,13 @@ def render(conversation: Sequence[Any], prompt_format: str, tokenizer: str) -> s
 
 
 def encode(tokenizer: str, text: str | None) -> Sequence[int] | None:
-    """Ids of a text, without special tokens added; None if it cannot be encoded."""
+    """Return the ids of a text without added special tokens; None for a text that cannot be encoded."""
     return None if text is None else _encode(tokenizer, text)
 
 
 @functools.cache
 def vocabulary(tokenizer: str) -> Mapping[str, int]:
-    """Its tokens."""
+    """Return the tokenizer's vocabulary."""
     return dict(tokenizers.load(tokenizer).get_vocab())
 
 

@@ -18,16 +18,16 @@ from equivalence.subjects import Row
 
 @st.composite
 def rows(draw: st.DrawFn, prompt_format: str, aim: FaultClass | None = None) -> RowCase:
-    """A row case in this format, aimed at a class, or at any; a second class may be mixed in.
+    """Draw a row case in this format that aims at a class, or at any class; a second class may be mixed in.
 
-    ValueError if the class cannot occur in the format.
+    Raises ValueError if the class cannot occur in the format.
     """
     return _draw_case(draw, prompt_format, aim)
 
 
 @st.composite
 def batches(draw: st.DrawFn, prompt_format: str) -> tuple[RowCase, ...]:
-    """One to four rows of the same settings and tokenizer: the first as `rows` draws it, the others well-formed."""
+    """Draw one to four rows with the same settings and tokenizer: the first as `rows` draws it, the others well-formed."""
     first = _draw_case(draw, prompt_format, None)
     separator = separator_of(first.settings.prompt_format, first.tokenizer)
     others = [conversations(drawn, separator) for drawn in draw(st.lists(CONVERSATIONS, max_size=3))]
@@ -35,7 +35,7 @@ def batches(draw: st.DrawFn, prompt_format: str) -> tuple[RowCase, ...]:
 
 
 def hits(case: RowCase, row: Row) -> list[str]:
-    """Names of the classes that a case with this outcome hits, whatever it was aimed at."""
+    """Return the names of the classes that a case with this outcome hits, whatever class it aimed at."""
     facts = Facts(case)
     return [
         each.name for each in classes().values() if each.applies(case.settings.prompt_format) and each.hits(facts, row)

@@ -1,4 +1,4 @@
-"""Contents that rows are made of: pools of short texts, the simplest first, since Hypothesis shrinks towards it."""
+"""Define pools of short texts for the contents of rows, the simplest first, because Hypothesis shrinks towards the first."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ SEPARATORS = ("w0\u2028w1", "w0\u0085", "\u2029w1", "w2\u2028", "\x0bw3\x0c", "\
 NUL = ("w0\x00w1", "\x00", "w2\x00")
 WHITE = (" ", "\n", "\t \n", "\u3000", "\u2028", "\n\n\n")
 EDGE_NEWLINES = ("\nab", "w0\n", "\n", "ab\n\n", "\n\nw1", "\n w2", "<Sab\n", "\nab\n", " \tw3 \n")
-"""What can merge with a neighbour's newline, or take one in."""
+"""Texts that can merge with a neighbour's newline, or absorb one."""
 MERGING = ("ab", "abab w0", "a", "\nab", "\n\n", "<S")
 """Starts that the byte-level tokenizers merge with a newline before them."""
 THINK = ("/think", "w0 /think", "/no_think", "/no_think w1", "w2/think w3", "/think/think")
 THINK_INSIDE = ("a/thinking", "/no_/thinkthink w0", "/th/thinkink", "/no_/no_thinkthink", "w1/no_thinker", "/no_/think")
-"""Where the order and the single pass of the two removals show."""
+"""Texts that show the order and the single pass of the two removals."""
 SPECIAL = (
     "<SPECIAL_12>", "w0 <s> w1", "<SPECIAL_11>User\nw2", "</s>", "<SPECIAL_10>System\nw3\n", "<unk>", "<SPECIAL_233>",
     "<pad>w4", "<SPECIAL_12>\n", "<|user|>",

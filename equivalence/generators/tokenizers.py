@@ -17,8 +17,10 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import __version__ as transformers_version
 
-from equivalence.generators.real_tokenizers import cache_root, cached_tokenizer
+from equivalence.cache import cache_root
+from equivalence.generators.real_tokenizers import cached_tokenizer
 
 HUGE_ID = 128_000
 """Ids from here on count as huge; from 100,000 on, neighbouring ids are equal under the relative turn check."""
@@ -42,7 +44,7 @@ RAISING_TEMPLATE = (
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """How a tokenizer is made, and what for."""
+    """Recipe of a tokenizer, and its purpose."""
 
     what: str
     """Its trait, for the report."""
@@ -53,14 +55,14 @@ class Recipe:
 
 
 def names() -> tuple[str, ...]:
-    """All names that `load` knows."""
+    """Return all names that `load` knows."""
     return (*RECIPES, *REAL)
 
 
 def folder(name: str) -> Path:
-    """The folder of a tokenizer by name, made at the first call; a path to a folder stands for itself.
+    """Return the folder of a tokenizer by name, made at the first call; a path to a folder is returned unchanged.
 
-    Raises ValueError if there is neither.
+    Raises ValueError for any other text.
     """
     if name in RECIPES:
         return _made(name)
@@ -78,7 +80,7 @@ def folder(name: str) -> Path:
 
 @functools.cache
 def load(name: str) -> Any:
-    """The tokenizer by name, as a transformers tokenizer whose name_or_path is its folder; loaded once a process."""
+    """Load the tokenizer by name as a transformers tokenizer whose name_or_path is its folder; once in a process."""
     return AutoTokenizer.from_pretrained(str(folder(name)), local_files_only=True)
 
 
@@ -86,7 +88,9 @@ def load(name: str) -> Any:
 def _made(name: str) -> Path:
     recipe = RECIPES[name]
     tokenizer = recipe.make()
-    settled = json.dumps([json.loads(tokenizer.to_str()), dict(recipe.special), recipe.chat_template], sort_keys=True)
+    # What one version of transformers writes another may not read.
+    made_of = [json.loads(tokenizer.to_str()), dict(recipe.special), recipe.chat_template, transformers_version]
+    settled = json.dumps(made_of, sort_keys=True)
     place = cache_root() / "tokenizers" / f"made-{name}-{hashlib.sha256(settled.encode()).hexdigest()[:12]}"
     if not (place / "tokenizer_config.json").is_file():
         fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **recipe.special)
@@ -121,7 +125,7 @@ def _special(tokenizer: Tokenizer, tokens: Mapping[str, int] | tuple[str, ...], 
 
 
 def _word_level(offset: int = 0) -> Tokenizer:
-    """Spaces separate and vanish, newlines are tokens, anything unknown is <unk>, which is the pad of two formats."""
+    """Make a tokenizer in which spaces separate and vanish, newlines are tokens, and unknown text is <unk>, the pad token of two formats."""
     others = {"System": 8, "User": 9, "\n": 10, "Assistant": 11}
     words = {word: FIRST_WORD_ID + number for number, word in enumerate(WORDS)}
     vocabulary = {token: number + offset for token, number in {**_SPECIAL_IDS, **others, **words}.items()}
@@ -151,7 +155,7 @@ def _letters() -> list[str]:
 
 
 def _byte_level(special: Mapping[str, int], *, merges: tuple[str, ...] = _MERGES, **how: bool) -> Tokenizer:
-    """Byte-level BPE that merges across newlines, spaces and words, so that neighbouring turns can merge."""
+    """Make a byte-level BPE that merges across newlines, spaces and words, so that neighbouring turns can merge."""
     vocabulary = dict(special)
     pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in merges)]
     known = set(_letters()) | {left + right for left, right in pairs}
@@ -165,7 +169,7 @@ def _byte_level(special: Mapping[str, int], *, merges: tuple[str, ...] = _MERGES
 
 
 def _huge() -> Tokenizer:
-    """Ids from 128,000 on; `⏎ab` is ⏎a·b where ⏎ and ab stand apart in their own turns: as many ids, each off by one."""
+    """Make a tokenizer with ids from 128,000 on. `⏎ab` is ⏎a·b, while turns encoded alone give ⏎ and ab: as many ids, each off by one."""
     neighbours = ("Ċa", "Ċ", "Ċ<", "<S", "S", "ab", "b")  # a whole row has Ċa b or Ċ< S, its turns Ċ ab or Ċ <S
     letters = [letter for letter in _letters() if letter not in neighbours]
     pieces = {piece: HUGE_ID + 2_000 + number for number, piece in enumerate((*neighbours, *letters))}
@@ -177,7 +181,7 @@ def _huge() -> Tokenizer:
 
 
 def _prefix_space() -> Tokenizer:
-    """Metaspace, as SentencePiece's: a text encoded alone begins with a space that it lacks in its place."""
+    """Make a Metaspace tokenizer like SentencePiece's: a text encoded alone begins with a space that it does not have in its place."""
     tokenizer = _byte_level(_SPECIAL_IDS)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.ByteLevel(add_prefix_space=True, use_regex=False)]
@@ -186,7 +190,7 @@ def _prefix_space() -> Tokenizer:
 
 
 def _normalizing() -> Tokenizer:
-    """Composes (NFC) and folds white space: what stands at a turn's edge changes with its neighbour."""
+    """Make a tokenizer that composes (NFC) and folds white space, so that the edge of a turn changes with its neighbour."""
     tokenizer = _byte_level(_SPECIAL_IDS)
     tokenizer.normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.Replace(Regex(r"\n[ \t]+"), "\n")])
     return tokenizer
@@ -197,7 +201,7 @@ SPANNING = "w0\n<SPECIAL_11>"
 
 
 def _spanning() -> Tokenizer:
-    """Byte-level BPE with added tokens that hold a format's own: one reaches over the end of a turn, one goes on behind its start."""
+    """Make a byte-level BPE with added tokens that contain a format's own: one reaches over the end of a turn, one continues behind its start."""
     tokenizer = _byte_level(_SPECIAL_IDS)
     tokenizer.add_tokens([AddedToken(token, normalized=False) for token in (SPANNING, "<SPECIAL_10>Sys")])
     return tokenizer

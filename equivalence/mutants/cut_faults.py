@@ -105,7 +105,7 @@ def _flat_shift(sound: Any) -> Any:
 
 
 def _with_masks(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Any], Any]:
-    """Other masks at the depths, from [D + 1, B, n], with the counts that they have."""
+    """Return a fault that uses other masks at the depths, from [D + 1, B, n], with the counts of these masks."""
 
     def wrong(sound: Any) -> Any:
         def depth_tables(*args: Any, **options: Any) -> Any:

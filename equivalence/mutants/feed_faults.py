@@ -13,7 +13,7 @@ from production.tokens.turn_tokens import IGNORE_INDEX
 
 
 def _all_but_the_last(sound: Any) -> Any:
-    """Rows, or segments, one too few."""
+    """Drop the last row or segment."""
     return lambda fields, *rest: sound(fields[:-1] or fields, *rest)
 
 
@@ -71,7 +71,7 @@ def _float32_sum(_: Any) -> Any:
 
 
 def _restored_late(sound: Any) -> Any:
-    """What was read ahead is handed out first."""
+    """Hand out the rows that were read ahead before the restore."""
 
     def restore(loader: Any, consumed_samples: int) -> None:
         if loader._prefetcher is None:  # noqa: SLF001 - the fault

@@ -165,7 +165,7 @@ def _one_frame(_: Any) -> Any:
 
 
 def _seam_of_members(sound: Any) -> Any:
-    """Where a member ends inside a line, a newline is put between."""
+    """Put a newline where a member ends inside a line."""
     import zlib  # noqa: PLC0415 - of this fault alone
 
     def unpack(packed: Any) -> Iterator[bytes]:

@@ -1,6 +1,6 @@
-"""What finds each fault of the layout kind, by the checks of the smallest run: data is looked at in this process, training steps in worlds.
+"""Find each fault of the layout kind by the checks of the smallest run: data in this process, training steps in worlds.
 
-A fault is asked of the check that it names first, and with `first_only` of the others only where that one does not find it.
+A fault is run by the check that it names first; with `first_only`, by other checks only if that check does not find the fault.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ CHECKS_OF_LAYOUTS = (*LAYOUT_CHECKS, *MODEL_CHECKS, WHOLE_RUN)
 _STEPS = "steps"
 """The checks of training steps, which a case asks together."""
 _DRAWN_FOR = {"leaks": "leaks", "paths": "paths"}
-"""What a training step is drawn for, by the check that shall find something; all other checks come with `models`."""
+"""Purpose of a training step, by the check that must find the fault; all other checks run on `models`."""
 
 
 def layout_kill_matrix(
     mutants: Sequence[LayoutMutant] = LAYOUT_MUTANTS, *, workers: int = 1, seed: int = 0, first_only: bool = False
 ) -> Iterator[Kills]:
-    """What finds each fault, in order. With `first_only` no further check is asked once one has found it."""
+    """Yield the checks that find each fault, in order. With `first_only` no further check runs once a check has found the fault."""
     preload()
     asked = [(mutant.name, seed, first_only) for mutant in mutants]
     if workers == 1 or len(asked) == 1:
@@ -73,7 +73,7 @@ def _kills(name: str, seed: int, first_only: bool) -> Kills:  # noqa: FBT001 - m
 
 
 def _in_draws(mutant: LayoutMutant, check: str, seed: int) -> int:
-    """How many draws of a check of data until one shows the fault; 0 where none does."""
+    """Return the number of draws of a check of data until one shows the fault; 0 if none does."""
     from equivalence.runner.layout_jobs import draw_layouts  # noqa: PLC0415 - see preload
 
     (job,) = [job for job in layout_jobs(SIZES["tiny"], seed, ()) if job.aim == check]
@@ -91,7 +91,7 @@ def _in_draws(mutant: LayoutMutant, check: str, seed: int) -> int:
 
 
 def _in_whole_run(mutant: LayoutMutant, seed: int) -> int:
-    """1 where a whole run of four steps shows the fault, else 0."""
+    """Return 1 if a whole run of four steps shows the fault, else 0."""
     runs = importlib.import_module("equivalence.runner.whole_run_jobs")
     result = runs.check_fault(mutant.name, path=mutant.path, layout=mutant.layout, seed=seed)
     _expect_no_other_failure(mutant, result)
@@ -99,7 +99,7 @@ def _in_whole_run(mutant: LayoutMutant, seed: int) -> int:
 
 
 def _in_steps(mutant: LayoutMutant, seed: int, *, first_only: bool) -> dict[str, int | None]:
-    """The same of each check of training steps, in the fault's layout."""
+    """Return the number of cases until one shows the fault, for each check of training steps, in the fault's layout."""
     runs = importlib.import_module("equivalence.runner.layout_runs")
     cases = importlib.import_module("equivalence.runner.step_jobs").tiny_cases(mutant.layout, seed=seed)
     if not cases:
@@ -125,7 +125,7 @@ def _ran(runs: Any, cases: list[Any], mutant: LayoutMutant, *, one_by_one: bool)
 
 
 def _expect_no_other_failure(mutant: LayoutMutant, result: CheckResult) -> None:
-    """SuiteError where a rank failed by other means than production's own refusals: then the fault itself is at fault."""
+    """Raise SuiteError if a rank failed other than by production's own refusals: then the fault itself is wrong."""
     for each in (difference for finding in result.findings for difference in finding.differences):
         failed = str(each.left).removeprefix("a result, not ")
         if each.kind == RAISED:

@@ -21,9 +21,9 @@ class LayoutMutant:
 
     name: str
     story: str
-    """How it came about, or what it does to a run."""
+    """Origin of the fault, or its effect on a run."""
     target: str
-    """What is replaced: `module:name` or `module:Class.name`."""
+    """Replaced function: `module:name` or `module:Class.name`."""
     wrong: Callable[[Any], Any]
     """The faulty one, made from the sound one."""
     first: str
@@ -36,5 +36,5 @@ class LayoutMutant:
     """Exceptions by which production itself may refuse to go on; any other is a failure of this suite."""
 
     def entered(self) -> AbstractContextManager[None]:
-        """A context in which this process has the fault."""
+        """Return a context manager in which this process has the fault."""
         return replaced(self.target, self.wrong)

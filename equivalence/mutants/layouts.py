@@ -29,7 +29,7 @@ LAYOUT_MUTANTS: tuple[LayoutMutant, ...] = (
 
 
 def find(name: str) -> LayoutMutant:
-    """The fault of this name. ValueError for an unknown one."""
+    """Return the fault of this name. Raises ValueError for an unknown name."""
     for mutant in LAYOUT_MUTANTS:
         if mutant.name == name:
             return mutant
@@ -37,13 +37,13 @@ def find(name: str) -> LayoutMutant:
 
 
 def entered(name: str) -> Callable[[ParallelSizes], tuple[str, Any]]:
-    """What `layout_runs.run_layout` takes as `entered`, for worlds whose ranks all have the fault."""
+    """Return the `entered` argument of `layout_runs.run_layout` for worlds whose ranks all have the fault."""
     return lambda sizes: ("equivalence.mutants.layouts:enter", (name, sizes))
 
 
 @contextmanager
 def enter_alone(name: str, worker: Any) -> Iterator[None]:
-    """What each rank of a whole run enters: the fault; the job lays its ranks out itself."""
+    """Context manager that each rank of a whole run enters: the fault. The job lays its ranks out itself."""
     del worker
     with find(name).entered():
         yield
@@ -51,7 +51,7 @@ def enter_alone(name: str, worker: Any) -> Iterator[None]:
 
 @contextmanager
 def enter(entry: tuple[str, ParallelSizes], worker: Any) -> Iterator[Any]:
-    """What each rank enters: the fault, then `equivalence.trainers.production_step.layout`."""
+    """Context manager that each rank enters: the fault, then `equivalence.trainers.production_step.layout`."""
     from equivalence.trainers.production_step import layout  # noqa: PLC0415 - the ranks' part
 
     name, sizes = entry

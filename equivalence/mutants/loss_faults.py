@@ -229,4 +229,4 @@ LOSS_MUTANTS = (
         layout=CP4,
     ),
 )
-"""Each is seen on data alone, but for those that name a check of training steps, which need ranks."""
+"""Faults of losses. Checks on data alone find them, except faults that name a check of training steps, which need ranks."""

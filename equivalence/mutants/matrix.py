@@ -30,16 +30,16 @@ JUDGE = "reference"
 
 @dataclass(frozen=True, kw_only=True)
 class Kills:
-    """What found one fault."""
+    """Checks that found one fault."""
 
     mutant: str
     story: str
     found: dict[str, int | None]
-    """By check: how many of its jobs were run until one found it; 0 where none did, None where it was not asked."""
+    """By check: number of jobs until one found the fault; 0 if no job did, None if the check did not run."""
 
     @property
     def survives(self) -> bool:
-        """Whether no check found it."""
+        """Return whether no check found the fault."""
         return not any(self.found.values())
 
 
@@ -51,7 +51,7 @@ def kill_matrix(
     seed: int = 0,
     first_only: bool = False,
 ) -> Iterator[Kills]:
-    """What finds each fault, in order. `sample` is a packed file and its number of rows, for nemotron-mini.
+    """Yield the checks that find each fault, in order. `sample` is a packed file and its number of rows, for nemotron-mini.
 
     With `first_only` no further check is asked once one has found the fault.
     """
@@ -67,7 +67,7 @@ def kill_matrix(
 
 
 def failures(matrix: Sequence[Kills], *, checks: Sequence[str] = CHECKS) -> list[str]:
-    """What is wrong with the suite, by its matrix: survivors, and those of the checks that find nothing."""
+    """Return the failures of the suite by its matrix: faults that survive, and checks that find nothing."""
     survivors = [f"no check finds {kills.mutant}: {kills.story}" for kills in matrix if kills.survives]
     idle = [f"the check {check} finds no fault" for check in checks if not any(kills.found[check] for kills in matrix)]
     return survivors + idle
@@ -95,7 +95,7 @@ def _kills(name: str, sample: tuple[Path, int] | None, seed: int, first_only: bo
 
 
 def _jobs(check: str, subjects: tuple[str, ...], sample: tuple[Path, int] | None, seed: int) -> Iterator[Job]:
-    """The jobs of one check in the smallest run."""
+    """Yield the jobs of one check in the smallest run."""
     size = SIZES["tiny"]
     if check == "corpus":
         yield from corpus_jobs([path for path, _ in store.replay(kinds=["rows"])], subjects)

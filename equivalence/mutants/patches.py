@@ -10,14 +10,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 _PACKAGES = ("production.", "equivalence.checks.", "equivalence.generators.")
-"""Whose modules may have bound the name; the faults' own modules keep what is sound."""
+"""Packages whose modules may have bound the name; the faults' own modules keep the sound function."""
 
 
 @contextlib.contextmanager
 def replaced(target: str, wrong: Callable[[Any], Any]) -> Iterator[None]:
-    """`module:name` or `module:Class.name` is `wrong(what it was)` until the exit, also where it was imported by name.
+    """Context manager that replaces `module:name` or `module:Class.name` by `wrong(original)`, also where it was imported by name.
 
-    Import whatever shall see the fault before: a module that is imported later, and lives on, is mended on exit too.
+    Import every module that must see the fault before: on exit, later imported modules are restored as well.
     """
     module, _, path = target.partition(":")
     owner: Any = importlib.import_module(module)

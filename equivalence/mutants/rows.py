@@ -1,6 +1,6 @@
-"""Faults of the row kind: production with one thing wrong, each a subject of its own (`equivalence.mutants.rows:NAME`).
+"""Define faults of the row kind: production with one fault, each a subject of its own (`equivalence.mutants.rows:NAME`).
 
-A fault changes what production is asked for or what it built, so it stays one fault whatever production looks like inside.
+A fault changes production's input or its built row, so it stays one fault whatever production looks like inside.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ IGNORE_INDEX = -100
 
 @dataclass(frozen=True, kw_only=True)
 class Build:
-    """What a built row came from, for faults that need it."""
+    """Source of a built row, for faults that need it."""
 
     messages: Messages
     tokenizer: Any
@@ -52,22 +52,22 @@ class Mutant:
 
     name: str
     story: str
-    """How it came about, or what it does to a run."""
+    """Origin of the fault, or its effect on a run."""
     settings: Callable[[RowSettings, Any], RowSettings] = _same_settings
-    """What production is asked for instead; the second argument is the tokenizer."""
+    """Change of production's settings; the second argument is the tokenizer."""
     messages: Callable[[Messages], Messages] = _same_messages
     row: Callable[[Row, Build], Row] = _same_row
-    """What becomes of a row that was built; a refused one stays."""
+    """Change of a built row; a refused row stays."""
     batch: Callable[[Batch], Batch] = _same_batch
     sound: Production = field(default_factory=Production, repr=False)
 
     @property
     def is_of_batches(self) -> bool:
-        """Whether its rows are sound and only its batches are not."""
+        """Return whether the fault is in batches only, so that single rows are sound."""
         return self.batch is not _same_batch
 
     def build_row(self, messages: Messages, tokenizer: Any, settings: RowSettings) -> Row:
-        """Production's row with the fault."""
+        """Return production's row with the fault."""
         tokenizer = as_transformers(tokenizer)
 
         def build(asked: Messages, how: RowSettings) -> Row:
@@ -79,12 +79,12 @@ class Mutant:
         return self.row(row, Build(messages=messages, tokenizer=tokenizer, settings=settings, build=build))
 
     def collate(self, rows: Sequence[Row], settings: RowSettings) -> Batch:
-        """Production's batch with the fault."""
+        """Return production's batch with the fault."""
         return self.batch(self.sound.collate(rows, settings))
 
 
 def _with(**changes: str) -> Callable[[RowSettings, Any], RowSettings]:
-    """Other semantics, whatever is asked for."""
+    """Return a fault that uses other semantics than the settings."""
     return lambda settings, _: settings.replace(semantics=overridden(settings.semantics, **changes))
 
 

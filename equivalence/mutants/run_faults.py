@@ -17,7 +17,7 @@ WHOLE_RUN = "whole_run"
 
 
 def _restored(change: Callable[[Any], None]) -> Callable[[Any], Any]:
-    """A resume that is followed by a change of its engine."""
+    """Return a fault that changes the engine after a resume."""
 
     def wrong(sound: Any) -> Any:
         def restore(path: Any, engine: Any, manifest: Any) -> None:

@@ -1,6 +1,6 @@
-"""Reads the recorded outcomes of other people's code, the third side of rules that nothing installed can judge (README.md beside this file).
+"""Read the recorded outcomes of other people's code, the third side of rules that nothing installed can judge (README.md beside this file).
 
-A file that is missing, damaged or another one than was recorded raises InputError: what is held to nothing must never pass.
+A missing, damaged or replaced file raises InputError: a comparison without its recorded outcome must never pass.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from equivalence.errors import InputError
 from equivalence.subjects.protocol import ROW_TENSORS, Refusal, Row, RowSettings
 
 FOLDER = Path(__file__).resolve().parent
-"""Where the files lie."""
+"""Folder of the files."""
 SHA256 = {
     "nemorl_packers.jsonl.gz": "1886f1ab69888bd631142a36389b8cf7b6196ab7e2dee09b977d1bf6f2b9ebdc",
     "nemorl_rows.jsonl.gz": "aa15b2d196952209036621eb9cab77a3aedf3bd4616b3380929e0e201b208060",
@@ -36,7 +36,7 @@ DIRECT_PRESET = "nemo-rl-direct"
 MEGATRON_VERSIONS = {"megatron-lm-0.19": "0.19.0", "megatron-lm-main": "main-2026-08-22"}
 """The recorded version of Megatron-LM that is a witness of each preset."""
 _MEGATRON_NAMES = ("tokens", "labels", "loss_mask", "position_ids", "cu_seqlens")
-"""What Megatron-LM calls the tensors of ROW_TENSORS, in that order."""
+"""Megatron-LM's names of the tensors of ROW_TENSORS, in that order."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,18 +69,18 @@ class RecordedBatch:
 
     rows: tuple[Row, ...]
     context_parallel_size: int
-    """What the rows were built for."""
+    """Settings of the rows."""
     data_parallel_size: int
-    """What the batch was padded for."""
+    """Number of ranks to whose multiple the batch was padded."""
     batch: Mapping[str, torch.Tensor]
-    """The collated batch, by the names of SPEC section 8."""
+    """The collated batch, by the names of docs/SPEC.md#batch."""
     padded: Mapping[str, torch.Tensor]
     """The same after the padding."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecordedRow:
-    """One row, and what the recorded code made of it."""
+    """One row, and the outcome of the recorded code."""
 
     case: RowCase
     outcome: Row | None
@@ -91,7 +91,7 @@ class RecordedRow:
 
 @functools.cache
 def packings() -> tuple[Packing, ...]:
-    """NeMo-RL's packings of sequences that have at least one token."""
+    """Return NeMo-RL's packings of sequences that have at least one token."""
     return tuple(
         Packing(
             algorithm=read["algorithm"],
@@ -108,7 +108,7 @@ def packings() -> tuple[Packing, ...]:
 
 @functools.cache
 def partitions() -> tuple[Partition, ...]:
-    """Transformer Engine's cuts."""
+    """Return Transformer Engine's cuts."""
     return tuple(
         Partition(cu_seqlens=tuple(read["cu_seqlens"]), size=read["cp"], rank=read["rank"], index=tuple(read["index"]))
         for read in _read("te_partition.jsonl.gz")
@@ -117,7 +117,7 @@ def partitions() -> tuple[Partition, ...]:
 
 @functools.cache
 def batches() -> tuple[RecordedBatch, ...]:
-    """NeMo-RL's batches, of rows that it built itself."""
+    """Return NeMo-RL's batches, of rows that NeMo-RL built itself."""
     built = _read("nemorl_rows.jsonl.gz")
     return tuple(
         RecordedBatch(
@@ -133,9 +133,9 @@ def batches() -> tuple[RecordedBatch, ...]:
 
 @functools.cache
 def rows(preset: str) -> tuple[RecordedRow, ...]:
-    """The rows recorded for `nemo-rl-direct` or for one of MEGATRON_VERSIONS, with that preset as their semantics.
+    """Return the rows recorded for `nemo-rl-direct` or for one of MEGATRON_VERSIONS, with that preset as their semantics.
 
-    They are sorted by tokenizer, so that few of the pieces that they are cut into load the large one.
+    The rows are sorted by tokenizer, so that few jobs load the large one.
     """
     if preset == DIRECT_PRESET:
         found = [
@@ -148,7 +148,7 @@ def rows(preset: str) -> tuple[RecordedRow, ...]:
 
 
 def megatron_rows(version: str, preset: str) -> list[RecordedRow]:
-    """The rows as one recorded version of Megatron-LM built them, with `preset` as their semantics."""
+    """Return the rows as one recorded version of Megatron-LM built them, with `preset` as their semantics."""
     return [
         RecordedRow(
             case=_case(read, preset),
@@ -188,7 +188,7 @@ def _megatron_outcome(read: Mapping[str, Any], pack_length: int) -> Row | None:
 
 
 def _tensors(read: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Tensors by name from their values and the names of their dtypes."""
+    """Return tensors by name from their values and the names of their dtypes."""
     return {name: torch.tensor(values, dtype=getattr(torch, dtype)) for name, (values, dtype) in read.items()}
 
 
@@ -201,7 +201,7 @@ def _row(values: list[list[int]], max_seqlen: int) -> Row:
 
 
 def _read(name: str) -> list[dict[str, Any]]:
-    """The lines of a recorded file. InputError where it is not the file that was recorded."""
+    """Return the lines of a recorded file. Raises InputError for a file that differs from the recorded one."""
     path = FOLDER / name
     mend = "restore it from the repository or install packproof again"
     try:

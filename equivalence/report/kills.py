@@ -1,4 +1,4 @@
-"""The kill matrix on a terminal: a column for each check of rows, and what found each fault of layouts in words, which are too many for columns."""
+"""Print the kill matrix on a terminal: a column for each check of rows; faults of layouts, whose checks are too many for columns, in words."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def show_columns(matrix: Iterable[Kills], checks: Sequence[str], console: Consol
 
 
 def show_words(matrix: Iterable[Kills], console: Console) -> list[Kills]:
-    """The same, with one column for all checks."""
+    """Print the matrix with one column for all checks."""
     table = Table(
         title="faults put into production's layouts, and the cases each check ran until it found them",
         title_justify="left",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,8 +11,8 @@ from typing import Any
 
 from equivalence.checks.registry import CHECKS
 from equivalence.generators.faults.registry import classes
-from equivalence.runner.counters import Differing
-from equivalence.runner.main import Outcome
+from equivalence.runner.counters import Differing, Kind, kind_of
+from equivalence.runner.outcome import Outcome
 from equivalence.runner.witnesses import versions
 from equivalence.subjects import BUILT_IN, PROMPT_FORMATS
 
@@ -22,7 +21,7 @@ WHAT = {check.name: check.title for check in CHECKS.values()}
 
 
 def summarise(outcome: Outcome, command: str) -> dict[str, Any]:
-    """The document. All counts are rows unless a name says otherwise."""
+    """Return the summary as a document. All counts are rows unless a name says otherwise."""
     tally, options = outcome.tally, outcome.options
     generated = outcome.generated
     return {
@@ -45,13 +44,14 @@ def summarise(outcome: Outcome, command: str) -> dict[str, Any]:
             if generated
             else 0.0,
             "seconds_by_subject": {
-                witness.name: round(tally.seconds[witness.name], 2) for witness in outcome.witnesses
+                witness.name: round(tally.seconds[witness.called], 2) for witness in outcome.witnesses
             },
         },
         "versions": versions(),
         "witnesses": [dataclasses.asdict(witness) for witness in outcome.witnesses],
         "witnessed": _by_format(tally.witnessed),
         "checks": _checks(outcome),
+        "cpu_seconds_by_check": {name: round(tally.spent[name], 2) for name in CHECKS if name in tally.spent},
         "refusals": _by_format(tally.refusals),
         "classes": _classes(outcome),
         "file_layers": tally.layers,
@@ -61,6 +61,7 @@ def summarise(outcome: Outcome, command: str) -> dict[str, Any]:
         "divergences": _by_format(Counter({key: count for key, count in tally.fired.items() if key[1] != "any"})),
         "shown": {name: count for (name, where), count in sorted(tally.fired.items()) if where == "any"},
         "differences": differences_of(tally.differences),
+        "alike": [{"kind": list(kind), "count": count} for kind, count in tally.alike.most_common()],
         "own_settings": _own(outcome),
         "left_out": _left_out(outcome),
         "unhit": outcome.unhit,
@@ -70,7 +71,7 @@ def summarise(outcome: Outcome, command: str) -> dict[str, Any]:
 
 
 def _own(outcome: Outcome) -> dict[str, Any] | None:
-    """How many rows of the file were compared in its own settings; None without a file."""
+    """Return the number of the file's rows compared in its own settings; None without a file."""
     own, tally = outcome.own, outcome.tally
     if own is None:
         return None
@@ -88,7 +89,7 @@ def _own(outcome: Outcome) -> dict[str, Any] | None:
 
 
 def _left_out(outcome: Outcome) -> list[str]:
-    """What was left out, in words: parts of the plan, and cases that a subject does not take."""
+    """Return what was left out, in words: parts of the plan, and cases that a subject does not take."""
     found = list(dict.fromkeys(outcome.left_out))
     for (name, check), count in sorted(outcome.tally.left_out.items()):
         if name not in BUILT_IN:  # of the built-in ones the page says what they are witnesses of
@@ -97,28 +98,31 @@ def _left_out(outcome: Outcome) -> list[str]:
 
 
 def alike(differences: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    """Differences of one kind together: the same sides, check, tensor and class. The kinds with most cases first, cases in order."""
-    found: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+    """Group differences with the same sides, check, tensor and class; the groups with most cases first, cases in order."""
+    found: dict[Kind, list[dict[str, Any]]] = {}
     for each in differences:
         found.setdefault(kind_key(each), []).append(each)
     return sorted(found.values(), key=len, reverse=True)
 
 
-def kind_key(each: dict[str, Any]) -> tuple[str, ...]:
-    """What two differences of one kind share."""
+def more_alike(summary: dict[str, Any], each: dict[str, Any]) -> int:
+    """Return how many differences of a kind were counted and not shown."""
+    return sum(int(counted["count"]) for counted in summary["alike"] if tuple(counted["kind"]) == kind_key(each))
+
+
+def kind_key(each: dict[str, Any]) -> Kind:
+    """Return the sides, check, tensor and class by which differences are grouped."""
     first = each["first"]
-    # Where a tensor's name has the rank, row or depth in it, those are not another kind.
-    tensor = re.sub(r"\d+", "N", str(first["tensor"]))
-    return each["check"], each["left"], each["right"], tensor, str(first["class"])
+    return kind_of(each["check"], each["left"], each["right"], str(first["tensor"]), str(first["class"]))
 
 
 def differences_of(differences: Sequence[Differing]) -> list[dict[str, Any]]:
-    """Differences as JSON, without the cases that files hold."""
+    """Return differences as JSON, without the cases that files hold."""
     return [{key: value for key, value in dataclasses.asdict(each).items() if key != "case"} for each in differences]
 
 
 def first_results(outcome: Outcome) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
-    """What is there of `checks` and `own_settings` so far."""
+    """Return the results so far of `checks` and `own_settings`."""
     return _checks(outcome), _own(outcome)
 
 
@@ -159,7 +163,7 @@ def _classes(outcome: Outcome) -> list[dict[str, Any]]:
 
 
 def _layouts(outcome: Outcome) -> list[dict[str, Any]]:
-    """Layouts of training steps, those of few ranks first."""
+    """Return the layouts of training steps, those of few ranks first."""
     found = [
         {
             "layout": name,
@@ -177,7 +181,7 @@ def _layouts(outcome: Outcome) -> list[dict[str, Any]]:
 
 
 def _third_witness() -> dict[str, Any]:
-    """What Megatron-LM's side of a step is made of."""
+    """Return the facts about Megatron-LM's side of a step."""
     from equivalence.runner.step_jobs import witness_facts  # noqa: PLC0415 - megatron-core, which a run with steps has loaded
 
     return witness_facts()

@@ -1,4 +1,4 @@
-"""What a run says on a terminal: one line of progress that stays in place, plain lines elsewhere, and one table at the end."""
+"""Print a run on a terminal: one progress line that stays in place (plain lines elsewhere), and one table at the end."""
 
 from __future__ import annotations
 
@@ -10,19 +10,21 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
-from equivalence.report.summary import WHAT, alike, differences_of, first_results, kind_key
+from equivalence.report.summary import WHAT, alike, differences_of, first_results, kind_key, more_alike
 from equivalence.runner.alone import DIFFERENT, EQUAL
-from equivalence.runner.main import Outcome
+from equivalence.runner.outcome import Outcome
 from equivalence.subjects import PROMPT_FORMATS
 
 PLAIN_EVERY = 5.0
 """Seconds between plain lines."""
-FIRST = ("starting", "corpus", "own", "smallest")
-"""Kinds of jobs whose results are the first table."""
+FIRST_LOOK = "first_look"
+"""Kind of the jobs that end before anything is planned; the first of them is a table of its own."""
+FIRST = ("starting", FIRST_LOOK, "corpus", "own", "smallest")
+"""Kinds of jobs whose results are the first table of a run without a first look."""
 WORTH_A_TABLE = 1000.0
 """Planned work, in rows' worth, below which the table at the end comes soon enough."""
 TELLING_SHARE = 0.1
-"""Of a run, before which no time left is told."""
+"""Fraction of a run before which no remaining time is printed."""
 STYLES = {"equal": "bold green", "interrupted": "bold yellow"}
 
 
@@ -46,7 +48,7 @@ class Reporter:
         self._pace: list[tuple[float, float]] = []
         """When, and how much was done then: from the first call on, before which all is loaded."""
         self._told = 0
-        """Differences that were looked at; one of each kind is printed as it is found."""
+        """Differences printed so far; one of each kind is printed when it is found."""
         self._kinds: set[tuple[str, ...]] = set()
         self._has_table = False
 
@@ -81,14 +83,16 @@ class Reporter:
             self._console.print(f"{self._title}: {said}", highlight=False)
 
     def _tell(self, outcome: Outcome) -> None:
-        """Print the first table once the first pieces are done, and the first difference of each kind as it is found."""
+        """Print the first table once the first pieces are done, and the first difference of each kind when it is found."""
         title = self._title
-        if not self._has_table and outcome.tally.rows and title not in FIRST and (outcome.planned or 0) > WORTH_A_TABLE:
+        is_first = title not in FIRST if outcome.planned else title == FIRST_LOOK
+        is_long = outcome.planned is None or outcome.planned > WORTH_A_TABLE
+        if not self._has_table and outcome.tally.rows and is_first and is_long:
             self._has_table = True
             checks, own = first_results(outcome)
             console = self._bar.console
             console.print(checks_table(checks, f"first results, after {_clock(time.monotonic() - self._started)}"))
-            if own:
+            if own and own["compared"]:
                 console.print(own_line(own), highlight=False)
         differences, self._told = outcome.tally.differences[self._told :], len(outcome.tally.differences)
         for kind in alike(differences_of(differences)):
@@ -111,7 +115,7 @@ class Reporter:
         return ", ".join(parts)
 
     def _left(self, planned: float) -> float | None:
-        """Seconds at the pace of the later half of what is done: the first pieces are replays and cold starts of workers."""
+        """Return the remaining seconds at the pace of the later half of the finished pieces, because replays and cold starts come first."""
         now, done = self._pace[-1]
         then, before = max((each for each in self._pace if 2 * each[1] <= done), default=self._pace[0])
         return None if done <= before else (planned - done) * (now - then) / (done - before)
@@ -131,13 +135,13 @@ def own_line(own: dict[str, Any]) -> Text:
 
 
 def show(summary: dict[str, Any], console: Console, files: list[str]) -> None:
-    """The summary: witnesses, one table of checks, what was not exercised, what differs, the verdict."""
+    """Print the summary: witnesses, one table of checks, what was not exercised, differences, the verdict."""
     for witness in summary["witnesses"]:
         line = Text(f"{witness['name']:<12}", "bold").append(f" {witness['version']}", "default")
         console.print(line, highlight=False)
         for each in witness["stand_ins"]:
             console.print(Text(f"{'':<13}not as it comes: {each}", "dim"))
-    console.print(checks_table(summary["checks"]))
+    console.print(checks_table(summary["checks"], spent=summary["cpu_seconds_by_check"]))
     if summary["own_settings"]:
         console.print(own_line(summary["own_settings"]), highlight=False)
     for each in summary["left_out"]:
@@ -166,7 +170,7 @@ def show(summary: dict[str, Any], console: Console, files: list[str]) -> None:
 
 
 def _generated(generated: dict[str, Any]) -> str:
-    """Rows with their rate; a run that ended before any was timed has none to tell."""
+    """Return the generated rows with their rate; without a rate if the run ended before a row was timed."""
     if not generated["rows"]:
         return "no generated rows"
     rows = f"{generated['rows']:,} generated rows of {generated['messages_per_row']:.0f} messages"
@@ -175,23 +179,33 @@ def _generated(generated: dict[str, Any]) -> str:
     return f"{rows}, {generated['rows_per_second']:,.0f} rows/s ({generated['cpu_milliseconds_per_row']:.1f} ms of CPU a row)"
 
 
-def checks_table(checks: list[dict[str, Any]], title: str = "rows by check and format") -> Table:
-    """A line for each check and format."""
+def checks_table(
+    checks: list[dict[str, Any]], title: str = "rows by check and format", *, spent: dict[str, float] | None = None
+) -> Table:
+    """Return a table with a line for each check and format."""
     table = Table(title=title, title_justify="left")
     for name in ("check", "format"):
         table.add_column(name, no_wrap=True)
     for name in ("rows", "equal", "refused alike", "differing"):
         table.add_column(name, justify="right")
+    if spent is not None:
+        table.add_column("CPU s", justify="right")
     before = None
     for each in checks:
         if before not in (None, each["check"]):
             table.add_section()
         differing = Text(f"{each['differing']:,}", "bold red" if each["differing"] else "dim")
-        what = WHAT[each["check"]] if before != each["check"] else ""
-        before = each["check"]
+        is_first, before = before != each["check"], each["check"]
+        what = WHAT[each["check"]] if is_first else ""
         counts = (f"{each[name]:,}" for name in ("rows", "equal", "refused_alike"))
-        table.add_row(what, each["format"], *counts, differing)
+        seconds = [_seconds(spent, each["check"], is_first=is_first)] if spent is not None else []
+        table.add_row(what, each["format"], *counts, differing, *seconds)
     return table
+
+
+def _seconds(spent: dict[str, float], check: str, *, is_first: bool) -> str:
+    """Return the seconds of the processor of a check on its first line; a check that runs within another's jobs has none of its own."""
+    return f"{spent[check]:.1f}" if is_first and check in spent else ""
 
 
 def _layouts(summary: dict[str, Any]) -> Table:
@@ -228,21 +242,22 @@ def _classes(summary: dict[str, Any]) -> Text:
 
 
 def _differences(summary: dict[str, Any], console: Console) -> None:
-    """One entry a kind: its first case with what shows it, and how many more are like it."""
+    """Print one entry for each kind of difference: its first case with the command that shows it, and the number of similar cases."""
     kinds = alike(summary["differences"])
-    if len(kinds) < len(summary["differences"]):
-        console.print(
-            Text(f"{len(summary['differences'])} differing cases of {len(kinds)} kinds; the first of each:", "bold red")
-        )
+    count = len(summary["differences"]) + sum(each["count"] for each in summary["alike"])
+    if len(kinds) < count:
+        console.print(Text(f"{count:,} differing cases of {len(kinds)} kinds; the first of each:", "bold red"))
     for kind in kinds:
         each, more = kind[0], len(kind) - 1
         difference_lines(each, console)
-        if more:
-            console.print(f"         and {more} more like it, in the page", style="dim", highlight=False)
+        counted = more_alike(summary, each)
+        if more or counted:
+            told = f"         and {more + counted:,} more like it" + (", in the page" if not counted else "")
+            console.print(told, style="dim", highlight=False)
 
 
 def difference_lines(each: dict[str, Any], console: Console, head: str = "differs: ") -> None:
-    """A difference: its class first, where it is, the command that shows it, and whether it shows alone."""
+    """Print a difference: its class, its place, the command that shows it, and whether the case alone shows it."""
     first = each["first"]
     place = "" if first["position"] is None else f"[{first['position']}]"
     console.print(
@@ -262,7 +277,7 @@ def difference_lines(each: dict[str, Any], console: Console, head: str = "differ
 
 
 def alone_line(each: dict[str, Any]) -> str:
-    """What a replay of the smallest case alone showed, where it was not the difference."""
+    """Return the outcome of a replay of the smallest case alone, if it was not the difference."""
     if each["alone"] == EQUAL:
         return (
             "alone this case is equal: it needs others before it (something is kept between cases); drawn with them by "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -12,6 +13,8 @@ from equivalence.cases.result import CheckResult, Finding
 from equivalence.checks.kinds import named
 from equivalence.checks.registry import names
 
+Kind = tuple[str, str, str, str, str]
+"""Kind of a difference: check, left, right, tensor, class."""
 MODEL_CHECKS = names("step")
 """Checks of training steps, whose cases are `equivalence.cases.step.ModelCase`."""
 
@@ -43,6 +46,16 @@ class Differing:
     alone: str = ""
     """Of the saved case, replayed alone in a process that ran nothing before: `different`, `equal`, why it did not end, or "" if not asked."""
 
+    @property
+    def kind(self) -> Kind:
+        """Return what differences of one kind share."""
+        return kind_of(self.check, self.left, self.right, str(self.first["tensor"]), str(self.first["class"]))
+
+
+def kind_of(check: str, left: str, right: str, tensor: str, named_as: str) -> Kind:
+    """Return the kind of a difference. Ranks, rows and depths in the name of a tensor make no other kind."""
+    return check, left, right, re.sub(r"\d+", "N", tensor), named_as
+
 
 @dataclass(kw_only=True)
 class Tally:
@@ -69,6 +82,8 @@ class Tally:
     seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     """Time in each subject; under `generated` all that drawing, building and comparing generated rows took, of the clock,
     and under `generated_cpu` of the processor."""
+    spent: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    """Seconds of the processor by check: of workers, for drawing, all sides and comparing, and of the ranks that they started."""
     messages: int = 0
     """In generated rows."""
     layers: list[dict[str, Any]] = field(default_factory=list)
@@ -78,6 +93,8 @@ class Tally:
     features: Counter[str] = field(default_factory=Counter)
     """What cases of models had, by the names in `generators.models.FEATURES`."""
     differences: list[Differing] = field(default_factory=list)
+    alike: Counter[Kind] = field(default_factory=Counter)
+    """Further differences of a subject of one's own by kind, beside those that are shown."""
     errors: list[str] = field(default_factory=list)
     """A side that could not run, with where."""
 
@@ -95,10 +112,13 @@ class Tally:
             "witnessed",
             "left_out",
             "features",
+            "alike",
         ):
             getattr(self, name).update(getattr(other, name))
         for name, seconds in other.seconds.items():
             self.seconds[name] += seconds
+        for name, seconds in other.spent.items():
+            self.spent[name] += seconds
         for layout, counts in other.layouts.items():
             self.layouts[layout].update(counts)
             self.layouts[layout]["ranks"] = counts["ranks"]  # a size, which does not add up
@@ -142,7 +162,7 @@ def differing(
             right=finding.right,
             first=described(first_difference(finding), result.check),
             count=len(finding.differences),
-            classes=dict(Counter(_class_of(difference, result.check) for difference in finding.differences)),
+            classes=dict(Counter(named_class(difference, result.check) for difference in finding.differences)),
             where=where,
             case=case,
             command=command,
@@ -163,11 +183,12 @@ def described(difference: Difference, check: str) -> dict[str, Any]:
         "position": list(difference.position) if isinstance(difference.position, Sequence) else difference.position,
         "left": _plain(difference.left),
         "right": _plain(difference.right),
-        "class": _class_of(difference, check),
+        "class": named_class(difference, check),
     }
 
 
-def _class_of(difference: Difference, check: str) -> str:
+def named_class(difference: Difference, check: str) -> str:
+    """Return the class of a difference of a check."""
     return named(difference.kind, check=check, tensor=difference.tensor)
 
 

@@ -38,6 +38,13 @@ def run(main: Callable[[Sequence[str] | None], int], arguments: Sequence[str] | 
         print(f"the output cannot be written: {error}", file=sys.stderr)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return CANNOT_RUN
+    except UnicodeEncodeError as error:
+        name = ascii(error.object[max(0, error.start - 40) : error.end + 40])
+        print(f"{name} is no text that can be written as UTF-8: give another name or text", file=sys.stderr)
+        return CANNOT_RUN
+    except MemoryError as error:
+        print(f"there is not enough memory{f' ({error})' if str(error) else ''}: give smaller numbers", file=sys.stderr)
+        return CANNOT_RUN
     except Exception:  # noqa: BLE001 - whatever it is, it is no result
         traceback.print_exc()
         return CANNOT_RUN

@@ -46,10 +46,19 @@ class Job:
     """Whether what differs is made small; the kill matrix only asks whether anything does."""
 
     @property
+    def check(self) -> str:
+        """Return the check, by its name in the registry, to which the job's time is counted."""
+        if self.kind == "layouts":
+            return self.aim or ""
+        if self.kind == "sample" and self.is_own:
+            return "own"
+        return {"smallest": "divergences"}.get(self.kind, self.kind)
+
+    @property
     def title(self) -> str:
         """Return the job's title for people."""
         parts = (
-            "own" if self.is_own else self.kind,
+            "own" if self.kind == "sample" and self.is_own else self.kind,
             self.aim or "",
             self.prompt_format,
             self.semantics,

@@ -9,6 +9,8 @@ import contextlib
 import functools
 import itertools
 import json
+import os
+import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -19,6 +21,7 @@ from hypothesis.strategies import SearchStrategy
 
 from equivalence import subjects
 from equivalence.cases import store
+from equivalence.cases.data import DataCase
 from equivalence.cases.result import CheckResult, Finding
 from equivalence.cases.row import RowCase
 from equivalence.cases.step import ModelCase
@@ -29,6 +32,7 @@ from equivalence.divergences import registry
 from equivalence.generators import rows as row_strategies
 from equivalence.generators import tokenizers
 from equivalence.generators.faults.registry import classes
+from equivalence.runner import known
 from equivalence.runner.counters import Tally, differing
 from equivalence.runner.job import Job
 from equivalence.runner.row_cases import PRESET_PAIRS, check_case, check_rows_of_batch, smallest_case, walk
@@ -40,8 +44,9 @@ from equivalence.subjects.protocol import row_of
 def run(job: Job) -> Tally:
     """Run a job. An exception of production or of a subject is among the tally's differences, one of a witness among its errors."""
     tally = Tally()
-    started, used = time.perf_counter(), time.process_time()
+    started, used, spent = time.perf_counter(), time.process_time(), sum(os.times()[:4])
     RUNNERS[job.kind](job, [subject(name) for name in job.subjects], tally)
+    tally.spent[job.check] += sum(os.times()[:4]) - spent
     if job.kind == "rows":
         tally.seconds["generated"] += time.perf_counter() - started
         tally.seconds["generated_cpu"] += time.process_time() - used
@@ -52,6 +57,13 @@ def run(job: Job) -> Tally:
 def subject(name: str) -> Subject:
     """A subject, loaded once a process (before the fork, where there is one)."""
     return subjects.load(name)
+
+
+def release(name: str) -> None:
+    """End what a subject runs beside this process, before a fork and after a run; it starts again when it is asked."""
+    close = getattr(subject(name), "close", None)
+    if callable(close):
+        close()
 
 
 def _corpus(job: Job, sides: list[Subject], tally: Tally) -> None:
@@ -89,7 +101,10 @@ def _files(job: Job, sides: list[Subject], tally: Tally) -> None:
     with attributed(tally, "file layers", check="files"):
         for layer, result in check_file_layers(folder):
             tally.count(CheckResult(check="files", findings=result.findings), "any")
-            tally.differences += differing(result, prompt_format="any", where=f"file layer {layer.name} in {folder}")
+            if result.findings:
+                case = DataCase(check="files", value=layer, origin=job.title).to_json()
+                where = f"file layer {layer.name} in {folder}"
+                tally.differences += differing(result, prompt_format="any", where=where, case=case)
             tally.layers.append(
                 {"name": layer.name, "diverges": layer.diverges, "equal": result.equal, "why": layer.why}
             )
@@ -99,7 +114,7 @@ def _sample(job: Job, sides: list[Subject], tally: Tally) -> None:
     """Rows of a packed file: read by Megatron-LM's own reader where it is a witness, line by line for the others."""
     path = Path(job.paths[0])
     tokenizer = tokenizers.load(job.tokenizer)
-    check = "own" if job.is_own else "sample"
+    check = job.check
     settings = RowSettings(
         prompt_format=job.prompt_format,
         pack_length=job.pack_length,
@@ -129,14 +144,24 @@ def _sample(job: Job, sides: list[Subject], tally: Tally) -> None:
             result = compare_all(check, built, seconds, left_out=left_out)
             tally.count(result, job.prompt_format)
             if not result.equal:
+                where = f"{path} row {number}"
                 tally.differences += differing(
                     result,
                     prompt_format=job.prompt_format,
-                    where=f"{path} row {number}",
+                    where=where,
+                    case=_case_of_row(messages, settings, job, where, sides),
                     command=f"python -m tools.diff_row {path} --row {number} --tokenizer {tokenizers.folder(job.tokenizer)} "
                     f"--prompt-format {job.prompt_format} --pack-length {job.pack_length} --context-parallel-size "
-                    f"{job.context_parallel_size} --semantics {job.semantics} --sides {','.join(_asked(job, built))}",
+                    f"{job.context_parallel_size} --semantics {job.semantics} --sides {shlex.quote(subjects.join_names(_asked(job, built)))}",
                 )
+
+
+def _case_of_row(
+    messages: Sequence[Any], settings: RowSettings, job: Job, where: str, sides: Sequence[Subject]
+) -> str | None:
+    """Return a file's row as a case; None where it only differs when read from its file, which the command then names."""
+    case = RowCase(messages=tuple(messages), settings=settings, tokenizer=job.tokenizer, origin=where)
+    return None if check_case(case, sides).equal else case.to_json()
 
 
 def _from_file(side: Subject, rows: Any, number: int) -> Row | Finding:
@@ -161,7 +186,7 @@ def packed_rows(path: Path, wanted: range) -> Iterator[tuple[int, list[Any]]]:
                 try:
                     read = json.loads(line)
                     messages = read["messages"]
-                except (ValueError, TypeError, KeyError) as error:
+                except (ValueError, TypeError, KeyError, RecursionError) as error:
                     raise ValueError(
                         f"{path} line {number + 1} is no packed row: {error!r}; it needs a key messages"
                     ) from error
@@ -170,6 +195,7 @@ def packed_rows(path: Path, wanted: range) -> Iterator[tuple[int, list[Any]]]:
 
 def _rows(job: Job, sides: list[Subject], tally: Tally) -> None:
     aim = classes()[job.aim] if job.aim else None
+    names = [side.name for side in sides]
 
     def check(case: RowCase, counts: Tally | None) -> tuple[CheckResult, RowCase]:
         case = job.restriction.moved(case)
@@ -182,7 +208,7 @@ def _rows(job: Job, sides: list[Subject], tally: Tally) -> None:
             first = next(iter(result.rows.values()), None)
             if first is not None:
                 counts.hits.update((name, job.prompt_format) for name in row_strategies.hits(case, first))
-        return result, case
+        return known.unseen(result, counts, names), case
 
     _search(job, row_strategies.rows(job.prompt_format, aim), check, tally)
 
@@ -193,6 +219,7 @@ def _batches(job: Job, sides: list[Subject], tally: Tally) -> None:
         result = check_rows_of_batch(cases, sides)
         if counts is not None:
             counts.count(result, job.prompt_format)
+        result = known.unseen(result, counts, [side.name for side in sides])
         return result, cases[0].with_(check="batches", others=tuple(case.messages for case in cases[1:]))
 
     _search(job, row_strategies.batches(job.prompt_format), check, tally)
@@ -200,14 +227,15 @@ def _batches(job: Job, sides: list[Subject], tally: Tally) -> None:
 
 def _divergences(job: Job, sides: list[Subject], tally: Tally) -> None:
     turn = itertools.count(job.seed)
+    names = [side.name for side in sides]
 
     def check(case: RowCase, counts: Tally | None) -> tuple[CheckResult, RowCase]:
         case = case.with_(check="divergences")
         if counts is None:  # while shrinking: whichever pair shows it
-            return check_case(case, sides), case
+            return known.unseen(check_case(case, sides), None, names), case
         result = walk(case, sides, PRESET_PAIRS[next(turn) % len(PRESET_PAIRS)])
         counts.count(result, job.prompt_format)
-        return result, case
+        return known.unseen(result, counts, names), case
 
     _search(job, row_strategies.rows(job.prompt_format, None), check, tally)
 
@@ -216,6 +244,8 @@ def _search(job: Job, strategy: SearchStrategy[Any], check: Check, tally: Tally)
     found = search(strategy, check, tally, number=job.seed, examples=job.examples, shrink=job.shrink)
     if found is None:
         return
+    if isinstance(found, Differs):
+        known.show(found.result)
     tell(found, replace(found.case, origin=job.title), job.title, tally, prompt_format=job.prompt_format)
 
 
@@ -310,6 +340,7 @@ RUNNERS: dict[str, Callable[[Job, list[Subject], Tally], None]] = {
     "files": _files,
     "recorded": _recorded,
     "sample": _sample,
+    "first_look": _sample,
     "rows": _rows,
     "batches": _batches,
     "divergences": _divergences,

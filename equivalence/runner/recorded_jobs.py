@@ -1,13 +1,16 @@
-"""Check recorded outcomes in the main job: which outcomes a job takes, what each is compared with, and how a
-difference is reported.
+"""Check recorded outcomes in the main job: which outcomes a job takes, what each is compared with, and the case that a
+difference saves.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
+from equivalence.cases.data import DataCase
 from equivalence.cases.result import CheckResult
+from equivalence.cases.row import RowCase, expectation
 from equivalence.checks.rows.recorded import (
     CHECK,
     check_recorded_batch,
@@ -17,11 +20,12 @@ from equivalence.checks.rows.recorded import (
 )
 from equivalence.checks.rows.rows import covers
 from equivalence.recorded import outcomes
+from equivalence.recorded.outcomes import RecordedRow
 from equivalence.runner.counters import Tally, differing
 from equivalence.subjects.protocol import Subject
 
 MOST_DIFFERING = 3
-"""Differing outcomes after which a job ends: more of the same would only end the run before its other jobs."""
+"""Differing outcomes that a job shows; further ones are counted, since more of the same would end the run before its other jobs."""
 _DATA: dict[str, tuple[Callable[[], Sequence[Any]], Callable[[Any], CheckResult]]] = {
     "packings": (outcomes.packings, check_recorded_packing),
     "partitions": (outcomes.partitions, check_recorded_partition),
@@ -38,22 +42,32 @@ def run(name: str, places: range, sides: Sequence[Subject], tally: Tally) -> Non
     differed = 0
     for result, prompt_format, where, case in _checked(name, places, sides):
         tally.count(result, prompt_format)
-        tally.differences += differing(result, prompt_format=prompt_format, where=where, case=case)
         differed += not result.equal
-        if differed == MOST_DIFFERING:
-            return
+        if not result.equal and differed <= MOST_DIFFERING:
+            tally.differences += differing(result, prompt_format=prompt_format, where=where, case=case().to_json())
 
 
-def _checked(name: str, places: range, sides: Sequence[Subject]) -> Iterator[tuple[CheckResult, str, str, str | None]]:
-    """Each result with its prompt format, where it stands, and the case of a row that differs."""
+def _checked(
+    name: str, places: range, sides: Sequence[Subject]
+) -> Iterator[tuple[CheckResult, str, str, Callable[[], DataCase | RowCase]]]:
+    """Yield each result with its prompt format, where it stands, and what makes its case."""
     if name in _DATA:
         read, check = _DATA[name]
         for outcome in read()[places.start : places.stop]:
-            yield check(outcome), "any", f"{CHECK} {name}: {outcome}", None
+            yield check(outcome), "any", f"{CHECK} {name}: {outcome}", partial(_data_case, name, outcome)
         return
     for row in outcomes.rows(name)[places.start : places.stop]:
         settings = row.case.settings
         ours = [side for side in sides if side.name != "megatron_lm" and covers(side, settings)]
         if ours:
-            result = check_recorded_row(row, ours)
-            yield result, settings.prompt_format, row.case.origin, row.case.to_json() if result.findings else None
+            yield check_recorded_row(row, ours), settings.prompt_format, row.case.origin, partial(_row_case, name, row)
+
+
+def _data_case(name: str, outcome: Any) -> DataCase:
+    """Return an outcome as the case that replays it."""
+    return DataCase(check=CHECK, value=outcome, origin=f"{CHECK} {name}")
+
+
+def _row_case(name: str, row: RecordedRow) -> DataCase | RowCase:
+    """Return a row that expects what was recorded; where only the exception's class is known, the outcome as it stands."""
+    return _data_case(name, row) if row.outcome is None else row.case.with_(expected=expectation(row.outcome))

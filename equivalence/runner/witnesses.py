@@ -6,7 +6,7 @@ import importlib.metadata
 import platform
 from dataclasses import dataclass
 
-from equivalence.errors import WitnessError
+from equivalence.errors import InputError, WitnessError
 from equivalence.runner import jobs
 
 LIBRARIES = ("megatron-core", "torch", "transformers", "tokenizers", "hypothesis", "packproof")
@@ -17,6 +17,9 @@ class Witness:
     """One side of the comparison."""
 
     name: str
+    """As it was asked for."""
+    called: str
+    """As differences name it."""
     version: str
     stand_ins: tuple[str, ...]
     """What is not the side as it comes, in words."""
@@ -24,7 +27,7 @@ class Witness:
 
 def witnesses(names: tuple[str, ...]) -> list[Witness]:
     """Load the sides. WitnessError names one that cannot be loaded, and why."""
-    found = []
+    found: list[Witness] = []
     for name in names:
         try:
             subject = jobs.subject(name)
@@ -33,10 +36,16 @@ def witnesses(names: tuple[str, ...]) -> list[Witness]:
                 f"the witness {name} cannot run: {type(error).__name__}: {error}; "
                 "install what it needs, or name the sides that shall be compared with --subjects"
             ) from error
+        if any(each.called == subject.name for each in found):
+            raise InputError(
+                f"{name} calls itself {subject.name!r} as another subject does: give each a name of its own, "
+                "in an adapter as serve(…, name=…)"
+            )
         stand_ins = getattr(subject, "stand_ins", None)
         found.append(
             Witness(
                 name=name,
+                called=subject.name,
                 version=str(getattr(subject, "version", _version("packproof") if ":" not in name else "your own")),
                 stand_ins=tuple(stand_ins()) if callable(stand_ins) else (),
             )

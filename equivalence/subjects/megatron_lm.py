@@ -47,25 +47,25 @@ class MegatronLM:
 
     @property
     def version(self) -> str:
-        """What is installed, and which preset it ships: found by asking it, not by its number."""
+        """Installed version, and the preset that it matches, determined by its behavior and not by its number."""
         return f"megatron-core {importlib.metadata.version('megatron-core')}"
 
     def covers(self, settings: RowSettings) -> bool:
-        """Whether this side is a witness of these semantics. It never stands in for another path."""
+        """Return whether this side is a witness of these semantics. It never replaces another path."""
         return settings.semantics in IDENTITY_PROMPT
 
     def build_row(self, messages: Messages, tokenizer: Any, settings: RowSettings) -> Row:
-        """The row that SFTDataset returns, or its error as a refusal. ValueError for semantics that it does not have."""
+        """Return the row that SFTDataset returns, or its error as a refusal. Raises ValueError for semantics that SFTDataset does not have."""
         dataset = _dataset(tokenizer, settings)
         dataset.dataset = [messages]
         return _row(dataset, 0, settings)
 
     def open_file(self, path: Path, tokenizer: Any, settings: RowSettings) -> FileRows:
-        """The rows of a packed file through Megatron-LM's own file reader."""
+        """Return the rows of a packed file through Megatron-LM's own file reader."""
         return FileRows(read_file(path), tokenizer, settings)
 
     def collate(self, rows: Sequence[Row], settings: RowSettings) -> Batch:
-        """The rows through torch's default collate and Megatron-LM's flatten, as its training loop does."""
+        """Collate the rows by torch's default collate and Megatron-LM's flatten, as its training loop does."""
         length, size = settings.pack_length, len(rows)
         samples = [
             {
@@ -94,7 +94,7 @@ class MegatronLM:
         )
 
     def stand_ins(self) -> list[str]:
-        """What is not the installed package as it comes, in words for the report."""
+        """Return the parts that differ from the installed package, in words for the report."""
         return [
             (
                 "the preset that the installed package does not ship (masked or trained `identity`): the format's name is changed "
@@ -125,7 +125,7 @@ class FileRows(Sequence[Row]):
 
 
 def read_file(path: Path) -> Any:
-    """Megatron-LM's low-level dataset of a JSONL file; its copy of the data goes where the process ends with it."""
+    """Return Megatron-LM's low-level dataset of a JSONL file; its copy of the data is removed when the process ends."""
     import datasets  # noqa: PLC0415 - half a second, and only files need it
 
     datasets.disable_progress_bars()
@@ -140,7 +140,7 @@ def read_file(path: Path) -> Any:
 
 
 def training_dataset(path: Path, tokenizer: Any, settings: RowSettings, *, samples: int) -> Any:
-    """The SFTDataset of a packed file that a job of so many samples trains on: it begins again where the rows end."""
+    """Return the SFTDataset of a packed file for a job of `samples` samples; it starts again at the end of the rows."""
     return _of_rows(_rows_once(Path(path).resolve()), tokenizer, settings, samples=samples)
 
 
@@ -170,7 +170,7 @@ def _megatron_tokenizer(folder: Path, prompt_format: str) -> Any:
 
 @functools.lru_cache(maxsize=64)
 def masks_identity(folder: Path) -> bool:
-    """Whether the installed SFTTokenizer masks prompts in the format identity: 0.17 and main do, 0.18 to 0.19.2 do not."""
+    """Return whether the installed SFTTokenizer masks prompts in the format identity: 0.17 and main do, 0.18 to 0.19.2 do not."""
     conversation = [{"role": "user", "content": "a"}]
     tokenizer = _megatron_tokenizer(folder, "identity")
     _, targets = tokenizer.tokenize_conversation(conversation, return_target=True, add_generation_prompt=False)
@@ -254,7 +254,7 @@ def _right_filled(row: Row, pack_length: int) -> torch.Tensor:
 
 
 def refusal_kind(error: Exception, prompt_format: str) -> str | None:
-    """SPEC's kind for an error of Megatron-LM's, by what raised it where; None if it is none that SPEC knows."""
+    """Return SPEC's kind for an error of Megatron-LM, by the code that raised the error; None for an error that SPEC does not know."""
     frames = [(frame.filename, frame.name) for frame in traceback.extract_tb(error.__traceback__)]
     names = [name for _, name in frames]
     text = str(error)

@@ -27,7 +27,7 @@ class Production:
         self._builders: OrderedDict[tuple[int, RowSettings], tuple[Any, rows.RowBuilder]] = OrderedDict()
 
     def build_row(self, messages: Messages, tokenizer: Any, settings: RowSettings) -> Row:
-        """The row of these messages, or production's refusal. Any other error is production's own and goes through."""
+        """Return the row of these messages, or production's refusal. Any other error of production is raised."""
         try:
             row = self._builder(as_transformers(tokenizer), settings).build(messages)
         except RowRefused as refused:
@@ -35,7 +35,7 @@ class Production:
         return as_row(row)
 
     def collate(self, built: Sequence[Row], settings: RowSettings) -> Batch:
-        """The batch of these rows without the guards of training: empty segments too are collated, as Megatron-LM does."""
+        """Return the batch of these rows without the guards of training: empty segments are collated too, as Megatron-LM does."""
         batch = batches.collate([_as_production(row, settings) for row in built])
         flat = batches.flatten(batch)
         return Batch(

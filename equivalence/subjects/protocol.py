@@ -1,4 +1,4 @@
-"""What a subject is: something that builds a row and a batch, or refuses. All sides are compared in these terms."""
+"""Define a subject: an object that builds a row and a batch, or refuses. All sides are compared in these terms."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Messages = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True, kw_only=True)
 class RowSettings:
-    """What a row is built for. Raises ValueError where no row could be built (SPEC section 9)."""
+    """Settings of a row. Raises ValueError for settings that no row could satisfy (docs/SPEC.md#refusals)."""
 
     pack_length: int
     """P: tokens a row has in the model."""
@@ -42,7 +42,7 @@ class RowSettings:
     context_parallel_size: int = 1
     """cp: segments are padded to multiples of 2·cp where it exceeds 1."""
     semantics: str = "megatron-lm-0.19"
-    """A preset of SPEC section 7, optionally with overrides: `strict,lost_conversations=refuse`."""
+    """A preset of docs/SPEC.md#presets, optionally with overrides: `strict,lost_conversations=refuse`."""
     pad_token: str | None = None
     """Override of the format's pad token."""
     assistant_prefix_len: int | None = None
@@ -67,12 +67,12 @@ class RowSettings:
                 raise ValueError("assistant_prefix_len must be 0 with prompt_format identity, which renders no prefix")
 
     def replace(self, **changes: Any) -> RowSettings:
-        """The same settings with some changed."""
+        """Return the same settings with some changed."""
         return dataclasses.replace(self, **changes)
 
 
 def overridden(semantics: str, **changes: str) -> str:
-    """The name of the same semantics with some fields set otherwise; each field is named once."""
+    """Return the name of the same semantics with some fields changed; each field is named once."""
     preset, *overrides = semantics.split(",")
     fields = dict(override.split("=", 1) for override in overrides) | changes
     return ",".join([preset, *(f"{name}={value}" for name, value in fields.items())])
@@ -80,14 +80,14 @@ def overridden(semantics: str, **changes: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Refusal:
-    """A row that a side will not build. Compared by its kind (SPEC section 9)."""
+    """A row that a side will not build. Compared by its kind (docs/SPEC.md#refusals)."""
 
     kind: str
     """One of SPEC's kinds."""
     message: str = ""
     """The side's own words."""
     conversation: int | None = None
-    """Where, if the side says so."""
+    """Place, if the side names one."""
     turn: int | None = None
 
 
@@ -107,12 +107,12 @@ class Row:
     """[K] int32, from 0 to its first P (R-CU-1)."""
     max_seqlen: int | None = None
     report: Mapping[str, int | None] | None = None
-    """SPEC section 6; None from a side that counts nothing (Megatron-LM)."""
+    """docs/SPEC.md#report; None from a side that counts nothing (Megatron-LM)."""
     refusal: Refusal | None = None
 
 
 def as_row(built: Any) -> Row:
-    """The common row of a side's own, whose fields have the same names."""
+    """Convert a side's own row, whose fields have the same names, to the common row."""
     return Row(
         **{field.name: getattr(built, field.name) for field in dataclasses.fields(Row) if field.name != "refusal"}
     )
@@ -167,14 +167,20 @@ def _tensor(name: str, value: Any) -> torch.Tensor:
     if isinstance(value, torch.Tensor):
         return value
     made = torch.as_tensor(value)
-    if isinstance(value, (list, tuple)):  # a list has no dtype of its own
-        is_mask = name.endswith("_mask")
-        made = made.to(torch.float32 if is_mask else torch.int32 if name.endswith("cu_seqlens") else torch.int64)
-    return made
+    return typed(name, made) if isinstance(value, (list, tuple)) else made
+
+
+def typed(name: str, made: torch.Tensor) -> torch.Tensor:
+    """Return what was a list, and has no dtype of its own, in the dtype of its field. Fractions stay what they are."""
+    if name.endswith("mask"):
+        return made.to(torch.float32)
+    if made.is_floating_point() and made.numel():  # of an empty list torch makes floats
+        return made
+    return made.to(torch.int32 if "cu_seqlens" in name else torch.int64)
 
 
 def as_refusal(error: Any) -> Row:
-    """The refused row of a side's own error, which says kind, conversation and turn."""
+    """Convert a side's own error, which has kind, conversation and turn, to a refused row."""
     place = {"conversation": error.conversation, "turn": error.turn}
     return Row(refusal=Refusal(kind=error.kind, message=str(error), **place))
 
@@ -216,9 +222,9 @@ class Subject(Protocol):
     name: str
 
     def build_row(self, messages: Messages, tokenizer: Any, settings: RowSettings) -> Row:
-        """The row of these messages, or its refusal. An exception means that the side could not run."""
+        """Return the row of these messages, or its refusal. An exception means that the side could not run."""
         ...
 
     def collate(self, rows: Sequence[Row], settings: RowSettings) -> Batch:
-        """The batch of these rows, none of them refused."""
+        """Return the batch of these rows, none of which is refused."""
         ...

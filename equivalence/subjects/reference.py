@@ -27,7 +27,7 @@ class TransformersTokenizer:
         self._ids = functools.lru_cache(maxsize=4096)(self._call)
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text, no special token added. The plain call, which Megatron-LM's path also ends in."""
+        """Return the ids of a text without added special tokens, by the plain call that Megatron-LM also uses."""
         return list(self._ids(text))
 
     def _call(self, text: str) -> tuple[int, ...]:
@@ -39,7 +39,7 @@ class TransformersTokenizer:
     def render(
         self, conversation: prompts.Conversation, *, tools: Any = None, add_generation_prompt: bool = False
     ) -> str:
-        """The tokenizer's own template."""
+        """Render by the tokenizer's own template."""
         template = self._tokenizer.chat_template
         if template is None:
             raise LookupError
@@ -58,7 +58,7 @@ class TransformersTokenizer:
         )
 
     def token_to_id(self, token: str) -> int | None:
-        """The id of a token, None if the vocabulary lacks it."""
+        """Return the id of a token; None if the vocabulary lacks the token."""
         found = self._vocabulary.get(token)
         return None if found is None else int(found)
 
@@ -71,7 +71,7 @@ class Reference:
     """An exception of it ends the run instead of being a difference."""
 
     def build_row(self, messages: Messages, tokenizer: Any, settings: RowSettings) -> Row:
-        """The row, or its refusal."""
+        """Return the row, or its refusal."""
         try:
             built = self.build(messages, tokenizer, settings)
         except RowRefused as refused:
@@ -79,11 +79,11 @@ class Reference:
         return as_row(built)
 
     def build(self, messages: Messages, tokenizer: Any, settings: RowSettings) -> rows.Row:
-        """The reference's own row, which also says what stands where. Raises RowRefused."""
+        """Return the reference's own row, which also maps positions to conversations and turns. Raises RowRefused."""
         return rows.build_row(messages, adapt(as_transformers(tokenizer)), row_settings(settings))
 
     def collate(self, built: Sequence[Row], settings: RowSettings) -> Batch:
-        """The batch of these rows."""
+        """Return the batch of these rows."""
         del settings
         batch = batches.collate(built)  # type: ignore[arg-type]  # the same five fields
         flat, longest = batches.flatten_boundaries(batch)
@@ -104,13 +104,13 @@ class Reference:
 
 @functools.lru_cache(maxsize=32)
 def adapt(tokenizer: Any) -> TransformersTokenizer:
-    """One adapter a tokenizer: its vocabulary is read once."""
+    """Return the adapter of a tokenizer, whose vocabulary is read once."""
     return TransformersTokenizer(tokenizer)
 
 
 @functools.lru_cache(maxsize=1024)
 def row_settings(settings: RowSettings) -> rows.RowSettings:
-    """The reference's own settings. ValueError for unknown semantics."""
+    """Return the reference's own settings. Raises ValueError for unknown semantics."""
     return rows.RowSettings(
         prompt=prompts.Prompt(
             format=settings.prompt_format,

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 
 
 def as_transformers(tokenizer: Any) -> Any:
-    """A transformers tokenizer, from one or from the path of its folder (loaded once a process)."""
+    """Return a transformers tokenizer, from a tokenizer or from the path of its folder (loaded once in a process)."""
     if isinstance(tokenizer, (str, os.PathLike)):
         return load_folder(Path(tokenizer).resolve())
     return tokenizer
@@ -29,7 +29,7 @@ def load_folder(folder: Path) -> Any:
 
 
 def folder_of(tokenizer: Any) -> Path:
-    """The folder that a tokenizer was loaded from; one that lies nowhere is saved for the life of the process."""
+    """Return the folder from which a tokenizer was loaded; a tokenizer without a folder is saved for the life of the process."""
     tokenizer = as_transformers(tokenizer)
     folder = Path(str(tokenizer.name_or_path or "."))
     if tokenizer.name_or_path and (folder / "tokenizer_config.json").is_file():

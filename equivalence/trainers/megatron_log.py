@@ -1,4 +1,4 @@
-"""What `megatron.training.training.training_log` reads of a step beside its losses: the routers' losses, and what it writes to TensorBoard."""
+"""Collect what `megatron.training.training.training_log` reads of a step beside its losses: the routers' losses, and its values for TensorBoard."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ STAND_INS = {
     "norm": "megatron-core's local one refuses sequence parallelism: production.model.device.norm",
     "CUDA": "devices, streams, events and random states on CPU: production.model.device.shim",
 }
-"""What stands in for what, with where; reports list it."""
+"""Stand-ins by the part that each replaces, with its place; reports list them."""
 
 UPSTREAM = (
     "flatten_batch_for_packed_sequences",
@@ -41,10 +41,10 @@ UPSTREAM = (
     "finalize_model_grads",
     "MTPLossLoggingHelper",
 )
-"""What is upstream's own."""
+"""Parts that are Megatron-LM's own."""
 
 Row = dict[str, torch.Tensor]
-"""What SFTDataset gives, collated to micro batch size 1: tokens, labels, position_ids [1, P] int64, loss_mask [1, P] float32, cu_seqlens [1, K]
+"""Output of SFTDataset collated to micro batch size 1: tokens, labels, position_ids [1, P] int64, loss_mask [1, P] float32, cu_seqlens [1, K]
 int32, right-filled with P, max_seqlen [1] int32."""
 
 
@@ -56,7 +56,7 @@ def forward_backward(
     forward_only: bool = False,
     observe: Callable[[int, torch.Tensor], None] | None = None,
 ) -> list[torch.Tensor]:
-    """One global batch, of which this data-parallel rank has these rows; gives [sum, count] of each microbatch on the last stage.
+    """Run one global batch, of which this data-parallel rank has these rows; return [sum, count] of each microbatch on the last stage.
 
     `model` is in megatron-core's DDP, with `calculate_per_token_loss` as `per_token` says. Finished gradients are in its buffers.
     """
@@ -96,7 +96,7 @@ def reported(reports: Sequence[torch.Tensor], microbatches: int) -> tuple[float 
 
 
 def partitioned_indices(cu_seqlens: torch.Tensor, total_tokens: int, size: int, rank: int) -> torch.Tensor:
-    """The positions [total / size] int64 that Transformer Engine's kernel gives a rank: two of 2·size chunks of each segment."""
+    """Return the positions [total / size] int64 that Transformer Engine's kernel gives a rank: two of 2·size chunks of each segment."""
     index: list[int] = []
     for start, end in itertools.pairwise(cu_seqlens.tolist()):
         chunk = (end - start) // (2 * size)
@@ -148,7 +148,7 @@ def _forward_step(
 
 
 def _get_batch(row: Row, model: torch.nn.Module, length: int) -> dict[str, Any]:
-    """The batch of this rank: broadcast over tp, flattened, cut for cp, by upstream's functions."""
+    """Return the batch of this rank: broadcast over tp, flattened, cut for cp, by Megatron-LM's functions."""
     config = upstream.get_model_config(model)
     stages = parallel_state.get_pipeline_model_parallel_world_size()
     has_mtp = bool(config.mtp_num_layers) and mtp_on_this_rank(
@@ -188,7 +188,7 @@ def _get_batch(row: Row, model: torch.nn.Module, length: int) -> dict[str, Any]:
 
 
 class _index_kernel:  # noqa: N801 - reads as the context that it is
-    """Puts the stand-in where megatron-core asks for Transformer Engine's kernel, while that is not here or has no CUDA to run on."""
+    """Context manager that replaces Transformer Engine's kernel in megatron-core while the kernel, or a CUDA device for it, is absent."""
 
     def __enter__(self) -> None:
         self._upstream = upstream.tex

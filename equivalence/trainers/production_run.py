@@ -45,17 +45,17 @@ class TrainingCase:
     beta2: float = 0.95
     epsilon: float = 1e-8
     note: str = ""
-    """Why it was saved."""
+    """Reason for saving the case."""
     origin: str = ""
     """The job that it comes from."""
 
     @property
     def stem(self) -> str:
-        """What its file's name begins with: precision and layout."""
+        """Return the beginning of the file's name: precision and layout."""
         return f"{self.precision} {self.model.layout}"
 
     def to_json(self) -> str:
-        """The case as JSON, one field a line; fields at their default are left out."""
+        """Return the case as JSON, with one field on each line and without fields at their default."""
         found: dict[str, Any] = {"schema": SCHEMA}
         for each in dataclasses.fields(self):
             value = getattr(self, each.name)
@@ -87,15 +87,15 @@ class TrainingCase:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of `precision`."""
+        """Dtype of `precision`."""
         return {"float64": torch.float64, "float32": torch.float32}[self.precision]
 
     def at(self, step: int) -> ModelCase:
-        """The case of one step: other tokens, targets and masks."""
+        """Return the case of one step: other tokens, targets and masks."""
         return dataclasses.replace(self.model, seed=self.model.seed + step)
 
     def reference_settings(self) -> Settings:
-        """What the reference trains with."""
+        """Return settings of the reference's trainer."""
         return Settings(
             schedule=dataclasses.replace(
                 self.schedule, rows_per_step=len(self.model.rows), weight_decay_steps=self.steps
@@ -111,7 +111,7 @@ class TrainingCase:
         )
 
     def job(self) -> Any:
-        """The job's configuration, read and validated as any other."""
+        """Read and validate the job's configuration as for any other job."""
         from production.training.config import load, validate  # noqa: PLC0415 - megatron-core
 
         job = load([], [f"{key}={json.dumps(value)}" for key, value in _settings(self).items()])
@@ -121,11 +121,11 @@ class TrainingCase:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TrainingOutcome:
-    """What one rank ends up with."""
+    """Results of one rank."""
 
     place: RankCoordinates
     numbers: list[StepNumbers] = field(default_factory=list)
-    """What the training job reports of each step, the same on every rank."""
+    """Numbers that the training job reports for each step, equal on every rank."""
     weight_decays: list[tuple[float, ...]] = field(default_factory=list)
     """For each step those of all groups that hold a parameter here, without repetition, rising."""
     weights: list[Part] = field(default_factory=list)
@@ -133,7 +133,7 @@ class TrainingOutcome:
 
 
 def train(case: TrainingCase, worker: Worker) -> TrainingOutcome:
-    """Production's engine on this rank of a world that entered `equivalence.trainers.production_step.layout` with the case's sizes."""
+    """Run production's engine on this rank of a world that entered `equivalence.trainers.production_step.layout` with the case's sizes."""
     from equivalence.trainers.production_step import forget_other_models  # noqa: PLC0415 - megatron-core
     from production.model.weights import fill, shards  # noqa: PLC0415
     from production.training.engine import Engine  # noqa: PLC0415
@@ -182,7 +182,7 @@ def _measure(metrics: Any, stepped: Any, *, step: int, consumed_samples: int) ->
 
 
 def _settings(case: TrainingCase) -> dict[str, Any]:
-    """Dotted keys of the job."""
+    """Return dotted keys of the job."""
     shape, sizes, schedule = case.model.shape, case.model.sizes, case.schedule
     megatron = "policy.megatron_cfg"
     found: dict[str, Any] = {
@@ -245,7 +245,7 @@ def _settings(case: TrainingCase) -> dict[str, Any]:
 
 
 def _schedule(schedule: Schedule) -> dict[str, Any]:
-    """The section `scheduler`; what has no value there is left out."""
+    """Return the section `scheduler`, without keys that have no value."""
     end = schedule.weight_decay if schedule.end_weight_decay is None else schedule.end_weight_decay
     found = {
         "lr_decay_style": schedule.style,

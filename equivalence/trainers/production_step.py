@@ -31,17 +31,17 @@ class GivenRows(ModelCase):
     """An id whose embedding is NaN."""
 
     def rows_of_rank(self, rank: int) -> list[Batch]:
-        """Those of a data-parallel rank (R-BATCH-3)."""
+        """Return the rows of a data-parallel rank (R-BATCH-3)."""
         return list(self.given[rank :: self.data_size])
 
     def batch(self) -> Batch:
-        """All of them, where they have one length and as many segments as `rows` says."""
+        """Return all rows as one batch, if they have one length and as many segments as `rows` says."""
         names = [each.name for each in dataclasses.fields(Batch) if each.name not in _OF_SEGMENTS]
         joined = {name: torch.cat([getattr(row, name) for row in self.given]) for name in names}
         return dataclasses.replace(super().batch(), **joined)
 
     def weights(self) -> Callable[[str, tuple[int, ...]], torch.Tensor]:
-        """The case's, with the poison."""
+        """Return the case's weights, with the poison."""
         draw = super().weights()
 
         def poison(name: str, shape: tuple[int, ...]) -> torch.Tensor:
@@ -67,7 +67,7 @@ _OF_SEGMENTS = ("packed_cu_seqlens", "packed_cu_seqlens_lengths", "packed_max_se
 
 
 def given(case: ModelCase, rows: Sequence[Batch], *, poisoned: int | None = None) -> GivenRows:
-    """The case with these microbatches."""
+    """Return the case with these microbatches."""
     fields = {each.name: getattr(case, each.name) for each in dataclasses.fields(ModelCase)}
     return GivenRows(**fields, given=tuple(rows), poisoned=poisoned)
 
@@ -85,7 +85,7 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RankOutcome:
-    """What one rank ends up with."""
+    """Results of one rank."""
 
     place: RankCoordinates
     token_losses: list[list[torch.Tensor]] = field(default_factory=list)
@@ -95,7 +95,7 @@ class RankOutcome:
     reported: float | None = None
     """The step's loss as the job reports it on every rank (R-LOSS-7); Megatron-LM's on the last stage alone."""
     mtp_losses: torch.Tensor | None = None
-    """[D] float64, likewise (R-LOSS-10)."""
+    """[D] float64: reported losses of the depths (R-LOSS-10)."""
     valid_tokens: float
     gradients: list[Part] = field(default_factory=list)
     """Of the parts that count on this rank."""
@@ -105,10 +105,10 @@ class RankOutcome:
 
 @contextlib.contextmanager
 def layout(sizes: ParallelSizes, worker: Worker) -> Iterator[RankCoordinates]:
-    """What a world enters before its first case: the CPU shim, the parallel state, rolls from tables, no compiler.
+    """Context manager that a world enters before its first case: the CPU shim, the parallel state, rolls from tables, no compiler.
 
-    All that a step on CPU would compile is a function of megatron-core's router that does nothing without an expert bias,
-    and that took every rank half a second.
+    A step on CPU would compile only a function of megatron-core's router that does nothing without an expert bias, at half a second
+    for every rank.
     """
     del worker
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: PLC0415 - megatron-core
@@ -123,7 +123,7 @@ def layout(sizes: ParallelSizes, worker: Worker) -> Iterator[RankCoordinates]:
 
 
 def run(case: ModelCase, worker: Worker) -> RankOutcome:
-    """The step of production on this rank of a world that entered `layout` with the case's sizes."""
+    """Run a step of production on this rank of a world that entered `layout` with the case's sizes."""
     from megatron.core.utils import get_model_config  # noqa: PLC0415 - megatron-core
 
     from production.training.step import count_valid, forward_backward, wrap  # noqa: PLC0415
@@ -151,7 +151,7 @@ def run(case: ModelCase, worker: Worker) -> RankOutcome:
 
 
 def run_online(case: GivenRectangles, worker: Worker) -> RankOutcome:
-    """The step of production's online path: labels stay outside, so token losses are read off the logits that it computes its loss from."""
+    """Run a step of production's online path. Labels stay outside of the model, so token losses are derived from the logits behind its loss."""
     from megatron.core import parallel_state  # noqa: PLC0415 - megatron-core
 
     from production.loss import token_log_probabilities  # noqa: PLC0415
@@ -184,7 +184,7 @@ def run_online(case: GivenRectangles, worker: Worker) -> RankOutcome:
 
 
 def run_baseline(case: ModelCase, worker: Worker) -> RankOutcome:
-    """The step of Megatron-LM's own pieces on this rank, with a model of the same weights."""
+    """Run a step of Megatron-LM's own pieces on this rank, with a model of the same weights."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig  # noqa: PLC0415
     from megatron.core.utils import get_model_config  # noqa: PLC0415
 
@@ -210,7 +210,7 @@ def run_baseline(case: ModelCase, worker: Worker) -> RankOutcome:
 
 
 def baseline_rows(case: ModelCase) -> list[dict[str, torch.Tensor]]:
-    """The global batch as SFTDataset and its collation give it, one row to a microbatch."""
+    """Return the global batch as SFTDataset and its collation give it, one row for each microbatch."""
     batch = case.batch()
     rows = []
     for row, lengths in enumerate(case.rows):
@@ -291,7 +291,7 @@ def known(reported: float | None) -> float:
 
 
 def gradient_norm(model: torch.nn.Module) -> float:
-    """megatron-core's norm of the finished gradients over all ranks, as its optimizers compute it before they clip."""
+    """Return megatron-core's norm of the finished gradients over all ranks, as its optimizers compute the norm before clipping."""
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # noqa: PLC0415 - megatron-core
 
     config = OptimizerConfig(optimizer="sgd", lr=0.0, params_dtype=torch.float64)
@@ -301,7 +301,7 @@ def gradient_norm(model: torch.nn.Module) -> float:
 
 
 def gradients(outcomes: Sequence[RankOutcome]) -> dict[str, torch.Tensor]:
-    """The whole model's gradients by name, from the parts of all ranks."""
+    """Assemble the whole model's gradients by name from the parts of all ranks."""
     from production.model.weights import assemble  # noqa: PLC0415 - megatron-core
 
     parts: dict[str, list[Any]] = {}
@@ -335,7 +335,7 @@ def _built(case: ModelCase) -> torch.nn.Module:
 
 
 def forget_other_models() -> None:
-    """megatron-core keeps multi-token losses, and what it scales inner losses by, in the process, shaped by the first model that ran there."""
+    """Clear megatron-core's multi-token losses and scales of inner losses, which live in the process in the shape of its first model."""
     from megatron.core.transformer import multi_token_prediction  # noqa: PLC0415 - megatron-core
     from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler  # noqa: PLC0415
 

@@ -1,6 +1,6 @@
-"""A whole run of the training job as a case: its files, its configuration, and what two ranks report of it when it is stopped in the middle and goes on.
+"""Define a whole run of the training job as a case: its files, its configuration, and the reports of two ranks when the run is stopped and resumed.
 
-Everything that the job does passes through `production.training.trainer.run`: files, loader with its workers, order, engine, metrics, validation,
+The whole job passes through `production.training.trainer.run`: files, loader with its workers, order, engine, metrics, validation,
 checkpoint, resume, log.
 """
 
@@ -36,9 +36,9 @@ LAYERS = 1
 DEPTHS = 2
 EXPERTS = 4
 BALANCE = 0.05
-"""`moe_aux_loss_coeff`: so large that a wrong scale of it moves each gradient by more than rounding does."""
+"""`moe_aux_loss_coeff`: so large that a wrong scale of the loss moves each gradient by more than rounding does."""
 MULTIPLE = 4
-"""What each sequence of the online path is padded to a multiple of."""
+"""Multiple to which each sequence of the online path is padded."""
 PACKER = "first_fit_decreasing"
 WEIGHTS = (0.7, 0.3)
 """Of the two files that the direct path blends."""
@@ -72,7 +72,7 @@ class RunCase:
 
     @property
     def is_direct(self) -> bool:
-        """Whether rows are packed ahead."""
+        """Whether rows are packed ahead of time."""
         return self.path == "direct"
 
     @property
@@ -92,7 +92,7 @@ class RunCase:
 
     @property
     def schedule(self) -> Schedule:
-        """Cosine with warm-up, and a weight decay that grows to the last step: no two steps have the same."""
+        """Cosine with warm-up, and a weight decay that grows to the last step, so that no two steps have the same rate or decay."""
         return Schedule(
             max_lr=2e-2, min_lr=1e-3, init_lr=2e-3, warmup_steps=2, decay_steps=self.steps + 2, style="cosine",
             weight_decay=0.05, end_weight_decay=0.5, weight_decay_style="cosine", weight_decay_steps=self.steps,
@@ -100,7 +100,7 @@ class RunCase:
         )  # fmt: skip
 
     def reference_settings(self) -> Settings:
-        """What the reference trains with."""
+        """Return settings of the reference's trainer."""
         return Settings(
             schedule=self.schedule,
             beta1=0.9,
@@ -112,15 +112,15 @@ class RunCase:
         )
 
     def training_files(self, folder: Path) -> list[Path]:
-        """Where its rows lie."""
+        """Return the files of the training rows."""
         return [folder / f"{self.path}-{number}.jsonl" for number in range(len(ROWS[self.path]))]
 
     def validation_file(self, folder: Path) -> Path:
-        """Where those of the validation lie."""
+        """Return the file of the validation rows."""
         return folder / f"{self.path}-validation.jsonl"
 
     def write_files(self, folder: Path) -> None:
-        """Write them: contents are drawn, and no two rows are alike."""
+        """Write the files; contents are drawn, and no two rows are equal."""
         draw = random.Random(self.seed)  # noqa: S311 - not for secrets
         files = [*zip(self.training_files(folder), ROWS[self.path], strict=True)]
         for path, rows in (*files, (self.validation_file(folder), VALIDATION_ROWS[self.path])):
@@ -128,7 +128,7 @@ class RunCase:
             path.write_text("".join(lines), encoding="utf-8")
 
     def settings(self, folder: Path, *, part: int) -> dict[str, Any]:
-        """Dotted keys of the job, of its first part (0) or the one that goes on (1)."""
+        """Return dotted keys of the job, for its first part (0) or its resumed part (1)."""
         return _settings(self, folder, part)
 
 
@@ -142,7 +142,7 @@ class Record:
 
 
 def logged(case: RunCase, folder: Path) -> list[Record]:
-    """The lines of the run's log, of both parts."""
+    """Return the lines of the run's log, of both parts."""
     text = (folder / f"{case.path}-logs" / "metrics.jsonl").read_text(encoding="utf-8")
     lines = [json.loads(line) for line in text.split("\n") if line]
     for line in lines:
@@ -152,7 +152,7 @@ def logged(case: RunCase, folder: Path) -> list[Record]:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RunOutcome:
-    """What one rank saw of one part of a run."""
+    """Observations of one rank during one part of a run."""
 
     rank: int
     data_rank: int
@@ -160,9 +160,9 @@ class RunOutcome:
     step: int
     """Steps taken since the beginning of the job."""
     reason: str
-    """Why this part ended."""
+    """Reason for which this part ended."""
     numbers: dict[int, dict[str, float | int | bool]]
-    """By step what is reported of it, as loggers are told."""
+    """By step the reported values, as loggers receive them."""
     rates: dict[int, set[float]]
     """By step the learning rates that it was taken with, of all groups of parameters."""
     decays: dict[int, set[float]]
@@ -170,7 +170,7 @@ class RunOutcome:
     fed: dict[int, list[list[int]]]
     """By step the tokens of each of this rank's rows, online of each bin's sequences, end to end."""
     validated: list[list[list[int]]]
-    """Likewise those of each global batch of each validation, in order."""
+    """The same for each global batch of each validation, in order."""
     begun: list[Part]
     """This rank's weights before the first step of this part."""
     weights: list[Part]
@@ -214,7 +214,7 @@ class _Seen:
     """Watches the engine of a job: what it is fed, with which rates and decays, which weights it begins and ends with."""
 
     def __init__(self, *, first_step: int, stop_in: int, is_told: bool) -> None:
-        """`stop_in` is the step in which this process is sent SIGTERM if it `is_told`; 0 for none."""
+        """`stop_in` is the step in which this process is sent SIGTERM if it `is_told`; 0 for no signal."""
         self._next, self._stop_in, self._is_told = first_step, stop_in, is_told
         self.data_rank = 0
         self.rates: dict[int, set[float]] = {}
@@ -226,7 +226,7 @@ class _Seen:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Within, an engine's steps and evaluations are noted before they are done."""
+        """Context manager that notes an engine's steps and evaluations before they run."""
         from production.training.engine import Engine  # noqa: PLC0415 - megatron-core
 
         step, evaluate = Engine.step, Engine.evaluate
@@ -257,7 +257,7 @@ class _Seen:
 
 
 def _tokens(microbatch: Any) -> list[int]:
-    """The ids of a row of the direct path, or of a bin's sequences without their padding."""
+    """Return the ids of a row of the direct path, or of a bin's sequences without their padding."""
     from production.rows.batch import Batch  # noqa: PLC0415 - megatron-core
 
     if isinstance(microbatch, Batch):
@@ -282,7 +282,7 @@ def _weights(engine: Any) -> list[Part]:
 
 
 def _row(draw: random.Random, *, is_packed: bool) -> list[dict[str, str]]:
-    """One to three conversations, which a row may not hold whole; online one that a bin holds, and that may begin with an answer."""
+    """Draw one to three conversations: some rows cannot hold all of them; online they fit a bin and may begin with an answer."""
     if not is_packed:
         question, answer = ({"role": role, "content": _words(draw, 1, 8)} for role in ("user", "assistant"))
         return [answer, question, answer] if draw.random() < 0.25 else [question, answer]

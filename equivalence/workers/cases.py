@@ -27,7 +27,7 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """How a case ended: with the results of all ranks, or a failure."""
+    """End of a case: the results of all ranks, or a failure."""
 
     case: Case
     results: tuple[Any, ...] | None
@@ -42,7 +42,7 @@ class ReopeningWorld:
     """A world that lasts over failures, for a search that runs failing cases again and again; made by `reopening_world`."""
 
     openings: int
-    """How often a world was opened for it."""
+    """Number of times that a world was opened for the case."""
 
     def __init__(self, size: int, *, enter: str | None, entry: Any, deadlines: Deadlines | None) -> None:
         self.size = size
@@ -74,7 +74,7 @@ class ReopeningWorld:
 def reopening_world(
     size: int, *, enter: str | None = None, entry: Any = None, deadlines: Deadlines | None = None
 ) -> Iterator[ReopeningWorld]:
-    """A `ReopeningWorld` with `open_world`'s arguments; its first case opens it."""
+    """Context manager for a `ReopeningWorld` with `open_world`'s arguments; its first case opens the world."""
     world = ReopeningWorld(size, enter=enter, entry=entry, deadlines=deadlines)
     try:
         yield world

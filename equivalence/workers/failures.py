@@ -1,4 +1,4 @@
-"""What is said of a case that failed: which rank, how, at which line, and what every other rank was doing meanwhile."""
+"""Describe a case that failed: the rank, the cause, the line, and the activity of every other rank."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ State = Literal["finished", "raised", "died", "stuck"]
 MOST_PRINTED = 3000
 """Characters of a rank's output that a failure shows: the last ones."""
 ORDER: dict[State, int] = {"died": 0, "raised": 1, "stuck": 2, "finished": 3}
-"""A rank's death breaks its peers' connections, so what they then raise is no cause; a stuck rank waits for one of both."""
+"""Errors of a rank whose peer died or is stuck; they are not a cause, because a death breaks the peers' connections."""
 
 _SERVES = "equivalence/workers/rank.py"
 _FRAME = re.compile(r'^  File "(?P<file>[^"]*)", line (?P<line>\d+) in (?P<function>.*)$')
@@ -55,13 +55,13 @@ class Failure:
     size: int
     """Ranks of the world."""
     why: str
-    """What ended it, in a line: the first rank's fault, or that nothing moved, or the deadline."""
+    """Cause of the end, in a line: the first rank's fault, or that nothing moved, or the deadline."""
     ranks: tuple[RankReport, ...]
     """All of them, the one to look at first in front."""
 
     @property
     def first(self) -> RankReport:
-        """The rank to look at first: that died, else that raised first, else that is stuck."""
+        """Rank to look at first: a rank that died, else the first that raised, else a stuck rank."""
         return self.ranks[0]
 
     def __str__(self) -> str:
@@ -88,12 +88,12 @@ class WorldNotOpened(_Failed):
 
 
 def in_order(reports: list[RankReport]) -> tuple[RankReport, ...]:
-    """The rank to look at first in front."""
+    """Return reports with the rank to look at first in front."""
     return tuple(sorted(reports, key=lambda report: (ORDER[report.state], report.seconds, report.rank)))
 
 
 def ended(code: int, status: int) -> str:
-    """How a process ended, from `os.waitid`'s si_code and si_status."""
+    """Describe the end of a process, from `os.waitid`'s si_code and si_status."""
     if code == 1:  # CLD_EXITED
         return f"exited with status {status} without an answer"
     try:
@@ -104,7 +104,7 @@ def ended(code: int, status: int) -> str:
 
 
 def own_frames(dump: str) -> str:
-    """A dump of faulthandler without the frames below the case: the worker's own, and the parent's, inherited by the fork."""
+    """Return faulthandler's dump without the frames below the case: the worker's own, and the parent's, inherited by the fork."""
     kept: list[str] = []
     below = False
     for line in dump.splitlines():
@@ -121,7 +121,7 @@ def own_frames(dump: str) -> str:
 
 
 def where(stack: str) -> str:
-    """The innermost frame of the case's own code in faulthandler's text, torch's frames left out, and the call it waits in."""
+    """Return the innermost frame of the case's own code in faulthandler's text, without torch's frames, and the call in which it waits."""
     frames = [frame for frame in map(_FRAME.match, _main_thread(stack)) if frame]
     own = [frame for frame in frames if "/torch/" not in frame["file"]]
     if not frames:
@@ -133,5 +133,5 @@ def where(stack: str) -> str:
 
 
 def _main_thread(stack: str) -> list[str]:
-    """Lines of the thread that runs cases: faulthandler writes it last, since it came first."""
+    """Return the lines of the thread that runs cases, which faulthandler writes last because it was started first."""
     return re.split(r"^(?:Current thread|Thread) .*$", stack, flags=re.MULTILINE)[-1].splitlines()

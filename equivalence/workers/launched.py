@@ -80,7 +80,7 @@ def run_launched(
 
 
 def plain(value: Any) -> Any:
-    """What JSON can hold of a result: tensors as dtype, shape and all values, dataclasses as their fields, else its repr."""
+    """Convert a result for JSON: tensors as dtype, shape and all values, dataclasses as their fields, other objects as their repr."""
     if isinstance(value, torch.Tensor):
         return {"dtype": str(value.dtype), "shape": list(value.shape), "values": value.tolist()}
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -123,12 +123,12 @@ class _Watch:
         os.close(self._write)
 
     def start(self, name: str) -> None:
-        """A case begins, with its whole deadline before it."""
+        """Start the deadline of a case."""
         self._name = name
         os.write(self._write, b"C")
 
     def stop(self) -> None:
-        """No case runs."""
+        """Stop the deadline."""
         os.write(self._write, b"N")
 
     def _look(self) -> None:

@@ -20,16 +20,16 @@ MEGATRON = (
     "megatron.core.pipeline_parallel",
     "megatron.core.packed_seq_params",
 )
-"""What a case with a model imports of megatron-core."""
+"""Modules of megatron-core that a case with a model imports."""
 
 
 def preload(*modules: str, megatron: bool = True) -> None:
     """Import torch.distributed, megatron-core (unless told not to) and `modules`; a second call costs nothing.
 
-    Call it, and open worlds, from a parent that has run no OpenMP region with several threads and no backward pass on
-    a device: a fork does not copy their threads, and a child that needs them waits for ever (it is then found as stuck
-    in `open_world` or in its case). torch cannot tell whether either has happened, so nothing here checks it. Children run
-    with one thread, which needs no pool: a parent at OMP_NUM_THREADS=1 is always safe.
+    Call `preload`, and open worlds, from a parent that has run no OpenMP region with several threads and no backward pass on a device. A fork
+    does not copy their threads, and a child that needs them waits for ever (and is then reported as stuck in `open_world` or in its case).
+    torch cannot tell whether either has happened, so nothing here checks it. Children run with one thread, which needs no pool: a parent at
+    OMP_NUM_THREADS=1 is always safe.
     """
     logger = logging.getLogger("torch.utils.cpp_extension")
     level = logger.level

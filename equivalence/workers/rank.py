@@ -42,7 +42,7 @@ _PR_SET_PDEATHSIG = 1
 
 @dataclass(frozen=True, kw_only=True)
 class RankSetup:
-    """What a child must know to join."""
+    """Facts that a child needs to join its world."""
 
     rank: int
     size: int
@@ -58,12 +58,12 @@ class RankSetup:
 
     @property
     def output(self) -> Path:
-        """What this rank printed during its case."""
+        """File of this rank's output during its case."""
         return self.folder / f"rank-{self.rank}.out"
 
     @property
     def stacks(self) -> Path:
-        """What faulthandler wrote of this rank."""
+        """File of faulthandler's dump of this rank."""
         return self.folder / f"rank-{self.rank}.stacks"
 
 
@@ -88,7 +88,7 @@ class StateLeftBehindError(RuntimeError):
 
 
 def serve(place: RankSetup, connection: Connection, foreign: list[Connection]) -> NoReturn:
-    """Be a rank. `foreign` are the parent's ends of this and other worlds' pipes, inherited and to be closed."""
+    """Run a rank until the process ends. `foreign` are the parent's ends of this and other worlds' pipes, inherited and to be closed."""
     status = 1
     try:
         os.setpgid(0, place.group)
@@ -129,9 +129,9 @@ def _answer(place: RankSetup, connection: Connection) -> None:
 
 
 def alone(function: Any, payload: Any, worker: Worker) -> Any:
-    """Call a target from fixed seeds (torch's on the host, random, numpy's); StateLeftBehindError if torch is set otherwise afterwards.
+    """Call a target from fixed seeds (torch's on the host, random, numpy's); raise StateLeftBehindError if torch's settings differ afterwards.
 
-    So a case gives the same alone as after a thousand others.
+    A case therefore gives the same alone as after a thousand others.
     """
     random.seed(0)
     torch.default_generator.manual_seed(0)  # not torch.manual_seed, whose call for CUDA costs more than a small case
@@ -158,7 +158,7 @@ def _settings() -> dict[str, Any]:
 
 
 def _outcome(call: Any, *, skipped: int) -> bytes:
-    """The result of a call, or what it raised without the first `skipped` frames, which are this file's."""
+    """Return the result of a call, or its exception without the first `skipped` frames, which belong to this file."""
     try:
         return values.dump(call(), tag=FINISHED)
     except BaseException as error:  # noqa: BLE001 - a result to be reported, also SystemExit
@@ -209,7 +209,7 @@ def _cut_loose(place: RankSetup) -> None:
 
 
 def _end_with(parent: int) -> None:
-    """Have the kernel kill this process when its parent's thread ends; elsewhere than on Linux only the pipe's end tells."""
+    """Have the kernel kill this process when its parent's thread ends; on other systems than Linux the end of the pipe signals that."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it ended before the call above

@@ -19,10 +19,9 @@ _taken: dict[int, int] = {}
 
 @contextmanager
 def seats(size: int, *, patience_s: float) -> Iterator[None]:
-    """Hold `size` of the seats, waiting up to `patience_s` for other threads to give theirs back.
+    """Hold `size` seats, waiting up to `patience_s` for other threads to release theirs.
 
-    Raises InputError if there can never be as many, SuiteError if this thread itself holds those that are missing, or
-    they stayed taken.
+    Raises InputError if there are never that many seats, SuiteError if this thread itself holds the missing seats, or if they stay taken.
     """
     if not 1 <= size <= MOST_WORKERS:
         raise InputError(f"a world has 1 to {MOST_WORKERS} ranks, not {size}")

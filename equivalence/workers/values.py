@@ -1,7 +1,7 @@
-"""How payloads and results cross between parent and rank: pickle over a socket pair, tensors as their bytes.
+"""Send payloads and results between parent and rank: pickle over a socket pair, tensors as their bytes.
 
-Both ends are this program, so pickle is safe here; files never hold it. A tensor crosses as value only (host memory, contiguous,
-detached, a Parameter as a tensor): 0.02 ms for a small one there and back, where torch's own pickling of storages takes 0.2 ms.
+Both ends are this program, so pickle is safe here; files never hold it. A tensor crosses as its value only (host memory, contiguous,
+detached, a Parameter as a tensor): a small tensor takes 0.02 ms there and back, where torch's own pickling of storages takes 0.2 ms.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 
 def dump(value: Any, *, tag: bytes = b"") -> bytes:
-    """The bytes of a value behind `tag`. Whatever pickle raises for what it cannot take goes through."""
+    """Return the bytes of a value behind `tag`. Exceptions of pickle pass through."""
     stream = io.BytesIO()
     stream.write(tag)
     _Pickler(stream, protocol=5).dump(value)
@@ -22,7 +22,7 @@ def dump(value: Any, *, tag: bytes = b"") -> bytes:
 
 
 def load(data: bytes | memoryview) -> Any:
-    """The value again; its tensors own their memory and may be written to."""
+    """Return the value of the bytes; its tensors own their memory and may be written to."""
     return pickle.loads(data)  # noqa: S301 - written by this program's other end of a socket pair
 
 

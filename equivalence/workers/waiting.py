@@ -1,6 +1,6 @@
-"""The parent's watch over one case: answers, deaths, and a world in which nothing moves any more.
+"""Watch over one case from the parent: answers, deaths, and a world in which nothing moves any more.
 
-A deadlock is told from slow work by whether the world's process group uses or wants the processor, so a slow machine fails no case that
+A deadlock differs from slow work in the processor time of the world's process group, used or wanted, so a slow machine fails no case that
 still computes.
 """
 
@@ -30,12 +30,12 @@ MOVING = 0.03
 _LOOK_SECONDS = 0.1
 """Between looks at the ranks' lives and processor time: an answer or an ended pipe is seen at once."""
 _STACK_SECONDS = 2.0
-"""How long the stacks of a stuck rank are waited for."""
+"""Seconds to wait for the stacks of a stuck rank."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Deadlines:
-    """How long the parent waits for ranks, in seconds of wall time. They decide when a case has failed, never what it gives."""
+    """Seconds of wall time for which the parent waits for ranks. They decide when a case has failed, and never its result."""
 
     open_s: float = 60.0
     """From the fork until every rank has joined and entered."""
@@ -60,17 +60,17 @@ class Child:
     answer: bytes | None = None
     """Tag and value; None until it came."""
     death: str = ""
-    """How it ended, if it did."""
+    """End of the process, if it has ended."""
     at: float = 0.0
     """When either was seen, by time.monotonic."""
 
     @property
     def waited_for(self) -> bool:
-        """Whether it has neither answered nor died."""
+        """Return whether the rank has neither answered nor died."""
         return self.answer is None and not self.death
 
     def send(self, data: bytes) -> None:
-        """Hand it bytes; one that is gone is found when it is waited for."""
+        """Send bytes to the rank; a rank that is gone is noticed when the parent waits for it."""
         self.answer = None
         try:
             self.connection.send_bytes(data)
@@ -109,7 +109,7 @@ class Child:
 
 @dataclass(kw_only=True)
 class Activity:
-    """What a process group does, to tell waiting from working, also where the machine leaves it little time to work."""
+    """Activity of a process group, to distinguish waiting from working, also on a busy machine."""
 
     group: int
     since: float = field(default_factory=time.monotonic)
@@ -119,7 +119,7 @@ class Activity:
     """Processes that were running, waiting for a core or for a disk at the last look."""
 
     def idle_seconds(self) -> float:
-        """For how long no process used more than MOVING of a core, nor wanted one at two looks in a row."""
+        """Return the seconds for which no process used more than MOVING of a core, or wanted a core at two checks in a row."""
         now, wanting_before = time.monotonic(), self.wanting
         used, self.wanting = _look_at(self.group)
         least = max(0.02, MOVING * (now - self.since))  # two ticks of the clock that counts it
@@ -158,7 +158,7 @@ def await_answers(children: Sequence[Child], *, failed_tag: bytes, within_s: flo
 
 
 def report(child: Child, *, started: float, raised: RankReport | None) -> RankReport:
-    """What is to be said of one rank, `raised` if its answer is that; `dump_stacks` has been called for the stuck."""
+    """Return the report of one rank, `raised` if its answer is an exception; `dump_stacks` has been called for stuck ranks."""
     state: State
     stack = own_frames(_tail(child.stacks, None))
     if raised is not None:
@@ -174,7 +174,7 @@ def report(child: Child, *, started: float, raised: RankReport | None) -> RankRe
 
 
 def printed(child: Child) -> str:
-    """The last of what a rank printed during its case."""
+    """Return the end of a rank's output during its case."""
     return _tail(child.output, MOST_PRINTED)
 
 
@@ -204,7 +204,7 @@ def _tail(path: Path, characters: int | None) -> str:
 
 
 def _look_at(group: int) -> tuple[dict[int, float], set[int]]:
-    """The processor seconds of each process of a group (ranks, and what they started), and which of them want a core."""
+    """Return the processor seconds of each process of a group (ranks, and processes that they started), and the processes that want a core."""
     seconds: dict[int, float] = {}
     wanting: set[int] = set()
     for pid in psutil.pids():

@@ -1,4 +1,4 @@
-"""What a function that runs on a rank is given, and how it is found by name."""
+"""Define the argument of a function that runs on a rank, and find the function by name."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class Worker:
     """The place of one rank; the second argument of every target and of `enter`."""
 
     rank: int
-    """0-based, of the default process group, which stands."""
+    """Rank from 0 in the default process group, which is initialised."""
     size: int
     """Ranks of the world."""
     entered: Any = None
-    """What the context manager of `enter` gave; None without one, and None for `enter` itself."""
+    """Value of the context manager of `enter`; None without one, and None for `enter` itself."""
 
 
 def check_name(name: str) -> None:
@@ -35,6 +35,6 @@ def check_name(name: str) -> None:
 
 @functools.cache
 def resolve(name: str) -> Target:
-    """The function called `module:function` (or `module:Class.method`); ImportError or AttributeError where there is none."""
+    """Return the function called `module:function` (or `module:Class.method`). Raises ImportError or AttributeError for an unknown name."""
     module, _, attribute = name.partition(":")
     return cast("Target", operator.attrgetter(attribute)(importlib.import_module(module)))

@@ -66,7 +66,7 @@ class World:
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """Process ids of the ranks, in order; empty once closed. The first is also the process group."""
+        """Process ids of the ranks, in order; empty once closed. The first id is also the process group."""
         return tuple(child.pid for child in self._children)
 
     def run(self, target: str, payload: Any = None, *, deadline_s: float | None = None) -> list[Any]:
@@ -179,12 +179,12 @@ class World:
 def open_world(
     size: int, *, enter: str | None = None, entry: Any = None, deadlines: Deadlines | None = None
 ) -> Iterator[World]:
-    """A world of `size` ranks of gloo, each in the context manager that `module:function`, called as
-    `enter(entry, worker)`, gives (a CPU shim, megatron-core's parallel state); what that yields is `worker.entered`.
+    """Context manager for a world of `size` ranks of gloo, each in the context manager that `module:function`, called as
+    `enter(entry, worker)`, returns (a CPU shim, megatron-core's parallel state); the value of that context manager is `worker.entered`.
 
-    Ranks are killed at the end, without leaving `enter`: nothing of them outlives the process. Call `preload` first, or each
-    world imports anew. Raises InputError for a size that can never be, SuiteError where the workers alive leave no room for
-    it or in a rank itself, WorldNotOpened (with `.failure`) if a rank fails before the first case.
+    Ranks are killed at the end, without leaving `enter`: nothing of a rank outlives the process. Call `preload` first, or each
+    world imports anew. Raises InputError for an impossible size, SuiteError where running workers leave no room for the world
+    or in a rank itself, WorldNotOpened (with `.failure`) if a rank fails before the first case.
     """
     if enter is not None:
         check_name(enter)

@@ -1,7 +1,7 @@
-"""The direct path in a Megatron-LM training script: an external data loader of packed rows, `get_batch` and `forward_step`.
+"""Run the direct path in a Megatron-LM training script: an external data loader of packed rows, `get_batch` and `forward_step`.
 
-Everything else stays Megatron-LM's: arguments, model, schedules, data parallelism, optimizer, checkpoints. Rows are built on the
-rank that reads them, so no batch is broadcast; with multi-token prediction `rolls_from_tables` stands around `pretrain`.
+Everything else stays Megatron-LM's: arguments, model, schedules, data parallelism, optimizer, checkpoints. The rank that reads rows builds
+them, so no batch is broadcast. With multi-token prediction, call `pretrain` inside `rolls_from_tables`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from production.rows.builder import RowBuilder, RowSettings
 
 @dataclass(frozen=True, kw_only=True)
 class PathSettings:
-    """What the script's own arguments say, in packproof's words."""
+    """Settings of the direct path, translated from the script's own arguments."""
 
     files: Sequence[str]
     """Packed files, end to end (`--train-data-path`)."""
@@ -41,7 +41,7 @@ class DirectPath:
     """Rows and steps of one rank. Make it once megatron-core's parallel state is there: in the data provider, not before."""
 
     def __init__(self, settings: PathSettings, *, tokenizer: Any) -> None:
-        """`tokenizer` is a transformers tokenizer. Raises BadInput for files that are none, PackproofError for a layout they do not fit."""
+        """`tokenizer` is a transformers tokenizer. Raises BadInput for files without rows, PackproofError for a layout that the rows do not fit."""
         self.place: RankCoordinates = place()
         self._settings = settings
         if settings.global_batch_size % self.place.data_size:
@@ -67,9 +67,9 @@ class DirectPath:
         )
 
     def rows(self, consumed_samples: int = 0) -> Iterator[Batch]:
-        """The microbatches of this data-parallel rank without end, each one row on the host (SPEC R-ORDER-1, wrap).
+        """Yield the microbatches of this data-parallel rank without end, each one row on the host (SPEC R-ORDER-1, wrap).
 
-        All ranks that share a row read and build it. Raises RowRefused where the semantics refuse one, BatchRefused where no job takes it.
+        All ranks that share a row read and build it. Raises RowRefused for a row that the semantics refuse, BatchRefused for a row that no job accepts.
         """
         position = consumed_samples + self.place.data_rank
         while True:
@@ -78,16 +78,16 @@ class DirectPath:
             position += self.place.data_size
 
     def get_batch(self, data_iterator: Iterator[Batch]) -> Microbatch:
-        """The next microbatch, cut for this rank and on its device, with its boundaries on every pipeline stage."""
+        """Return the next microbatch, cut for this rank and on its device, with its boundaries on every pipeline stage."""
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
         return process_microbatch(next(data_iterator), self._microbatches, device=device)
 
     def forward_step(
         self, data_iterator: Iterator[Batch], model: torch.nn.Module
     ) -> tuple[torch.Tensor, Callable[[torch.Tensor], LossResult]]:
-        """What Megatron-LM's schedules call: token losses [1, n] (or a stage's hidden states), and the loss function of them.
+        """Run a forward step for Megatron-LM's schedules: return token losses [1, n] (or a stage's hidden states) and their loss function.
 
-        The normalization is that of `--calculate-per-token-loss`: `per_token` with it, `mean_of_means` without.
+        The normalization follows `--calculate-per-token-loss`: `per_token` with the option, `mean_of_means` without.
         """
         microbatch = self.get_batch(data_iterator)
         losses = LossSettings(
@@ -110,17 +110,17 @@ class Script:
     """The two callables that `pretrain` takes: `data_provider`, and `forward_step`, which needs what the first has made."""
 
     def __init__(self, settings: Callable[[Any], PathSettings], tokenizer: Callable[[Any], Any]) -> None:
-        """`settings` and `tokenizer` make them of Megatron-LM's arguments, once it has parsed them."""
+        """`settings` and `tokenizer` are called with Megatron-LM's arguments, once Megatron-LM has parsed them."""
         self._settings, self._tokenizer = settings, tokenizer
         self.path: DirectPath | None = None
 
     @property
     def is_distributed(self) -> bool:
-        """Tells Megatron-LM that every rank reads; otherwise only the first of each tensor-parallel group would."""
+        """True: every rank reads; otherwise Megatron-LM would let only the first rank of each tensor-parallel group read."""
         return True
 
     def __call__(self, _samples: Sequence[int], vp_stage: int | None = None) -> tuple[Iterator[Batch], None, None]:
-        """The data provider: rows from where the checkpoint left off; no validation. Needs `--dataloader-type external`."""
+        """Provide the data: rows from where the checkpoint left off, without validation. Needs `--dataloader-type external`."""
         from megatron.training.global_vars import get_args  # noqa: PLC0415 - part of Megatron-LM's script alone
 
         if vp_stage is not None:
@@ -132,6 +132,6 @@ class Script:
         return self.path.rows(args.consumed_train_samples), None, None
 
     def forward_step(self, data_iterator: Iterator[Batch], model: torch.nn.Module) -> Any:
-        """As `DirectPath.forward_step`."""
+        """Call `DirectPath.forward_step`."""
         assert self.path is not None, "pretrain asks for the data first"
         return self.path.forward_step(data_iterator, model)

@@ -32,7 +32,7 @@ BATCH_FIELDS = tuple(field.name for field in dataclasses.fields(Batch))
 
 
 def format_data(data: Mapping[str, Any], *, chat_key: str = "messages") -> dict[str, Any]:
-    """What the dataset keeps of a line: the row's messages and the task. Text, not tensors: the run's tokenizer decides the tokens."""
+    """Return the part of a line that the dataset keeps: the row's messages and the task. It is text and not tensors, because the run's tokenizer decides the tokens."""
     return {"packed_messages": list(data[chat_key]), "task_name": TASK}
 
 
@@ -48,7 +48,7 @@ class PackedProcessor:
         assistant_prefix_len: int | None = None,
         semantics: str = "nemo-rl-direct",
     ) -> None:
-        """The values of `data.default`'s `megatron_sft_…` keys, and packproof's semantics by name."""
+        """Take the values of `data.default`'s `megatron_sft_…` keys, and packproof's semantics by name."""
         self._options: dict[str, Any] = {
             "prompt_format": prompt_format,
             "context_parallel_size": context_parallel_size,
@@ -70,9 +70,9 @@ class PackedProcessor:
         add_eos: bool = False,
         add_generation_prompt: bool = False,
     ) -> dict[str, Any]:
-        """One row as a DatumSpec: tensors [max_seq_length] as `production.rows.builder.Row` has them, under ROW_FIELDS. Raises RowRefused.
+        """Return one row as a DatumSpec: tensors [max_seq_length] as `production.rows.builder.Row` has them, under ROW_FIELDS. Raises RowRefused.
 
-        `run_sft.py` binds the three keywords to every processor; a packed row has its tokens from its text alone (R-ENCODE-1).
+        `run_sft.py` passes the three keywords to every processor; a packed row takes its tokens from its text alone (R-ENCODE-1).
         """
         del add_bos, add_eos, add_generation_prompt
         row = self._builder(tokenizer, max_seq_length).build(datum_dict["packed_messages"])
@@ -99,11 +99,11 @@ def collate(
     *,
     container: Callable[[dict[str, Any]], Any] = dict,
 ) -> Any:
-    """The batch of these rows under BATCH_FIELDS, checked on the host (SPEC R-GUARD-1), with `idx` and `task_name` as lists; None where no row is packed.
+    """Return the batch of these rows under BATCH_FIELDS, checked on the host (SPEC R-GUARD-1), with `idx` and `task_name` as lists; None if no row is packed.
 
-    Rows keep their order: the policy gives data-parallel rank r rows r, r + dp, … itself (R-BATCH-3). A batch may have any number of rows:
-    NeMo-RL fills a partial validation batch up afterwards (`maybe_pad_last_batch`), and its policy refuses a number that dp does not divide.
-    Without a size the rows' own context parallel size is taken, which must be one. Raises BatchRefused.
+    Rows keep their order: the policy gives data-parallel rank r the rows r, r + dp, … itself (R-BATCH-3). A batch may have any number of rows:
+    NeMo-RL fills a partial validation batch afterwards (`maybe_pad_last_batch`), and its policy refuses a number that dp does not divide.
+    Without a size, the rows' own context-parallel size is taken, and all rows must have the same. Raises BatchRefused.
     """
     packed = [{ours: row[theirs] for theirs, ours in ROW_FIELDS.items() if theirs in row} for row in data_batch]
     if not any("cu_seqlens" in row for row in packed):
@@ -129,10 +129,10 @@ def collate(
 def packed_microbatch(
     data_dict: Mapping[str, Any], settings: MicrobatchSettings, *, inputs: Callable[..., Any]
 ) -> Any | None:
-    """The packed branch of `process_microbatch`, as the `ProcessedInputs` of pull request 3380 (`inputs`); None where the batch is not packed.
+    """Return the packed branch of `process_microbatch`, as the `ProcessedInputs` of pull request 3380 (`inputs`); None if the batch is not packed.
 
     This rank's tensors are [1, n], with `thd` parameters; labels and loss mask go to the model. NeMo-RL has moved the batch to the device
-    already, so its fields are fetched back for the checks, which waits for the device once a microbatch. Raises BatchRefused, PackproofError.
+    already, so its fields are copied back for the checks, which waits for the device once per microbatch. Raises BatchRefused, PackproofError.
     """
     if "packed_cu_seqlens" not in data_dict:
         return None

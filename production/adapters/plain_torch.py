@@ -47,7 +47,7 @@ class Model(nn.Module):
         self.head = nn.Linear(shape.hidden_size, shape.vocab_size, bias=False)
 
     def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
-        """Ids and positions [T] int64 of segments of these lengths to logits [T, V] in the weights' dtype."""
+        """Return logits [T, V] in the weights' dtype, from ids and positions [T] int64 of segments of these lengths."""
         hidden = self.embedding(input_ids)
         for block in self.blocks:
             hidden = block(hidden, position_ids, lengths)
@@ -68,7 +68,7 @@ class Block(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
     def forward(self, hidden: torch.Tensor, position_ids: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
-        """[T, hidden_size] to the same."""
+        """Apply the layer to [T, hidden_size]."""
         query, key, value = self.qkv(self.norms[0](hidden)).view(len(hidden), 3, self.heads, -1).unbind(dim=1)
         query, key = turned(query, position_ids), turned(key, position_ids)
         segments = zip(*(torch.split(each, list(lengths)) for each in (query, key, value)), strict=True)
@@ -79,12 +79,12 @@ class Block(nn.Module):
 
 
 def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """One segment's causal attention: [h, n, d] to the same."""
+    """Apply causal attention within one segment to [h, n, d]."""
     return functional.scaled_dot_product_attention(query, key, value, is_causal=True)
 
 
 def turned(heads: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
-    """Rotary positions: [T, h, d] of tokens at positions [T] int64."""
+    """Rotate [T, h, d] of tokens at positions [T] int64."""
     half = heads.shape[-1] // 2
     frequencies = 10_000.0 ** (-torch.arange(half, device=heads.device) / half)
     angles = (position_ids[:, None] * frequencies).to(heads.dtype)[:, None]
@@ -93,7 +93,7 @@ def turned(heads: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
 
 
 def token_losses(model: Model, rows: FlatBatch) -> torch.Tensor:
-    """Cross entropies [T] float32 of the rows' labels. Those that do not count are there too, and finite: the mask leaves them out."""
+    """Cross entropies [T] float32 of the rows' labels. Labels that do not count have finite values too, which the mask removes."""
     lengths = rows.cu_seqlens.diff().tolist()
     logits = model(rows.input_ids[0], rows.position_ids[0], lengths).float()
     # -100 is no token: its logit is looked up at 0 and its loss masked, as megatron-core does with its own.
@@ -101,7 +101,7 @@ def token_losses(model: Model, rows: FlatBatch) -> torch.Tensor:
 
 
 def global_batches(source: PackedSource, builder: RowBuilder, *, rows: int, steps: int) -> Iterator[Batch]:
-    """`steps` batches of `rows` rows in the file's order, beginning anew at its end (SPEC R-ORDER-1, wrap); raises where a row is refused."""
+    """Yield `steps` batches of `rows` rows in the file's order, starting again at its end (SPEC R-ORDER-1, wrap). Raises RowRefused for a refused row."""
     settings = BatchSettings(context_parallel_size=1, data_parallel_size=1, global_batch_size=rows)
     for step in range(steps):
         numbers = range(step * rows, (step + 1) * rows)
@@ -109,7 +109,7 @@ def global_batches(source: PackedSource, builder: RowBuilder, *, rows: int, step
 
 
 def train_step(model: Model, optimizer: torch.optim.Optimizer, batch: Batch) -> torch.Tensor:
-    """One optimizer step over a global batch, one row at a time; gives its loss, a scalar float32 (SPEC R-LOSS-2 and 7, `per_token`)."""
+    """Take one optimizer step over a global batch, one row at a time; return its loss, a scalar float32 (SPEC R-LOSS-2 and 7, `per_token`)."""
     trained = count_trained(batch).clamp(min=1)  # over the whole batch, before it is taken apart
     optimizer.zero_grad()
     sums = []

@@ -2,6 +2,7 @@
 request.
 """
 
+import errno
 import os
 import stat
 import struct
@@ -81,6 +82,26 @@ def open_for_reading(path: Path, name: str) -> int:
     if descriptor is None:
         raise bad_file("not_a_file", "it is a folder" if path.is_dir() else "it is no regular file", file=name)
     return descriptor
+
+
+def read_regular(path: Path, *, most_bytes: int = 1 << 30) -> bytes:
+    """Return the bytes of a regular file.
+
+    Raises OSError, which says why, also for a folder, a device or a pipe, which would be read without end, for a name
+    that no file can have, and for a file of more than `most_bytes`.
+    """
+    try:
+        mode = path.stat().st_mode
+    except ValueError as error:
+        raise OSError(errno.EINVAL, f"no file can have this name ({error})", repr(str(path))) from None
+    if not stat.S_ISREG(mode):
+        is_one = "a folder" if stat.S_ISDIR(mode) else "no regular file"
+        raise OSError(errno.EINVAL, f"it is {is_one}", str(path))
+    with path.open("rb") as file:
+        found = file.read(most_bytes + 1)
+    if len(found) > most_bytes:
+        raise OSError(errno.EFBIG, f"it has more than {most_bytes >> 20:,} MiB", str(path))
+    return found
 
 
 def stamp_of(status: os.stat_result) -> tuple[int, int]:

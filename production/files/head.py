@@ -12,7 +12,7 @@ import sys
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, cast
+from typing import IO, Any, cast
 
 import zstandard
 
@@ -30,7 +30,15 @@ MOST_BYTES = 1 << 24
 def first_rows(
     name: str, count: int, chat_key: str, *, skip: bool, takes_tool_calls: bool = False
 ) -> Iterator[tuple[int, list[Message]]]:
-    """Yield line (from 1) and messages of the first `count` lines; with `skip` lines that cannot be read are left out.
+    """Yield line and messages as `first_records` yields line and record."""
+    for number, record in first_records(name, count, chat_key, skip=skip, takes_tool_calls=takes_tool_calls):
+        yield number, record[chat_key]
+
+
+def first_records(
+    name: str, count: int, chat_key: str, *, skip: bool, takes_tool_calls: bool = False
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield number (from 1) and record of the first `count` lines; with `skip` lines that cannot be read are left out.
 
     `takes_tool_calls` as `open_source` has it.
 
@@ -39,16 +47,18 @@ def first_rows(
     start = 0
     for number, line in enumerate(itertools.islice(stream_lines(name, most_bytes=MOST_BYTES), count), 1):
         ended = line.endswith(b"\n")
-        if not ended and len(line) >= MOST_BYTES:
+        if not ended and start + len(line) >= MOST_BYTES:
             return
         try:
-            record = parse_record(
-                line.removesuffix(b"\n"),
-                chat_key=chat_key,
-                unterminated=not ended,
-                takes_tool_calls=takes_tool_calls,
+            yield (
+                number,
+                parse_record(
+                    line.removesuffix(b"\n"),
+                    chat_key=chat_key,
+                    unterminated=not ended,
+                    takes_tool_calls=takes_tool_calls,
+                ),
             )
-            yield number, record[chat_key]
         except LineError as fault:
             if not skip:
                 raise bad_line(fault, file=name, line=number, start=start) from None

@@ -1,22 +1,31 @@
-"""Read the manifest beside a packed file, which names the settings of its rows; `tools.pack_rows` writes one.
+"""Read and write the manifest beside a packed file, which names the settings of its rows and what they were made of.
 
-The file's size tells whether the manifest belongs to the file: a hash would read the whole file for one row.
+`tools.pack_rows` and `tools.inspect_rows` write manifests; every reader goes through `read_manifest`.
+
+The file's size tells whether the manifest belongs to the file: a hash would read the whole file for one row. Before a run
+`check_output` compares rows and hash as well.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from production.errors import BadInput
-from production.files.file_state import is_there
+from production.files.cache import atomic_file
+from production.files.compressed import compression_of
+from production.files.file_state import is_there, read_regular
+from production.files.head import stream_lines
 
 _KINDS: dict[str, type] = {"pack_length": int, "prompt_format": str, "context_parallel_size": int, "semantics": str}
-_PACKED = (".gz", ".zst")
+FORMAT = "packproof-packed-rows/2"
+"""Name and version of the manifests that are written; older ones are read too."""
+_ANEW = "pack the file anew, or move the manifest away and say what it was packed for"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,22 +38,33 @@ class Manifest:
     """Fields of RowSettings that it names: pack_length, prompt_format, context_parallel_size, semantics."""
     tokenizer: Mapping[str, str]
     """SHA-256 of each file of the tokenizer that packed the rows, by name; empty where the manifest does not say."""
+    tokenizer_fingerprint: Mapping[str, Any] | None = None
+    """Fingerprint of that tokenizer (`production.tokens.fingerprint`); None in manifests before version 2."""
+    output: Mapping[str, Any] = field(default_factory=dict)
+    """Entries on the packed file itself, before any compression: `bytes`, `rows`, `sha256` and, from version 2 on, `digest`
+    (`production.files.fingerprint`); those that have the type that they must have."""
+    counts: Mapping[str, Any] = field(default_factory=dict)
+    """Rows, conversations and tokens by name; empty where the manifest does not say."""
+    fill: Mapping[str, Any] | None = None
+    """Histogram of how full rows are: `edges` and `counts`; None in manifests before version 2."""
+    packer: Mapping[str, Any] = field(default_factory=dict)
+    """Name and version of what packed the rows; `name` is None where nobody knows it."""
 
 
 def read_manifest(file: Path) -> Manifest | None:
-    """Return the manifest `FILE.manifest.json` beside a packed file, also without `.gz` or `.zst`; None without a
+    """Return the manifest `FILE.manifest.json` beside a packed file, also without `.gz`, `.zst` or `.zstd`; None without a
     manifest.
 
     Raises BadInput (kind `manifest`) for a manifest that cannot be read, or that is of a file of another size.
     """
     if not is_there(file) or not file.name:
         return None  # told by whoever opens it
-    names = [file.name, *([file.stem] if file.suffix in _PACKED else [])]
+    names = [file.name, *([file.stem] if compression_of(file) is not None else [])]
     path = next((path for name in names if (path := file.with_name(f"{name}.manifest.json")).exists()), None)
     if path is None:
         return None
     try:
-        said = json.loads(path.read_bytes())
+        said = json.loads(read_regular(path))
     except (OSError, ValueError, RecursionError) as error:
         raise _bad(path, f"cannot be read ({error})") from error
     if not isinstance(said, dict):
@@ -59,7 +79,61 @@ def read_manifest(file: Path) -> Manifest | None:
     said_of = said.get("tokenizer")
     files = said_of.get("files") if isinstance(said_of, dict) else None
     hashes = {str(name): str(digest) for name, digest in files.items()} if isinstance(files, dict) else {}
-    return Manifest(path=path, settings=found, tokenizer=hashes)
+    fingerprint = said_of.get("fingerprint") if isinstance(said_of, dict) else None
+    return Manifest(
+        path=path,
+        settings=found,
+        tokenizer=hashes,
+        tokenizer_fingerprint=fingerprint if isinstance(fingerprint, dict) else None,
+        output=_output(said),
+        counts=_mapping(said.get("counts")),
+        fill=said.get("fill") if isinstance(said.get("fill"), dict) else None,
+        packer=_mapping(said.get("packer")),
+    )
+
+
+def manifest_path(file: Path) -> Path:
+    """Return where the manifest of a packed file stands."""
+    return file.with_name(f"{file.name}.manifest.json")
+
+
+def write_manifest(file: Path, contents: Mapping[str, Any]) -> Path:
+    """Write a manifest beside a packed file, whole or not at all, and return its path; raw UTF-8, indented for people."""
+    path = manifest_path(file)
+    with atomic_file(path) as out:
+        out.write((json.dumps({"format": FORMAT, **contents}, indent=1, ensure_ascii=False) + "\n").encode())
+        out.flush()
+        os.fsync(out.fileno())
+    return path
+
+
+def check_output(file: Path, manifest: Manifest, *, most_bytes: int) -> None:
+    """Compare rows and hash of the whole file, unpacked, with its manifest; a file of more than `most_bytes` is left
+    alone.
+
+    Raises BadInput (kind `manifest`) where they differ, and as `head.stream_lines` for a file that cannot be read.
+    """
+    said, limit = manifest.output, manifest.output.get("bytes")
+    if limit is None or limit > most_bytes or not ({"rows", "sha256"} & said.keys()):
+        return
+    size = rows = 0
+    digest = hashlib.sha256()
+    for line in stream_lines(str(file), most_bytes=limit + 1):
+        size += len(line)
+        rows += line.endswith(b"\n")
+        digest.update(line)
+    if size > limit:
+        raise _other(manifest, file, "bytes", f"{limit:,}", f"more than {limit:,}")
+    check_count(file, manifest, size=size, rows=rows)
+    if said.get("sha256", digest.hexdigest()) != digest.hexdigest():
+        raise _other(manifest, file, "sha256", said["sha256"][:12], digest.hexdigest()[:12])
+
+
+def check_count(file: Path, manifest: Manifest, *, size: int, rows: int) -> None:
+    """Compare bytes and rows of a file, unpacked, with its manifest. Raises BadInput (kind `manifest`)."""
+    for name, found in (("bytes", size), ("rows", rows)):
+        if (said := manifest.output.get(name, found)) != found:
+            raise _other(manifest, file, name, f"{said:,}", f"{found:,}")
 
 
 def other_files(manifest: Manifest, tokenizer: Path) -> list[str]:
@@ -71,14 +145,29 @@ def other_files(manifest: Manifest, tokenizer: Path) -> list[str]:
     ]
 
 
+def _output(said: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entries on the file that have the type that they must have; others say nothing."""
+    given = said.get("output")
+    kinds: dict[str, type] = {"bytes": int, "rows": int, "sha256": str}
+    return {} if not isinstance(given, dict) else {
+        name: given[name] for name, kind in kinds.items() if type(given.get(name)) is kind
+    }  # fmt: skip
+
+
 def _check_size(file: Path, path: Path, said: Mapping[str, Any]) -> None:
-    output = said.get("output")
-    size = output.get("bytes") if isinstance(output, dict) else None
-    if type(size) is not int or file.suffix in _PACKED or not file.is_file():
+    size = _output(said).get("bytes")
+    if size is None or compression_of(file) is not None or not file.is_file():
         return
     if (found := file.stat().st_size) != size:
-        mend = "pack the file anew, or move the manifest away and say what it was packed for"
-        raise _bad(path, f"is of a file of {size:,} bytes, and {file} has {found:,}", mend)
+        raise _bad(path, f"is of a file of {size:,} bytes, and {file} has {found:,}", _ANEW)
+
+
+def _other(manifest: Manifest, file: Path, name: str, said: str, found: str) -> BadInput:
+    return _bad(manifest.path, f"is of a file with {name} {said}, and {file} has {found} (unpacked)", _ANEW)
+
+
+def _mapping(value: object) -> Mapping[str, Any]:
+    return value if isinstance(value, dict) else {}
 
 
 def _bad(path: Path, what: str, mend: str = "mend it, or move it away") -> BadInput:

@@ -19,6 +19,7 @@ import xxhash
 from production.errors import BadInput
 from production.files.faults import LineError, bad_file, bad_line
 from production.files.lines import LineFile
+from production.files.manifest import check_count, read_manifest
 from production.files.parse import Message, parse_record
 from production.files.verdicts import BadLine, load_verdicts, save_verdicts, verdicts_path
 
@@ -173,6 +174,13 @@ class PackedSource:
             "files": [file.describe() for file in self._files],
         }
 
+    def check_manifests(self) -> None:
+        """Compare bytes and lines of each file, unpacked, with the manifest beside it. Raises BadInput (kind `manifest`)."""
+        for file in self._files:
+            path = Path(file.lines.name)
+            if (manifest := read_manifest(path)) is not None:
+                check_count(path, manifest, size=file.size, rows=len(file.lines))
+
     def close(self) -> None:
         """Close all files; a later read opens them again."""
         for file in self._files:
@@ -256,6 +264,8 @@ class _RowFile:
             "rows": len(self),
             "index": str(self.lines.index_path),
             "index_built_now": self.lines.built,
+            "plain_bytes": self.size,
+            "content": self.lines.header.plain.content.hex(),
         }
         if self.lines.header.plain != self.lines.header.origin:
             found |= {"unpacked_copy": str(self.lines.plain_path), "unpacked_bytes": self.size}

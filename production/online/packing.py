@@ -3,7 +3,7 @@
 Bins are found by a tree over free room and sequences by bisection, so 100,000 sequences take about a second where
 trying each bin in turn takes minutes.
 
-Reference: `reference/packing.py`, R-PACK-1 to 6, SPEC section 13.
+Reference: `reference/packing.py`, R-PACK-1 to 6, docs/SPEC.md#packing.
 """
 
 from __future__ import annotations

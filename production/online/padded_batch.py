@@ -1,5 +1,5 @@
-"""Hold tokenized conversations as a right-padded batch before they are squeezed, and pack them into bins (SPEC
-section 15).
+"""Hold tokenized conversations as a right-padded batch before they are squeezed, and pack them into bins (docs/SPEC.md#online-path
+).
 
 A padded batch of B sequences holds B times the longest; the form is NeMo-RL's, since NeMo-RL's masks and divisor are
 defined on it.

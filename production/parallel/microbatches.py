@@ -4,7 +4,7 @@ All checks happen on the host before anything is copied; then each tensor moves 
 stage gets everything: boundaries reach the middle stages without a broadcast, at the price of copies that a middle
 stage does not read.
 
-Reference: `reference/microbatches.py`, SPEC sections 15 and 17.
+Reference: `reference/microbatches.py`, docs/SPEC.md#online-path and #both-paths.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class MicrobatchSettings:
     """Settings of a microbatch: this rank's place, and the way in which multi-token prediction gets its tensors."""
 
     context_parallel_rank: int = 0
-    """Which share of the row, from 0."""
+    """Number of the share of the row, from 0."""
     context_parallel_size: int = 1
     """cp."""
     layout: str = "zigzag"
@@ -46,7 +46,7 @@ class MicrobatchSettings:
     weights: Weights = "rank"
     """Divisor of a multi-token loss (R-MTP-3): `rank` is megatron-core's; `rows` needs `tables`."""
     stage: Stage = "embedding_and_loss"
-    """Which parts of multi-token prediction this pipeline stage holds."""
+    """Parts of multi-token prediction on this pipeline stage."""
     verify: bool = False
     """Whether the feed holds the values of every roll against its tables, which on CUDA waits for the device."""
 
@@ -101,7 +101,7 @@ class Microbatch:
     target_mask: torch.Tensor
     """[1, n] float32: which of them the loss counts, sample mask included, on both paths."""
     row: OnlineRow | None
-    """What the loss outside the model needs; None on the direct path."""
+    """Input of the loss outside the model; None on the direct path."""
 
 
 def process_microbatch(

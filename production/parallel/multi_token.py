@@ -4,7 +4,7 @@ megatron-core rolls the cut tensors, one segment and two messages at a time; her
 row, taken at a rank's positions, gives its ids, positions, labels and masks of all depths at once: D + 1 times the
 memory of its cut.
 
-Reference: `reference/multi_token.py`, R-MTP-1 to 3, SPEC section 12.
+Reference: `reference/multi_token.py`, R-MTP-1 to 3, docs/SPEC.md#multi-token-prediction.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def depth_tables(
 
 
 def derive_labels(row: Squeezed) -> FlatBatch:
-    """A row of the online path [1, T] with the labels that megatron-core derives from its ids: those one place on, 0 behind a sequence's
+    """Return a row of the online path [1, T] with the labels that megatron-core derives from its ids: those one place on, 0 behind a sequence's
     padding (R-ONLINE-7). The loss outside the model has another label there, a sequence's first id, and counts neither.
     """
     labels = row.input_ids.roll(-1, dims=-1)

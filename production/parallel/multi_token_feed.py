@@ -122,7 +122,7 @@ class DepthFeed:
     def answer(
         self, tensor: torch.Tensor | None, *, shifts: int, dims: int, size: int
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """The next table [B, n] and its sum, for megatron-core's roll of `tensor`: None twice for positions that the model is not given.
+        """Return the next table [B, n] and its sum, for megatron-core's roll of `tensor`: None twice for positions that the model is not given.
 
         Raises PackproofError where it cannot be that one.
         """

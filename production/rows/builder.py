@@ -3,7 +3,7 @@
 Conversations are tokenized ahead of need in bounded runs, so that conversations which a full row never reaches are
 neither paid for nor refused.
 
-Reference: `reference/rows.py`, R-LAYOUT-1 to 7, SPEC sections 5 and 6.
+Reference: `reference/rows.py`, R-LAYOUT-1 to 7, docs/SPEC.md#row and #report.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ LONGEST = 1 << 31
 
 @dataclass(frozen=True, kw_only=True)
 class RowSettings:
-    """Settings of a row. Raises PackproofError where no row could be built (SPEC section 9)."""
+    """Settings of a row. Raises PackproofError where no row could be built (docs/SPEC.md#refusals)."""
 
     pack_length: int
     """P: tokens a row has in the model."""
@@ -92,7 +92,7 @@ class RowSettings:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Row:
-    """Holds a packed row (SPEC section 1) and the report of its losses (section 6)."""
+    """Holds a packed row (docs/SPEC.md#tensors) and the report of its losses (docs/SPEC.md#report)."""
 
     input_ids: torch.Tensor
     """[P] int64."""
@@ -109,7 +109,19 @@ class Row:
     context_parallel_size: int
     """The cp whose granularity its segments are padded to."""
     report: dict[str, int | None]
-    """The counts of SPEC section 6."""
+    """The counts of docs/SPEC.md#report."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class BuiltRow:
+    """Holds a row beside what it was made of."""
+
+    row: Row
+    """The row."""
+    messages: RowMessages
+    """Its messages, split into conversations."""
+    laid: Laid
+    """The conversations that were begun, before padding and truncation."""
 
 
 class RowBuilder:
@@ -135,7 +147,7 @@ class RowBuilder:
         """
 
     def build(self, messages: Sequence[Any]) -> Row:
-        """Return the row of these messages. Raises RowRefused with the kind that SPEC section 9 names."""
+        """Return the row of these messages. Raises RowRefused with the kind that docs/SPEC.md#refusals names."""
         (row,) = self.build_group([messages])
         if isinstance(row, RowRefused):
             raise row
@@ -166,6 +178,10 @@ class RowBuilder:
         """Return these rows, each or its refusal, with conversations encoded in one batch as far as they probably
         fill the rows.
         """
+        return [row.row if isinstance(row, BuiltRow) else row for row in self.build_whole_group(rows)]
+
+    def build_whole_group(self, rows: Sequence[Sequence[Any]]) -> list[BuiltRow | RowRefused]:
+        """Return these rows as `build_group` does, each beside its conversations, for those who count them."""
         opened = [_or_refusal(self._open, messages) for messages in rows]
         good = [row for row in opened if isinstance(row, RowMessages)]
         first = self._conversations.tokenize_all(
@@ -194,8 +210,9 @@ class RowBuilder:
             raise refusal("no_pad_token", "the tokenizer has neither the pad token nor an unknown token")
         return split_conversations(messages)
 
-    def _close(self, row: RowMessages, first: Tokenized) -> Row:
-        return self._finish(self._lay_out(row, first), row)
+    def _close(self, row: RowMessages, first: Tokenized) -> BuiltRow:
+        laid = self._lay_out(row, first)
+        return BuiltRow(row=self._finish(laid, row), messages=row, laid=laid)
 
     def _most(self, row: RowMessages) -> int:
         """Return how many conversations may be begun (R-LAYOUT-5)."""

@@ -1,4 +1,4 @@
-"""Place the tokens of conversations in a row, and count the tokens that the row loses (SPEC section 5, R-REPORT-1)."""
+"""Place the tokens of conversations in a row, and count the tokens that the row loses (docs/SPEC.md#row, R-REPORT-1)."""
 
 from __future__ import annotations
 

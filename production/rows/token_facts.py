@@ -1,7 +1,7 @@
 """Note and count tokens that differ from what their author may have meant, by tokenizer, format and file (SPEC
 R-TOLD-1 and 2).
 
-No note changes a row: rows are Megatron-LM's. SPEC section 22 says what `strict` does about each.
+No note changes a row: rows are Megatron-LM's. docs/spec-tokens.md says what `strict` does about each.
 """
 
 from __future__ import annotations
@@ -128,6 +128,26 @@ class ControlTokens:
         """Return the number of control tokens in the contents of these messages."""
         contents = (message.get("content") for message in messages)
         return sum(len(self.find(content)) for content in contents if isinstance(content, str))
+
+
+def holds_several(messages: Sequence[Message]) -> bool:
+    """Return whether a line holds several conversations, as only a packed row does."""
+    return [message.get("role") for message in messages].count("system") > 1
+
+
+def chat_file_note(file: str, rows: Sequence[Sequence[Message]], *, has_manifest: bool) -> str | None:
+    """Return the note on a chat file that is read as packed rows, by its first rows; None for rows that are packed."""
+    if len(rows) < 2 or has_manifest or any(map(holds_several, rows)):
+        return None
+    return (
+        f"{file}: each of its first {len(rows)} lines is one conversation, and it has no manifest of packed rows: every row will be one "
+        "conversation and padding. If it is a chat file, pack it (packproof-pack-rows), or train it on the online path (dataset_name: openai_format)"
+    )
+
+
+def prompt_messages(messages: Sequence[Message]) -> int:
+    """Return how many messages are of another role than the assistant's; a format without masks trains these, too."""
+    return sum(message.get("role") != "assistant" and bool(message.get("content")) for message in messages)
 
 
 def removed_switches(messages: Sequence[Message], prompt_format: str) -> int:

@@ -2,7 +2,7 @@
 
 Conversations are taken turn by turn (`turn_tokens`) only where something is odd, whether refused or not.
 
-Reference: `reference/prompts.py`, R-ENCODE-1, SPEC section 4.
+Reference: `reference/prompts.py`, R-ENCODE-1, docs/SPEC.md#targets-and-turns.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Tokenized:
     characters: int
     """Characters of the rendered conversations."""
     refused: RowRefused | None
-    """Why the conversation after these is refused; None if it was not looked at."""
+    """Refusal of the conversation after these; None if that conversation was not read."""
 
 
 class ConversationTokenizer:

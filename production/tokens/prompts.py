@@ -2,7 +2,7 @@
 
 Rendering is plain Python per message, about 1 µs each, a tenth of what a template engine takes.
 
-Reference: `reference/prompts.py`, SPEC sections 2 and 3.
+Reference: `reference/prompts.py`, docs/SPEC.md#input and #prompts.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ TURN_ROLES = ("system", "user", "assistant", "tool")
 
 @dataclass(frozen=True, kw_only=True)
 class PromptFormat:
-    """Holds one format of SPEC's table in section 3."""
+    """Holds one format of the table in docs/SPEC.md#prompts."""
 
     name: str
     """One of FORMATS."""
@@ -40,10 +40,10 @@ class PromptFormat:
     pad_token: str | None = None
     """The format's pad token; None: the tokenizer's pad token, else its eos token."""
     assistant_prefix_len: int = 0
-    """How many tokens of an assistant turn are not trained."""
+    """Number of tokens at the start of an assistant turn that are not trained."""
 
     def is_masked(self, semantics: Semantics) -> bool:
-        """Return whether prompts are not trained (SPEC section 4)."""
+        """Return whether prompts are not trained (docs/SPEC.md#targets-and-turns)."""
         return self.assistant_format or (self.name == "identity" and semantics.identity_prompt == "masked")
 
     @property
@@ -126,7 +126,7 @@ def render_messages(conversation: Conversation, prompt_format: PromptFormat, num
 def render_template(
     conversation: Conversation, tokenizer: Any, number: int, *, tools: Any = None, add_generation_prompt: bool = False
 ) -> str:
-    """The text of a conversation through the tokenizer's own template (R-RENDER-4). Raises RowRefused where there is none or it fails.
+    """Return the text of a conversation through the tokenizer's own template (R-RENDER-4). Raises RowRefused where there is none or it fails.
 
     `tools` and `add_generation_prompt` are the online path's (R-ONLINE-1).
     """

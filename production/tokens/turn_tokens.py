@@ -3,7 +3,7 @@
 Conversations in which nothing is odd, nearly all, take the vectorised way in `conversations`; this module decides the
 others.
 
-Reference: `reference/prompts.py`, SPEC section 4.
+Reference: `reference/prompts.py`, docs/SPEC.md#targets-and-turns.
 """
 
 from __future__ import annotations

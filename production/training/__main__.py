@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import json
 import os
 import sys
@@ -16,26 +15,11 @@ from pathlib import Path
 
 from production.errors import PackproofError
 from production.training.admission import reasons_against
-from production.training.config import (
-    Job,
-    SetupRefused,
-    check_writable,
-    held_checkpoints,
-    load,
-    missing_files,
-    missing_packages,
-    notes,
-    packed_otherwise,
-    plan,
-    print_config,
-    refusals,
-    without_effect,
-)
-from production.training.data.first_lines import FirstLines, look
-from production.training.data.token_checks import dry_run_tokens
-from production.training.data.tokenizer import check_tokenizer, load_tokenizer
+from production.training.certificate import without_certificate
+from production.training.config import Job, SetupRefused, load, packed_otherwise, plan, print_config, without_effect
 from production.training.distributed.environment import started_ranks
 from production.training.distributed.heartbeat import REPORTED_ELSEWHERE
+from production.training.dry_run import examine
 from production.training.library_warnings import quiet
 
 
@@ -65,56 +49,18 @@ def _dry_run(job: Job, world_size: int | None) -> int:
     A size that is asked for stands in place of the nodes and processes that the cluster section says; the plan tells so.
     """
     try:
-        ranks = world_size if world_size is not None else _world_size(job)
+        found = examine(job, world_size)
     except PackproofError as error:
         return _refuse([error])
-    asked = job
-    if world_size is not None and (job.cluster.ranks or 0) > 0:
-        asked = dataclasses.replace(job, cluster=dataclasses.replace(job.cluster, num_nodes=None))
-    found: list[PackproofError] = [*refusals(asked, ranks)]
-    of_tokens: list[str] = []
-    if not found:  # else what the rows are made with may be no setting at all
-        found, of_tokens = dry_run_tokens(job)
-    if found:
-        return _refuse(found, f" against this job on {ranks} ranks")
-    first = _first_lines(job)
-    if first.refusals:
-        return _refuse(first.refusals, f" against this job on {ranks} ranks")
-    print(plan(job, ranks).text(), end="")
+    if found.refusals:
+        return _refuse(found.refusals, f" against this job on {found.ranks} ranks")
+    print(plan(job, found.ranks).text(), end="")
     print(_listed(without_effect(job)), end="")
-    here = [
-        *missing_files(job),
-        *check_tokenizer(job),
-        *missing_packages(job),
-        *check_writable(job),
-        *held_checkpoints(job),
-    ]
-    told = [*notes(asked, ranks), *(each.what for each in here), *packed_otherwise(job), *of_tokens, *first.notes]
+    told = [*(each.what for each in found.absent), *found.notes]
     for note in told:
         print(f"note: {note}")
-    print(f"nothing against this job on {ranks} ranks" + (", but for the notes above" if told else ""))
+    print(f"nothing against this job on {found.ranks} ranks" + (", but for the notes above" if told else ""))
     return 0
-
-
-def _listed(keys: Mapping[str, str]) -> str:
-    """Return the keys without effect as lines: keys of one reason stand together."""
-    by_reason: dict[str, list[str]] = {}
-    for key, why in keys.items():
-        by_reason.setdefault(why, []).append(key)
-    lines = [f"  {', '.join(each)}: {why}\n" for why, each in by_reason.items()]
-    return "".join(["accepted without effect\n", *lines]) if lines else ""
-
-
-def _first_lines(job: Job) -> FirstLines:
-    """Return the refusals and notes of the files' first lines; conversations are checked where the tokenizer can be
-    loaded.
-    """
-    tokenizer = None
-    folder = Path(job.policy.tokenizer.name or "")
-    if not job.is_packed and job.policy.tokenizer.name and folder.is_dir():
-        with contextlib.suppress(PackproofError):  # told by `check_tokenizer`
-            tokenizer = load_tokenizer(job)
-    return look(job, tokenizer)
 
 
 def _run(job: Job) -> int:
@@ -126,7 +72,7 @@ def _run(job: Job) -> int:
     if found:
         return _refuse(found, " against this job")
     if os.environ.get("RANK", "0") == "0":
-        for note in packed_otherwise(job):
+        for note in [*packed_otherwise(job), *without_certificate(job)]:
             print(f"note: {note}", file=sys.stderr)
     os.environ.update(job.megatron.env_vars)
     # Imported here: reading a configuration needs neither torch.distributed nor a model.
@@ -160,6 +106,15 @@ def _tell_torchrun(message: str) -> None:
             Path(report).write_text(json.dumps({"message": said}))
 
 
+def _listed(keys: Mapping[str, str]) -> str:
+    """Return the keys without effect as lines: keys of one reason stand together."""
+    by_reason: dict[str, list[str]] = {}
+    for key, why in keys.items():
+        by_reason.setdefault(why, []).append(key)
+    lines = [f"  {', '.join(each)}: {why}\n" for why, each in by_reason.items()]
+    return "".join(["accepted without effect\n", *lines]) if lines else ""
+
+
 def _refuse(found: Sequence[PackproofError], against: str = "") -> int:
     _tell_torchrun(f"refused: {found[0]}" + (f" (and {len(found) - 1} more)" if len(found) > 1 else ""))
     if os.environ.get("RANK", "0") == "0":
@@ -168,18 +123,6 @@ def _refuse(found: Sequence[PackproofError], against: str = "") -> int:
         if against:
             print(f"{len(found)} reason{'s' if len(found) > 1 else ''}{against}", file=sys.stderr)
     return 2
-
-
-def _world_size(job: Job) -> int:
-    """Return the number of processes that torchrun started, else the cluster section's number, else one replica of
-    the model.
-    """
-    if (started := started_ranks()) is not None:
-        return started
-    if job.cluster.ranks is not None:
-        return job.cluster.ranks
-    megatron = job.megatron
-    return megatron.tensor_model_parallel_size * megatron.context_parallel_size * megatron.pipeline_model_parallel_size
 
 
 def _parser() -> argparse.ArgumentParser:

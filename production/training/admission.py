@@ -1,4 +1,4 @@
-"""Decide whether a job may run on this machine, whoever starts the job (SPEC section 18)."""
+"""Decide whether a job may run on this machine, whoever starts the job (docs/spec-setup.md)."""
 
 from __future__ import annotations
 
@@ -30,6 +30,20 @@ def reasons_against(job: Job, world_size: int) -> list[PackproofError]:
         return [*found, error]
     found += [*refusals(job, world_size, device=device), *missing_files(job), *check_tokenizer(job)]
     return found or [*oversized(job, world_size, device), *check_machine(job)]
+
+
+def oversized_here(job: Job, world_size: int) -> list[PackproofError]:
+    """Return why this machine has too little memory for the job: a note of a dry run, which may be meant for another
+    machine.
+    """
+    try:
+        device = device_here(job)
+    except PackproofError:
+        return []
+    return [
+        PackproofError(what=f"a run on this machine would be refused: {each.what}", where=each.where, mend=each.mend)
+        for each in oversized(job, world_size, device)
+    ]
 
 
 def oversized(job: Job, world_size: int, device: str) -> list[PackproofError]:

@@ -1,4 +1,4 @@
-"""Define how a job goes through its rows, and refuse impossible orders (SPEC section 19)."""
+"""Define how a job goes through its rows, and refuse impossible orders (docs/SPEC.md#order)."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def open_run_loggers(
         folder=Path(given.log_dir),
         tensorboard=given.tensorboard.log_dir if given.tensorboard_enabled else None,
         wandb=wandb,
-        mlflow=_mlflow(given.mlflow) if given.mlflow_enabled else None,
+        mlflow=_mlflow(given.mlflow, run) if given.mlflow_enabled else None,
     )
     facts: dict[str, Value] = {
         "run": run,
@@ -75,5 +75,7 @@ def open_run_loggers(
     return open_loggers(settings, rank=place.rank, run=facts, finished_steps=finished_steps)
 
 
-def _mlflow(given: Mlflow) -> MlflowSettings:
-    return MlflowSettings(experiment=given.experiment_name, run_name=given.run_name, tracking_uri=given.tracking_uri)
+def _mlflow(given: Mlflow, run: str) -> MlflowSettings:
+    return MlflowSettings(
+        experiment=given.experiment_name, run_name=given.run_name, tracking_uri=given.tracking_uri, run=run
+    )

@@ -2,7 +2,7 @@
 
 Nothing here waits for the device: reported numbers stay tensors, one pair per microbatch.
 
-Reference: `reference/loss.py`, SPEC section 14.
+Reference: `reference/loss.py`, docs/SPEC.md#loss.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class StepSettings:
     """Settings that decide how a global batch becomes a gradient."""
 
     normalization: Normalization
-    """Divisor of token losses: `per_token`, `mean_of_means` or `global_valid_tokens` (SPEC section 14)."""
+    """Divisor of token losses: `per_token`, `mean_of_means` or `global_valid_tokens` (docs/SPEC.md#loss)."""
     depths: int = 0
     """D, `mtp_num_layers` of the model."""
     mtp_weights: Weights = "rank"

@@ -16,6 +16,7 @@ from rich.console import Console
 from production.errors import PackproofError
 from production.parallel.multi_token_feed import rolls_from_tables
 from production.training.admission import reasons_against
+from production.training.certificate import check_certificate
 from production.training.checkpoint.folders import HeldFolders, held_folders
 from production.training.checkpoint.manifest import Manifest
 from production.training.config import Job, multi_token_depths, sizes
@@ -26,6 +27,7 @@ from production.training.data.tokenizer import vocabulary_size
 from production.training.distributed.launch import Launched, launched, world_size
 from production.training.distributed.orphan import LAUNCHER_GONE, outliving_no_launcher
 from production.training.engine import Stepped
+from production.training.layout_change import check_going_on
 from production.training.metrics.flops import peak_tflops, work_of
 from production.training.metrics.loggers import Loggers, Record, Value
 from production.training.metrics.progress import RunProgress
@@ -34,7 +36,8 @@ from production.training.metrics.step_metrics import FlopsOf, Group, StepMetrics
 from production.training.metrics.step_numbers import StepNumbers
 from production.training.metrics.summary import close_run
 from production.training.metrics.timers import Mark
-from production.training.resume import build, check_going_on, check_same, checkpoints_of, found_checkpoint, identity
+from production.training.resume import build, check_same, checkpoints_of, found_checkpoint
+from production.training.run_identity import identity
 from production.training.run_record import open_run_loggers, run_name
 from production.training.shutdown import Reason, Shutdown, graceful_shutdown, length_reached, nothing_left, stop_reason
 from production.training.verdicts import left_out, not_finite, nothing_trained
@@ -109,10 +112,17 @@ class _Run:
         self._held.name_run(self._name)
         with BatchStream(job, self._place, consumed_samples=self._consumed) as feed:
             self._feed = feed
+            check_certificate(job, feed.tokenizer, self._place.world_size)
             vocabulary = vocabulary_size(job, feed.tokenizer)
-            self._identity = identity(job, feed, self._place, vocab_size=vocabulary, run_steps=self._total_steps())
+            self._identity = identity(
+                job,
+                feed.identity(),
+                world_size=self._place.world_size,
+                vocab_size=vocabulary,
+                run_steps=self._total_steps(),
+            )
             check_same(self._identity, self._place)
-            is_resharded = found is not None and check_going_on(job, found[1].fingerprint, self._identity)
+            is_resharded = found is not None and check_going_on(job, found[1], self._identity)
             self._shutdown = Shutdown(
                 asked=self._asked,
                 must_save_by=job.checkpointing.checkpoint_must_save_by,
@@ -287,8 +297,9 @@ class _Run:
 
     def _validate(self) -> None:
         metrics = StepMetrics(group=Group.of_parallel_state(), device=self._rank.device)
-        batches = 0
+        batches = masked_out = 0
         for fed in self._feed.validation():
+            masked_out += fed.conversations_masked_out
             self._engine.padding = fed.padding
             for pair in self._engine.evaluate(fed.microbatches).losses:
                 metrics.add_loss(pair[0], pair[1])
@@ -297,8 +308,11 @@ class _Run:
         self._measure(VALIDATION, losses.loss)
         skipped = self._feed.skipped_in_validation
         values: dict[str, Value] = {
-            "validation_batches": batches, "all_masked": losses.all_masked, "rows_skipped": len(skipped)
-        }  # fmt: skip
+            "validation_batches": batches,
+            "all_masked": losses.all_masked,
+            "rows_skipped": len(skipped),
+            "conversations_masked_out": masked_out,
+        }
         if self._skipped_in_validation != len(skipped):
             self._skipped_in_validation = len(skipped)
             self._progress.say(left_out("validation", skipped))
@@ -306,7 +320,8 @@ class _Run:
             values["validation_loss"] = losses.loss
         self._log.log(Record(kind="validation", step=self._step, values=values))
         told = "nothing in it is trained, so it has no loss" if losses.loss is None else f"loss {losses.loss:.4f}"
-        self._progress.say(f"validation after step {self._step}: {told}")
+        too_long = f"; {masked_out} conversations were too long and trained nothing" if masked_out else ""
+        self._progress.say(f"validation after step {self._step}: {told}{too_long}")
         self._ended = self._engine.clock.mark()
 
     def _measure(self, name: str, loss: float | None) -> None:

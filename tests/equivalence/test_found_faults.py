@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,13 +10,16 @@ import torch
 from equivalence.__main__ import main
 from equivalence.cases import store
 from equivalence.cases.data import DataCase
+from equivalence.cases.result import CheckResult
+from equivalence.checks.input import files
 from equivalence.checks.kinds import UNNAMED, named
 from equivalence.checks.registry import CHECKS, names
 from equivalence.errors import CaseError
 from equivalence.generators import tokenizers
 from equivalence.generators.choices import RandomChoices
 from equivalence.generators.models import Layout
-from equivalence.runner import layout_jobs
+from equivalence.recorded import outcomes
+from equivalence.runner import layout_jobs, recorded_jobs
 from equivalence.runner.alone import EQUAL, checked, replayer
 from equivalence.runner.job import Job
 from equivalence.runner.jobs import run
@@ -27,7 +31,9 @@ from equivalence.trainers.whole_run import RunCase
 from production.online import packing
 from production.parallel import context_parallel
 from production.parallel.sizes import ParallelSizes
+from production.rows import batch as batches
 
+SAMPLE = Path(__file__).parents[2] / "examples" / "packed" / "sample.jsonl.packed"
 ROWS = ("reference", "production")
 
 
@@ -192,3 +198,103 @@ def test_the_lists_of_checks_agree_and_no_difference_is_of_the_class_other():
     assert named(UNNAMED, check="multi_token", tensor="token_mask at depth 1 of rank 0") == "mask"
     assert named(UNNAMED, check="packing", tensor="concatenative, rank 0") == "bins"
     assert named("shift", check="rows", tensor="target_ids") == "shift"
+
+
+def sabotaged(monkeypatch, wrong):
+    """Make production's subject build `wrong(row)` of every row that it does not refuse."""
+    subject = load("production")
+    sound = subject.build_row
+
+    def build_row(*given):
+        row = sound(*given)
+        return row if row.refusal else wrong(row)
+
+    monkeypatch.setattr(subject, "build_row", build_row)
+
+
+def replayed_and_promoted(text, tmp_path, monkeypatch, *sides):
+    """Save a case, replay it (different), make it permanent and replay it from there once the fault is gone (equal)."""
+    case = store.parse(text)
+    path = store.save(case, "why", folder=tmp_path)
+    assert store.command(case, path, ROWS).startswith(("python -m equivalence replay", "python -m tools.diff_row"))
+    assert main(["replay", str(path), *sides]) == 1
+    with monkeypatch.context() as patched:
+        patched.setattr(store, "SAVED", tmp_path / "saved")
+        assert main(["promote", str(path), "--name", "kept"]) == 0
+    monkeypatch.undo()
+    (kept,) = (tmp_path / "saved").rglob("kept.json")
+    assert main(["replay", str(kept), *sides]) == 0
+    return case
+
+
+SIDES_OF_ROWS = ("--subjects", "reference,production")
+
+
+def test_a_row_of_a_file_that_differs_saves_its_case(tmp_path, monkeypatch):
+    sabotaged(monkeypatch, lambda row: dataclasses.replace(row, max_seqlen=row.max_seqlen + 1))
+    job = Job(
+        kind="sample", subjects=ROWS, prompt_format="nemotron-nano-v2", semantics="megatron-lm-0.19", pack_length=256,
+        tokenizer="nemotron-mini", paths=(str(SAMPLE),), first=3, examples=1, is_own=True,
+    )  # fmt: skip
+    (found,) = run(job).differences
+    case = replayed_and_promoted(found.case, tmp_path, monkeypatch, *SIDES_OF_ROWS)
+    assert case.settings.pack_length == 256
+    assert case.origin == found.where == f"{SAMPLE} row 3"
+    assert list(case.messages) == json.loads(SAMPLE.read_text(encoding="utf-8").split("\n")[3])["messages"]
+
+
+def test_a_row_that_differs_only_as_read_from_its_file_names_the_file_instead(monkeypatch):
+    """The other side's file reader is at fault: a case of the row's messages would be equal."""
+    from equivalence.runner import jobs
+
+    monkeypatch.setattr(jobs, "check_case", lambda *_: CheckResult(check="rows"))
+    sabotaged(monkeypatch, lambda row: dataclasses.replace(row, max_seqlen=row.max_seqlen + 1))
+    job = Job(
+        kind="sample", subjects=ROWS, prompt_format="identity", semantics="strict", pack_length=64,
+        tokenizer="nemotron-mini", paths=(str(SAMPLE),), examples=1,
+    )  # fmt: skip
+    found = run(job).differences
+    assert [each.case for each in found] == [None] * len(found)
+    assert all(f"tools.diff_row {SAMPLE} --row 0" in each.command for each in found)
+
+
+@pytest.mark.parametrize(("aim", "type_name"), [("packings", "Packing"), ("batches", "RecordedBatch")])
+def test_a_recorded_outcome_that_differs_saves_its_case(aim, type_name, tmp_path, monkeypatch):
+    monkeypatch.setattr(packing, "raise_bin_count", lambda bins, _: [*map(list, reversed(bins))])
+    monkeypatch.setattr(batches, "pad_validation", lambda batch, **_: batch)
+    found = run(Job(kind="recorded", subjects=ROWS, aim=aim, first=0, examples=60)).differences
+    case = replayed_and_promoted(found[0].case, tmp_path, monkeypatch)
+    assert type(case.value).__name__ == type_name
+
+
+def test_a_recorded_row_that_differs_expects_what_was_recorded_on_every_side(tmp_path, monkeypatch, capsys):
+    sabotaged(monkeypatch, lambda row: dataclasses.replace(row, target_ids=row.input_ids))
+    found = run(Job(kind="recorded", subjects=ROWS, aim="nemo-rl-direct", first=0, examples=12)).differences
+    case = store.parse(found[0].case)
+    assert case.expected["target_ids"] != case.expected["input_ids"]
+    # No screen of diff_row, which holds sides to each other: both could be wrong together.
+    assert store.command(case, "it", ROWS).startswith("python -m equivalence replay it")
+    replayed_and_promoted(found[0].case, tmp_path, monkeypatch, *SIDES_OF_ROWS)
+    assert "expected" in capsys.readouterr().out
+
+
+def test_a_recorded_row_of_which_only_the_exception_is_known_is_saved_as_it_stands():
+    row = next(row for row in outcomes.rows("megatron-lm-0.19") if row.outcome is None)
+    case = recorded_jobs._row_case("megatron-lm-0.19", row)
+    again = store.parse(case.to_json())
+    assert again.value == row
+    (result,) = store.check(again, ())
+    assert result.equal
+
+
+def test_a_file_layer_that_differs_saves_its_bytes(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "_read_ours", lambda *_: "bom")
+    found = run(Job(kind="files", subjects=ROWS, paths=(str(tmp_path),))).differences
+    case = replayed_and_promoted(found[0].case, tmp_path, monkeypatch)
+    assert case.value == files.LAYERS[0]
+
+
+def test_every_file_layer_survives_its_json():
+    for layer in files.LAYERS:
+        case = DataCase(check="files", value=layer)
+        assert store.parse(case.to_json()).value == layer

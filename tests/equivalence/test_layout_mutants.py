@@ -33,7 +33,7 @@ def test_a_fault_is_found_on_data(mutant):
     found_by_its_check(mutant)
 
 
-@pytest.mark.xdist_group("gloo")
+@pytest.mark.worlds
 @pytest.mark.parametrize("mutant", BETWEEN_RANKS, ids=lambda mutant: mutant.name)
 def test_a_fault_between_ranks_is_found_in_a_world_of_its_layout(mutant):
     found_by_its_check(mutant)
@@ -82,7 +82,7 @@ def test_a_fault_that_cannot_run_is_no_kill(monkeypatch):
         list(layout_kill_matrix([own]))
 
 
-@pytest.mark.xdist_group("gloo")
+@pytest.mark.worlds
 def test_a_fault_that_cannot_run_on_a_rank_is_no_kill(monkeypatch):
     own = put_in(monkeypatch, target="production.training.step:wrap", wrong=raises, first="models")
     with pytest.raises(SuiteError, match=r"fault own could not run: .*TypeError"):

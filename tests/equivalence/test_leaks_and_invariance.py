@@ -7,7 +7,7 @@ import pytest
 from equivalence.cases.step import ModelCase, ModelShape
 from production.parallel.sizes import ParallelSizes
 
-pytestmark = pytest.mark.xdist_group("gloo")
+pytestmark = pytest.mark.worlds
 
 SHAPE = ModelShape(layers=1, hidden_size=8, heads=2, query_groups=1, ffn_hidden_size=8, depths=1)
 STEP = ModelCase(

@@ -16,7 +16,7 @@ from equivalence.runner.counters import Tally
 from equivalence.runner.job import Job
 from production.parallel.sizes import ParallelSizes
 
-pytestmark = pytest.mark.xdist_group("gloo")
+pytestmark = pytest.mark.worlds
 
 CASE = ModelCase(
     shape=ModelShape(hidden_size=8, heads=2, query_groups=1, ffn_hidden_size=8, depths=1),

@@ -80,7 +80,7 @@ def test_r_batch_1_and_4_both_sides_collate_and_pad_as_nemo_rl():
 
 def test_rows_of_nemo_rl_direct_are_nemo_rls_own():
     """R-SPLIT-1 and 2, R-ENDS-1, R-RENDER-1 to 3, R-ENCODE-1, R-PAD-1, R-PREFIX-1, R-TARGET-1, R-TURN-1 to 3, R-EMPTY-1, R-LAYOUT-1 to 7,
-    R-SHIFT-1, R-BOUNDARY-1, R-MASK-1, R-CU-1 and the order of section 9: every fourth row, and all that are refused early.
+    R-SHIFT-1, R-BOUNDARY-1, R-MASK-1, R-CU-1 and the order of docs/SPEC.md#refusals: every fourth row, and all that are refused early.
 
     The main job also takes those of the tokenizer that takes seconds to load.
     """
@@ -105,7 +105,7 @@ def test_rows_of_the_megatron_presets_are_those_of_the_recorded_versions(preset)
 
 
 def test_the_recorded_versions_differ_as_spec_says():
-    """R-LAYOUT-7, R-RENDER-3: what SPEC section 7 tells of 0.17.1 and 0.18.2, row by row."""
+    """R-LAYOUT-7, R-RENDER-3: what docs/SPEC.md#presets tells of 0.17.1 and 0.18.2, row by row."""
 
     def differing(version, preset):
         found = {"too_many_boundaries": 0, "null content": 0, "other": 0}
@@ -188,6 +188,7 @@ def test_a_recorded_job_tells_a_few_differences_with_their_cases_and_names_a_mis
     jobs = {job.aim: job for job in recorded_jobs(("wrong_subjects:TrainsBoundaryPadding",))}
     tally = run_job(jobs["megatron-lm-main"])
     assert len(tally.differences) == MOST_DIFFERING
+    assert sum(tally.rows.values()) == 435, "all are counted"
     assert {(each.left, each.right) for each in tally.differences} == {("recorded", "wrong")}
     assert RowCase.from_json(tally.differences[0].case).settings.semantics == "megatron-lm-main"
     tally = run_job(dataclasses.replace(jobs["packings"], examples=20))

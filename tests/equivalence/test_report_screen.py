@@ -9,7 +9,7 @@ from equivalence.report import terminal
 from equivalence.report.html import write_html
 from equivalence.report.summary import alike, summarise
 from equivalence.runner.counters import Differing
-from equivalence.runner.main import Options, Outcome
+from equivalence.runner.outcome import Options, Outcome
 
 
 def differing(number, *, tensor="gradient of layer 3", kind="other", check="models", right="production"):

@@ -11,7 +11,7 @@ from equivalence.runner.counters import Tally
 from equivalence.runner.job import Job
 from production.parallel.sizes import ParallelSizes
 
-pytestmark = pytest.mark.xdist_group("gloo")
+pytestmark = pytest.mark.worlds
 
 TWO = Layout(sizes=ParallelSizes(context=2), data_size=1)
 FOUR = Layout(sizes=ParallelSizes(pipeline=2), data_size=2)

@@ -15,7 +15,7 @@ from equivalence.runner.jobs import RUNNERS
 from equivalence.runner.plan import SIZES, whole_run_jobs
 
 pytestmark = [
-    pytest.mark.xdist_group("gloo"),
+    pytest.mark.worlds,
     pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning"),
 ]
 

@@ -34,7 +34,7 @@ from equivalence.workers.launched import _Watch, plain
 from equivalence.workers.preload import MEGATRON
 
 pytestmark = [
-    pytest.mark.xdist_group("gloo"),
+    pytest.mark.worlds,
     pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:Validating sparse tensor invariants:UserWarning"),
 ]

@@ -18,7 +18,7 @@ sys.path.insert(0, str(ROOT))
 GUIDES = ROOT / "docs" / "guides"
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
-pytestmark = pytest.mark.xdist_group("gloo")
+pytestmark = pytest.mark.worlds
 
 
 YAML_FILES = ("job.yaml", "chat.yaml")
@@ -354,3 +354,39 @@ def test_what_the_readme_links_to_is_there():
     assert len(links) > 15
     for link in filter(None, links):
         assert (ROOT / link).exists(), link
+
+
+def test_the_guide_before_you_book_the_nodes_is_current(checkout, capsys):
+    """Each `packproof` command runs here; the second one finds what the guide's other packer did."""
+    from tools.__main__ import main as packproof
+
+    names, statuses, printed = {}, [], []
+    for number, (language, text) in enumerate(blocks("before-you-book-the-nodes.md")):
+        if language == "python":
+            run_python(text, names, f"block {number}")
+        elif language == "yaml":
+            (checkout / "job.yaml").write_text(text)
+        else:
+            for words in commands(text):
+                if words[0] == "python":
+                    check_command(words, Counter())
+                    continue
+                assert words[0] == "packproof"
+                statuses.append(packproof([*words[1:], *(["--rows", "2"] if "first" in words else [])]))
+                found = capsys.readouterr()
+                printed.append(found.out)
+    assert statuses == [0, 2, 0, 0, 0]
+    for told in (
+        "line 46",
+        "truncated_last_line",
+        "line 44",
+        "content_null",
+        "line 45",
+        "empty_assistant",
+        "line 42: <|im_start|>",
+        "line 43: 1 lines end in CRLF",
+    ):
+        assert told in printed[1], told
+    assert "proven: nothing differs" in printed[2]
+    assert "still those" in printed[3]
+    assert json.loads((checkout / "quick" / "check.json").read_text())["verdict"] == "partial"

@@ -20,7 +20,7 @@ PACK_LENGTH = 256
 ROWS = 4
 DEPTHS = 1
 
-pytestmark = pytest.mark.xdist_group("gloo")
+pytestmark = pytest.mark.worlds
 
 
 def tokenizer():

@@ -1,18 +1,6 @@
-"""Four ranks on gloo that run attention and gathers over subgroups, and leave what they found for the tests to judge.
+"""Four ranks on gloo that run attention and gathers over subgroups; what they return is for the tests to judge."""
 
-    python segment_attention_world.py FOLDER
-
-A process of its own, because ranks are forked: in pytest's, autograd and OpenMP have long been at work.
-"""
-
-import datetime as dt
 import itertools
-import multiprocessing
-import os
-import sys
-import traceback
-from multiprocessing.connection import wait
-from pathlib import Path
 from types import SimpleNamespace
 
 import torch
@@ -179,48 +167,15 @@ def _count_messages():
     return sent
 
 
-def _work(rank, folder):
-    try:
-        torch.set_num_threads(1)
-        store = distributed.FileStore(str(folder / "store"), SIZE)
-        patience = dt.timedelta(seconds=60)
-        distributed.init_process_group("gloo", store=store, rank=rank, world_size=SIZE, timeout=patience)
-        groups = {}
-        for cp, ranks in GROUPS.items():
-            for each in ranks:
-                group = distributed.new_group(each, timeout=patience)
-                if rank in each:
-                    groups[cp] = group
-        torch.save(_attention(groups) | _gathers(rank, groups), folder / f"rank_{rank}.pt")
-        distributed.barrier()
-    except BaseException:  # noqa: BLE001 - whatever it is, the test must see it
-        traceback.print_exc()
-        sys.stderr.flush()
-        os._exit(1)
-    os._exit(0)
+def found(_payload, worker):
+    """All that a rank's attention and gathers give."""
+    groups = {}
+    for cp, ranks in GROUPS.items():
+        for each in ranks:
+            group = distributed.new_group(each)
+            if worker.rank in each:
+                groups[cp] = group
+    return _attention(groups) | _gathers(worker.rank, groups)
 
 
 KERNEL_FOR = attention_share.kernel_for
-
-
-def main():
-    folder = Path(sys.argv[1])
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    context = multiprocessing.get_context("fork")
-    processes = [context.Process(target=_work, args=(rank, folder)) for rank in range(SIZE)]
-    for process in processes:
-        process.start()
-    running = list(processes)
-    while running and all(process.exitcode in (None, 0) for process in processes):
-        if not wait([process.sentinel for process in running], timeout=120):
-            break
-        running = [process for process in running if process.is_alive()]
-    for process in running:
-        process.kill()
-    for process in processes:
-        process.join()
-    sys.exit(any(process.exitcode for process in processes))
-
-
-if __name__ == "__main__":
-    main()

@@ -144,3 +144,23 @@ def test_the_end_of_a_file_is_looked_at_alone(tmp_path):
         is_cut = size not in (0, last, len(whole) - 1, len(whole)) and size != last - 1
         assert (fault is not None) == is_cut, size
         assert fault is None or (fault.kind, fault.byte) == ("truncated_last_line", size)
+
+
+@pytest.mark.parametrize(
+    ("name", "pack"), [("rows.jsonl", bytes), ("rows.jsonl.gz", gzip.compress), ("rows.jsonl.zst", zstandard.compress)]
+)
+def test_an_opened_source_has_the_rows_that_its_manifest_says(tmp_path, name, pack):
+    """R-FILE-13."""
+    file = tmp_path / name
+    file.write_bytes(pack(LINES.encode()))
+    for rows in (2, 3):
+        (tmp_path / "rows.jsonl.manifest.json").write_text(
+            json.dumps({"output": {"rows": rows, "bytes": len(LINES.encode())}})
+        )
+        with open_source([file]) as source:
+            if rows == 2:
+                source.check_manifests()
+                continue
+            with pytest.raises(BadInput, match=r"rows 3, and .* has 2") as caught:
+                source.check_manifests()
+            assert caught.value.kind == "manifest"

@@ -16,7 +16,7 @@ import segment_attention_world as plain
 import torch
 from attention_truth import assert_exact
 
-pytestmark = pytest.mark.xdist_group("gloo")
+pytestmark = pytest.mark.worlds
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 ON_CUDA = pytest.mark.gpu
@@ -24,15 +24,22 @@ ON_CUDA = pytest.mark.gpu
 
 @pytest.fixture(scope="module")
 def found(request, tmp_path_factory):
-    """What a rank on the device found (`device_world`)."""
-    out = tmp_path_factory.mktemp(request.param) / "found.pt"
+    """What a rank on the device found (`device_world`), computed once: pytest makes a fixture anew for each group of its cases."""
+    if request.param not in _FOUND:
+        _FOUND[request.param] = found_on(request.param, tmp_path_factory)
+    return _FOUND[request.param]
+
+
+_FOUND = {}
+
+
+def found_on(device, tmp_path_factory):
+    out = tmp_path_factory.mktemp(device) / "found.pt"
     root = Path(__file__).parents[2]
     paths = os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])])
-    hidden = (
-        {"CUDA_VISIBLE_DEVICES": ""} if request.param == "cpu" else {}
-    )  # production takes a device where there is one
+    hidden = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}  # production takes a device where there is one
     ended = subprocess.run(
-        [sys.executable, world.__file__, request.param, str(out)],
+        [sys.executable, world.__file__, device, str(out)],
         env=os.environ | hidden | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -40,7 +47,7 @@ def found(request, tmp_path_factory):
         check=False,
     )
     assert ended.returncode == 0, ended.stderr
-    return torch.load(out, weights_only=True) | {"device": request.param}
+    return torch.load(out, weights_only=True) | {"device": device}
 
 
 @ON_CUDA

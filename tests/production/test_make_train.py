@@ -25,7 +25,7 @@ from production.training.metrics.progress import compact, duration
 from production.training.metrics.summary import COLOURS, VALIDATION_COLOUR
 from production.training.resume import checkpoints_of, found_checkpoint
 
-pytestmark = pytest.mark.xdist_group("gloo")
+pytestmark = pytest.mark.worlds
 
 ROOT = Path(__file__).parents[2]
 STEPS = [1, 2, 3]

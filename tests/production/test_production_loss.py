@@ -1,15 +1,12 @@
 """R-LOSS in production: what a schedule is given, in tensors alone, and the online loss over real groups of ranks."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import online_loss_world as world
 import pytest
 import torch
 
+from equivalence.workers import open_world, preload
 from production import loss
 from production.errors import PackproofError
 
@@ -98,18 +95,14 @@ def test_what_would_only_show_in_the_gradient_is_refused():
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
+def ranks():
     """What each of the four ranks found."""
-    folder = tmp_path_factory.mktemp("online")
-    root = Path(__file__).parents[2]
-    environment = os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    command = [sys.executable, world.__file__, str(folder)]
-    done = subprocess.run(command, env=environment, timeout=120, check=False, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return [torch.load(folder / f"{rank}.pt") for rank in range(world.TENSOR * world.CONTEXT)]
+    preload("online_loss_world")
+    with open_world(world.TENSOR * world.CONTEXT) as ranks:
+        return ranks.run("online_loss_world:work")
 
 
-@pytest.mark.xdist_group("gloo")
+@pytest.mark.worlds
 def test_r_loss_5_ranks_that_share_a_row_and_its_vocabulary_have_one_loss_and_their_parts_of_its_gradient(ranks):
     row = world.microbatch(0, size=1).row
     logits = world.logits().double().requires_grad_()
@@ -132,7 +125,7 @@ def test_r_loss_5_ranks_that_share_a_row_and_its_vocabulary_have_one_loss_and_th
     assert ranks[0]["loss"] == ranks[2]["loss"]  # every cp rank has the row's
 
 
-@pytest.mark.xdist_group("gloo")
+@pytest.mark.worlds
 def test_r_loss_7_and_9_reports_are_added_up_over_the_group_that_shares_a_row(ranks):
     each = [ranks[rank]["report"] for rank in (0, 2)]
     total = each[0] + each[1]

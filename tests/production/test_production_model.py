@@ -6,7 +6,7 @@ import torch
 from production.errors import PackproofError
 from production.parallel.sizes import ParallelSizes
 
-pytestmark = pytest.mark.xdist_group("gloo")
+pytestmark = pytest.mark.worlds
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Prompts to tokens and targets (SPEC sections 2 to 4), and the proof that lets a conversation be encoded in parts."""
+"""Prompts to tokens and targets (docs/SPEC.md#input, #prompts and #targets-and-turns), and the proof that lets a conversation be encoded in parts."""
 
 import itertools
 
@@ -66,7 +66,7 @@ def refused(action, *arguments, **options):
     return error.value
 
 
-# Sections 2 and 3
+# docs/SPEC.md#input and #prompts
 
 
 def test_a_row_splits_before_each_message_of_the_role_system_exactly():
@@ -498,7 +498,7 @@ TURN_CASES = [
 @pytest.mark.parametrize(("messages", "name", "semantics", "kind", "turn"), TURN_CASES)
 @pytest.mark.parametrize("slow", [False, True])
 def test_turn_checks(messages, name, semantics, kind, turn, slow):
-    """R-TURN-1 to 3, R-EMPTY-1, R-ENCODE-1, in the order of SPEC section 9"""
+    """R-TURN-1 to 3, R-EMPTY-1, R-ENCODE-1, in the order of docs/SPEC.md#refusals"""
     tokenizer = byte_level()
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
     found = tokenize(messages, name, semantics, Slow(tokenizer) if slow else tokenizer)
@@ -579,7 +579,7 @@ messages_of_rows = st.lists(
 
 
 def test_the_vectorised_way_is_the_one_that_goes_turn_by_turn(monkeypatch):
-    """Section 4: the sweep over whole rows, and cutting at proven places, change nothing but the time."""
+    """docs/SPEC.md#targets-and-turns: the sweep over whole rows, and cutting at proven places, change nothing but the time."""
     fast, plain = byte_level(), Slow(byte_level())
     outcomes = set()
 

@@ -1,4 +1,4 @@
-"""Rows (SPEC sections 5 and 6): the layouts of semantics' worked examples, every refusal of a row, and what it reports."""
+"""Rows (docs/SPEC.md#row and #report): the layouts of semantics' worked examples, every refusal of a row, and what it reports."""
 
 import itertools
 
@@ -195,7 +195,7 @@ def test_padding_by_position_trains_on_a_pad_id_in_content():
     ],
 )
 def test_refusals(messages, pack_length, semantics, kind):
-    """R-LAYOUT-1 to 7, R-ENDS-1, R-EMPTY-1, and SPEC section 9's order"""
+    """R-LAYOUT-1 to 7, R-ENDS-1, R-EMPTY-1, and docs/SPEC.md#refusals's order"""
     if kind is None:
         assert build(messages, pack_length, semantics=semantics).report["conversations"] == 2
     else:
@@ -398,6 +398,6 @@ def test_a_row_does_not_depend_on_how_much_is_tokenized_at_once():
     ],
 )
 def test_settings_that_no_row_could_satisfy_are_errors(changes, named):
-    """SPEC section 9"""
+    """docs/SPEC.md#refusals"""
     with pytest.raises(PackproofError, match=named):
         RowSettings(**({"pack_length": 8} | changes))

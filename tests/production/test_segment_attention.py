@@ -4,10 +4,6 @@ Dense attention in a wider precision is the truth. In float64 and float32 ours m
 value by value; in bfloat16 by at most twice what dense attention in bfloat16 is off.
 """
 
-import os
-import subprocess
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -19,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from equivalence.workers import open_world, preload
 from production.errors import PackproofError
 from production.model.device import attention_kernels, attention_share
 from production.model.device.attention import SegmentAttention
@@ -32,15 +29,11 @@ KERNELS = {"fused": FUSED_CPU, "tiled": TILED}
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
+def ranks():
     """What each of the four ranks found."""
-    folder = tmp_path_factory.mktemp("world")
-    root = Path(__file__).parents[2]
-    environment = os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, world.__file__, str(folder)]
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=180, check=False)
-    assert ended.returncode == 0, ended.stderr
-    return [torch.load(folder / f"rank_{rank}.pt", weights_only=True) for rank in range(world.SIZE)]
+    preload("segment_attention_world", megatron=False)
+    with open_world(world.SIZE) as ranks:
+        return ranks.run("segment_attention_world:found")
 
 
 @pytest.fixture(params=KERNELS)
@@ -75,7 +68,7 @@ def test_segments_longer_than_a_tile_are_dense_attention(dtype):
     assert_exact(found, lengths, tensors, 0.5)
 
 
-@pytest.mark.xdist_group("gloo")
+@pytest.mark.worlds
 def test_attention_over_ranks_is_dense_attention_of_the_whole_row(ranks):
     seen = set()
     for number, (cp, lengths, heads, dtype, kernel) in enumerate(world.cases()):
@@ -92,7 +85,7 @@ def test_attention_over_ranks_is_dense_attention_of_the_whole_row(ranks):
     assert {each[1:] for each in seen} == {(dtype, kernel) for dtype in world.DTYPES for kernel in KERNELS}
 
 
-@pytest.mark.xdist_group("gloo")
+@pytest.mark.worlds
 def test_attention_over_ranks_gives_the_same_bits_again(ranks):
     seen = 0
     for results in ranks:
@@ -103,7 +96,7 @@ def test_attention_over_ranks_gives_the_same_bits_again(ranks):
     assert seen >= 8
 
 
-@pytest.mark.xdist_group("gloo")
+@pytest.mark.worlds
 def test_nothing_of_other_segments_reaches_one_over_ranks(ranks):
     seen = 0
     for results in ranks:
@@ -115,7 +108,7 @@ def test_nothing_of_other_segments_reaches_one_over_ranks(ranks):
     assert seen >= 20
 
 
-@pytest.mark.xdist_group("gloo")
+@pytest.mark.worlds
 def test_a_segment_that_the_ranks_do_not_divide_is_refused(ranks):
     for results in ranks:
         kind, what = results["refused"]
@@ -373,7 +366,7 @@ def test_attention_on_cuda_is_dense_attention():
         assert_exact([each.cpu() for each in found], lengths, tensors, 8**-0.5)
 
 
-@pytest.mark.xdist_group("gloo")
+@pytest.mark.worlds
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
 def test_gathered_rows_are_whole_and_have_the_gradient_that_was_named(ranks, layout):
     for cp, groups in world.GROUPS.items():
@@ -393,7 +386,7 @@ def test_gathered_rows_are_whole_and_have_the_gradient_that_was_named(ranks, lay
             assert (forward, backward) == (1, 0)
 
 
-@pytest.mark.xdist_group("gloo")
+@pytest.mark.worlds
 def test_tokens_may_lie_along_another_dimension_and_in_several_rows(ranks):
     for cp, groups in world.GROUPS.items():
         values = torch.arange(0, 3 * 14 * cp, 3, dtype=torch.float64)
@@ -404,7 +397,7 @@ def test_tokens_may_lie_along_another_dimension_and_in_several_rows(ranks):
             assert torch.equal(ranks[member][f"{cp} rows"][0], torch.arange(28 * cp).view(2, -1))
 
 
-@pytest.mark.xdist_group("gloo")
+@pytest.mark.worlds
 def test_half_precision_is_added_in_float32(ranks):
     for results in ranks:
         assert results["half precision"][0].tolist() == [260.0, 260.0]  # 259, rounded once

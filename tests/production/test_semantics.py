@@ -1,4 +1,4 @@
-"""The presets against the table of docs/SPEC.md, section 7, and parsing them by name."""
+"""The presets against the table of docs/SPEC.md#presets, and parsing them by name."""
 
 import dataclasses
 import re

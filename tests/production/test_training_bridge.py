@@ -210,7 +210,7 @@ def config(tmp_path_factory):
     )
 
 
-@pytest.mark.xdist_group("gloo")
+@pytest.mark.worlds
 def test_every_rank_of_a_layout_begins_with_its_part_of_the_checkpoint(world_of, config):
     losses = {}
     for size, layout in ((1, (1, 1, 1)), (2, (2, 1, 1)), (2, (1, 1, 2))):
@@ -264,7 +264,7 @@ def world_of():
     return run
 
 
-@pytest.mark.xdist_group("gloo")
+@pytest.mark.worlds
 def test_a_start_without_the_package_ends_before_a_model_is_built(world_of, config):
     (found,) = world_of(1, "without_a_model", {"config": str(config)})
     assert found["refused"].startswith("model.initial (")

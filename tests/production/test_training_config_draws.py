@@ -19,7 +19,7 @@ from production.training.config.keys import PASSED_ON
 from production.training.config.megatron_options import option_fields
 from production.training.config.schema.plain import ABOUT_THE_FILES
 
-pytestmark = pytest.mark.xdist_group("gloo")
+pytestmark = pytest.mark.worlds
 
 MEGATRON = "policy.megatron_cfg"
 WHOLE = (0, -1, 1, 3, 99, 10**12, 2**63, 10**40)

@@ -1,4 +1,4 @@
-"""NeMo-RL's SFT recipes on the Megatron backend resolve: keys without effect are listed, others are refused by name (SPEC R-SETUP-23)."""
+"""NeMo-RL's SFT recipes on the Megatron backend resolve: keys without effect are listed, others are refused by name (SPEC R-SETUP-24)."""
 
 from pathlib import Path
 
@@ -105,7 +105,7 @@ def recipe(tmp_path):
     return path
 
 
-def test_r_setup_23_a_recipe_of_all_keys_resolves_on_the_online_path(recipe):
+def test_r_setup_24_a_recipe_of_all_keys_resolves_on_the_online_path(recipe):
     job = load(recipe, OWN)
     assert refusals(job, 1) == []
     assert job.loss.normalization == "global_valid_tokens"

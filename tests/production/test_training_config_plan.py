@@ -287,7 +287,7 @@ def _count(path, send):
     os._exit(0)
 
 
-@pytest.mark.xdist_group("gloo")
+@pytest.mark.worlds
 def test_the_estimated_parameters_are_those_of_the_model_that_is_built(tmp_path, monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     context = multiprocessing.get_context("fork")

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from equivalence.workers import CaseFailed
 
 pytestmark = [
-    pytest.mark.xdist_group("gloo"),
+    pytest.mark.worlds,
     pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning"),
 ]
 

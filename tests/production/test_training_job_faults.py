@@ -18,7 +18,7 @@ from production.training.metrics.loggers import read_records
 from production.training.metrics.summary import summarize
 
 pytestmark = [
-    pytest.mark.xdist_group("gloo"),
+    pytest.mark.worlds,
     pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning"),
 ]
 

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import shutil
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from production.semantics import DEFAULT_PRESET, PRESETS
 from production.training.data.fingerprint import tokenizer_identity
 
 pytestmark = [
-    pytest.mark.xdist_group("gloo"),
+    pytest.mark.worlds,
     pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning"),
 ]
 
@@ -275,39 +276,90 @@ def test_weights_of_a_checkpoint_start_a_run_in_another_layout(world, rows, tmp_
     assert jobs.together(ended) == jobs.together(begun)
 
 
-RESHARDED = {
-    "dp 1 to 2, distributed": (1, {}, DISTRIBUTED),
-    "dp 2 to 1, distributed": (2, {}, DISTRIBUTED),
-    "dp 1 to 2, plain": (1, {}, {}),
-    "dp 1 to tp 2, plain": (1, split("tensor_model"), {}),
+FULLY = DISTRIBUTED | {"checkpointing.optimizer_format": "fully_reshardable"}
+ONLINE = {
+    "data.train.dataset_name": "openai_format",
+    "policy.sequence_packing.enabled": True,
+    "policy.make_sequence_length_divisible_by": 4,
+    "loss.normalization": "global_valid_tokens",
 }
+TENSOR, CONTEXT, STAGES, SHARED = map(split, ("tensor_model", "context", "pipeline_model", "expert_model"))
+BY_ROWS = {"loss.mtp_weights": "rows"}
+RESHARDED = {
+    "dp 1 to 2, dp_reshardable": (1, {}, 2, {}, DISTRIBUTED | MTP),
+    "dp 2 to 1, dp_reshardable": (2, {}, 1, {}, DISTRIBUTED | MTP),
+    "cp 1 to 2, dp_reshardable": (1, {}, 2, CONTEXT, DISTRIBUTED | MTP | BY_ROWS),
+    "cp 2 to 1, plain": (2, CONTEXT, 1, {}, MTP | BY_ROWS),
+    "1 to tp 2, experts, plain": (1, {}, 2, TENSOR, MTP | EXPERTS),
+    "pp 2 to 1, plain": (2, STAGES, 1, {}, MTP),
+    "1 to pp 2, experts, plain": (1, {}, 2, STAGES, MTP | EXPERTS),
+    "ep 2 to 1, plain": (2, SHARED, 1, {}, MTP | EXPERTS),
+    "dp 2 to ep 2, plain": (2, {}, 2, SHARED, MTP | EXPERTS),
+    "1 to ep 2, fully_reshardable": (1, {}, 2, SHARED, FULLY | MTP | EXPERTS),
+    "tp 2 to pp 2, fully_reshardable": (2, TENSOR, 2, STAGES, FULLY | MTP),
+    "pp 2 to 1, experts, fully_reshardable": (2, STAGES, 1, {}, FULLY | MTP | EXPERTS),
+    "online, 1 to dp 2, plain": (1, {}, 2, {}, ONLINE),
+    "online, 1 to tp 2, fully_reshardable": (1, {}, 2, TENSOR, ONLINE | FULLY | MTP),
+    "online, cp 2 to pp 2, plain": (2, CONTEXT, 2, STAGES, ONLINE),
+    "online, dp 2 to ep 1, experts, plain": (2, SHARED, 2, {}, ONLINE | EXPERTS),
+}
+"""Name to ranks and layout before, ranks and layout after, and what both have."""
+UNCHANGED = {"model.hidden_dropout": 0.0, "checkpointing.save_period": 2, "checkpointing.keep_top_k": None}
 
 
-def test_a_resume_in_another_layout_goes_on_as_that_layout_would_and_only_where_it_is_asked_for(world, rows, tmp_path):
-    """Sums over ranks add up in another order, and nothing else differs: bounds are those of float32 over 64 positions."""
-    no_draws = {"model.hidden_dropout": 0.0, f"{MEGATRON}.scheduler.lr_decay_iters": 4}
-    payloads = {1: [], 2: []}
-    for name, (size, _, changes) in RESHARDED.items():
-        config = str(jobs.write_job(tmp_path / name, rows, **MTP | no_draws | changes))
-        payloads[size].append({"config": config, "overrides": ["sft.max_num_steps=2"]})
-    for size, payload in payloads.items():
-        assert all(each["step"] == 2 for each in world(size, "train_in_turn", payload)[0])
-    for other in (2, 1):
-        cases = {name: case for name, case in RESHARDED.items() if case[0] != other}
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """Files of the small job, by path: rows that were packed with room for cp 2, and conversations."""
+    folder = tmp_path_factory.mktemp("data")
+    direct = jobs.write_rows(folder / "rows.jsonl")
+    said = {"settings": {"context_parallel_size": 2, "pack_length": jobs.PACK_LENGTH}}
+    (folder / "rows.jsonl.manifest.json").write_text(json.dumps(said))
+    return {"direct": direct, "online": jobs.write_chat(folder / "chat.jsonl")}
+
+
+def gone_on(folder, name, layout, *more):
+    """The job of a finished run in another layout, from a copy of the run's checkpoint after two steps."""
+    copy = folder / f"{name} copied {len(more)}"
+    shutil.copytree(folder / name / "checkpoints" / "step_00000002", copy / "step_00000002")
+    unset = {
+        f"{MEGATRON}.{each}_parallel_size": 1 for each in ("tensor_model", "context", "pipeline_model", "expert_model")
+    }
+    places = [f"checkpointing.checkpoint_dir={copy}", f"logger.log_dir={copy}_logs"]
+    changes = [f"{key}={value}" for key, value in (unset | layout).items()]
+    return {"config": str(folder / name / "job.yaml"), "overrides": [*places, *changes, *more]}
+
+
+def test_a_resume_in_another_layout_goes_on_with_the_numbers_of_the_layout_that_it_had(world, data, tmp_path):
+    """Sums over ranks add up in another order, and nothing else differs: bounds are those of float32 over 64 positions.
+
+    The norm is one over all weights, of which tensor parallel ranks add up parts.
+    """
+    before = {1: [], 2: []}
+    for name, (size, layout, _, _, changes) in RESHARDED.items():
+        file = data["online" if "online" in name else "direct"]
+        config = jobs.write_job(tmp_path / name, file, **UNCHANGED | changes | layout)
+        before[size].append((name, {"config": str(config)}))
+    whole = {}
+    for size, payload in before.items():
+        whole |= zip(
+            (name for name, _ in payload), world(size, "train_in_turn", [each for _, each in payload])[0], strict=True
+        )
+    for size in (2, 1):
+        cases = {name: case for name, case in RESHARDED.items() if case[2] == size}
         payload = []
-        for name, (_, layout, changes) in cases.items():
-            whole = str(jobs.write_job(tmp_path / f"{name} whole", rows, **MTP | no_draws | changes | layout))
-            config = str(tmp_path / name / "job.yaml")
-            moved = [f"{key}={value}" for key, value in layout.items()]
-            payload += [{"config": whole}, {"config": config, "overrides": moved}]
-            payload += [{"config": config, "overrides": [*moved, "checkpointing.reshard=true"]}]
-        found = world(other, "train_in_turn", payload)[0]
-        for name, whole, refused, gone_on in zip(cases, found[::3], found[1::3], found[2::3], strict=True):
+        for name, (_, _, _, layout, _) in cases.items():
+            payload += [gone_on(tmp_path, name, layout), gone_on(tmp_path, name, layout, "checkpointing.reshard=true")]
+        found = world(size, "train_in_turn", payload)[0]
+        for name, refused, rest in zip(cases, found[::2], found[1::2], strict=True):
+            assert list(whole[name]["losses"]) == [1, 2, 3, 4], (name, whole[name])
             assert refused["kind"] == "ResumeRefused", name
-            assert list(gone_on["losses"]) == [3, 4], (name, gone_on)
+            assert list(rest.get("losses", ())) == [3, 4], (name, rest)
             for step in (3, 4):
-                for one, two in zip(gone_on["losses"][step], whole["losses"][step], strict=True):
-                    assert one == pytest.approx(two, rel=2e-6), (name, step)
+                (loss, depths, norm, rate), before = rest["losses"][step], whole[name]["losses"][step]
+                assert loss == pytest.approx(before[0], rel=2e-6), (name, step)
+                assert depths == pytest.approx(before[1], rel=2e-6), (name, step)
+                assert norm == pytest.approx(before[2], rel=2e-5), (name, step)
+                assert rate == before[3]
 
 
 def test_a_resume_in_another_layout_is_refused_where_each_rank_draws(world, stopped):

@@ -12,7 +12,7 @@ import psutil
 import pytest
 import training_job_worlds as jobs
 
-pytestmark = pytest.mark.xdist_group("gloo")
+pytestmark = pytest.mark.worlds
 
 ROOT = Path(__file__).parents[2]
 

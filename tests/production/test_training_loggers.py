@@ -182,23 +182,37 @@ def test_wandb_keeps_a_run_offline(tmp_path, monkeypatch):
 class FakeClient:
     """MLflow's client as far as it is called; the real one was tried once by hand, it is no dependency of the suite."""
 
+    experiment = tags = None
+
     def __init__(self, tracking_uri):
         self.calls = [("client", tracking_uri)]
         FakeClient.last = self
 
     def get_experiment_by_name(self, name):
         self.calls.append(("find", name))
+        return FakeClient.experiment
 
     def create_experiment(self, name):
         self.calls.append(("make", name))
         return "7"
 
-    def create_run(self, experiment_id, run_name=None):
+    def create_run(self, experiment_id, run_name=None, tags=None):
         self.calls.append(("run", experiment_id, run_name))
+        FakeClient.experiment = types.SimpleNamespace(experiment_id=experiment_id)
+        FakeClient.tags = tags
         return types.SimpleNamespace(info=types.SimpleNamespace(run_id="r1"))
 
     def log_batch(self, run_id, metrics=(), params=()):
         self.calls.append((run_id, [(m.key, m.value, m.step) for m in metrics], [(p.key, p.value) for p in params]))
+
+    def search_runs(self, experiment_ids, filter_string, max_results):
+        assert (experiment_ids, max_results) == (["7"], 1)
+        found = [f"tags.`{name}` = '{value}'" for name, value in (FakeClient.tags or {}).items()]
+        run = types.SimpleNamespace(info=types.SimpleNamespace(run_id="r1"))
+        return [run] if filter_string in found else []
+
+    def update_run(self, run_id, status):
+        self.calls.append(("goes on", run_id, status))
 
     def set_terminated(self, run_id):
         self.calls.append(("ended", run_id))
@@ -215,8 +229,27 @@ def fake_mlflow():
     return types.SimpleNamespace(MlflowClient=FakeClient, entities=entities)
 
 
+def test_mlflow_goes_on_with_the_run_of_the_checkpoint(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "mlflow", fake_mlflow())
+    monkeypatch.setattr(FakeClient, "experiment", None)
+    begun = {}
+    for name, facts in (("one", RUN), ("one", {**RUN, "model": "resumed"}), ("two", RUN)):
+        settings = plain(tmp_path, mlflow=MlflowSettings(tracking_uri="u", experiment="e", run=name))
+        with open_loggers(settings, rank=0, run=facts, finished_steps=len(begun)) as loggers:
+            loggers.log(step(1, 1.0))
+        begun[len(begun)] = FakeClient.last.calls
+    first, resumed, other = begun.values()
+    assert ("run", "7", None) in first
+    assert ("run", "7", None) in other
+    assert ("run", "7", None) not in resumed
+    assert ("goes on", "r1", "RUNNING") in resumed
+    assert all(not params for call in resumed if call[0] == "r1" for params in call[2:])
+    assert resumed[-1] == ("ended", "r1")
+
+
 def test_mlflow_is_called_with_facts_numbers_and_an_end(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "mlflow", fake_mlflow())
+    monkeypatch.setattr(FakeClient, "experiment", None)
     settings = plain(tmp_path, mlflow=MlflowSettings(tracking_uri="u", experiment="e", run_name="n"))
     with open_loggers(settings, rank=0, run=RUN) as loggers:
         loggers.log(step(1, math.nan, text="left out"))

@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import training_job_worlds as jobs
 
-pytestmark = pytest.mark.xdist_group("gloo")
+pytestmark = pytest.mark.worlds
 
 
 class UsageError(Exception):

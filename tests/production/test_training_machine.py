@@ -19,6 +19,7 @@ FOLDERS = [
     "logger.log_dir",
     "logger.tensorboard.log_dir",
     "data.cache_folder",
+    "data.cache_dir",
 ]
 
 

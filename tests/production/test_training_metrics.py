@@ -1,11 +1,6 @@
 """What a step measures: its numbers, and what they cost in synchronisations and messages."""
 
-import json
 import math
-import os
-import subprocess
-import sys
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -13,6 +8,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from training_metrics_world import COUNTS
 
+from equivalence.workers import open_world, preload
 from production.errors import PackproofError
 from production.training.metrics.step_metrics import Group, StepMetrics, Timing
 from production.training.metrics.timers import DeviceClock, HostClock, clock_here, read
@@ -288,24 +284,14 @@ def test_on_cuda_neither_a_microbatch_nor_the_end_of_a_step_synchronizes():
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory):
+def world():
     """What four ranks reported, by rank."""
-    folder = tmp_path_factory.mktemp("world")
-    script = Path(__file__).with_name("training_metrics_world.py")
-    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, str(script), str(folder)],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-        env=environment,
-    )
-    assert done.returncode == 0, done.stderr
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(4)]
+    preload("training_metrics_world", megatron=False)
+    with open_world(4) as ranks:
+        return ranks.run("training_metrics_world:measured")
 
 
-@pytest.mark.xdist_group("gloo")
+@pytest.mark.worlds
 def test_ranks_report_the_same_loss_and_it_is_megatrons_to_the_bit(world):
     found = [each["one_stage"] for each in world]
     assert len({each["values"]["loss"] for each in found}) == 1
@@ -314,13 +300,13 @@ def test_ranks_report_the_same_loss_and_it_is_megatrons_to_the_bit(world):
         assert each["values"]["mtp_1_loss"] == pytest.approx(each["megatron"], rel=1e-6)
 
 
-@pytest.mark.xdist_group("gloo")
+@pytest.mark.worlds
 def test_one_stage_needs_one_all_reduce_and_nothing_else_and_with_tensor_ranks_one_over_the_world(world):
     assert [each["one_stage"]["calls"] for each in world] == [["all_reduce over 4"]] * 4
     assert [each["tensor_calls"] for each in world] == [["all_reduce over 2", "all_reduce over 4"]] * 4
 
 
-@pytest.mark.xdist_group("gloo")
+@pytest.mark.worlds
 def test_rows_that_context_parallel_ranks_share_count_once(world):
     values = world[3]["one_stage"]["values"]
     assert values["trained_tokens"] == 2 * 5 * COUNTS.trained_tokens
@@ -331,7 +317,7 @@ def place(values):
     return [values[f"slowest_rank_{name}"] for name in ("tp", "cp", "dp", "pp")]
 
 
-@pytest.mark.xdist_group("gloo")
+@pytest.mark.worlds
 def test_the_slowest_rank_is_named_with_how_much(world):
     for each in world:
         values = each["one_stage"]["values"]
@@ -340,7 +326,7 @@ def test_the_slowest_rank_is_named_with_how_much(world):
         assert (values["data_wait_seconds"], values["data_wait_rank"]) == (3 / 8, 3)
 
 
-@pytest.mark.xdist_group("gloo")
+@pytest.mark.worlds
 def test_ranks_of_other_tensor_places_are_seen_by_all_in_every_step_of_a_report(world):
     for each in world:
         first, second = each["tensor"]
@@ -353,7 +339,7 @@ def test_ranks_of_other_tensor_places_are_seen_by_all_in_every_step_of_a_report(
             assert values["loss"] == 3.0
 
 
-@pytest.mark.xdist_group("gloo")
+@pytest.mark.worlds
 def test_the_last_stage_hands_its_numbers_to_the_others_in_one_small_message(world):
     for each in world:
         found = each["two_stages"]
@@ -362,7 +348,7 @@ def test_the_last_stage_hands_its_numbers_to_the_others_in_one_small_message(wor
         assert found["values"]["trained_tokens"] == 2 * COUNTS.trained_tokens
 
 
-@pytest.mark.xdist_group("gloo")
+@pytest.mark.worlds
 def test_the_first_stage_is_seen_too(world):
     for each in world:
         values = each["two_stages"]["values"]
@@ -373,7 +359,7 @@ def test_the_first_stage_is_seen_too(world):
         assert values["tokens_per_second"] == 2 * COUNTS.tokens / 7.0
 
 
-@pytest.mark.xdist_group("gloo")
+@pytest.mark.worlds
 def test_what_one_rank_wishes_all_hear_with_the_report(world):
     assert [each["two_stages"]["stop_vote"] for each in world] == [2] * 4
 

@@ -10,7 +10,7 @@ from production.parallel.sizes import RankCoordinates
 from production.training.config import load
 from production.training.data.batch_stream import BatchStream
 from production.training.data.fingerprint import ResumeRefused, check_resume
-from production.training.resume import identity
+from production.training.run_identity import identity
 
 MEGATRON = "policy.megatron_cfg"
 SCHEDULER = f"{MEGATRON}.scheduler"
@@ -172,7 +172,7 @@ def folder(tmp_path_factory):
 def now(feed, job, changes):
     place = RankCoordinates(**PLACE | changes.get("place", {}))
     vocabulary, steps = changes.get("vocab_size", 4096), changes.get("run_steps", 8)
-    return identity(job, feed, place, vocab_size=vocabulary, run_steps=steps)
+    return identity(job, feed.identity(), world_size=place.world_size, vocab_size=vocabulary, run_steps=steps)
 
 
 def job_of(folder, changes, *, online=False):

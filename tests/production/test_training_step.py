@@ -7,7 +7,7 @@ import torch
 
 from production.parallel.sizes import ParallelSizes
 
-pytestmark = pytest.mark.xdist_group("gloo")
+pytestmark = pytest.mark.worlds
 
 
 def _case(**changes):

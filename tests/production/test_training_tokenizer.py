@@ -167,7 +167,7 @@ def without_a_model(payload, worker):
         return jobs.train_in_turn(payload, worker)
 
 
-@pytest.mark.xdist_group("gloo")
+@pytest.mark.worlds
 def test_a_job_whose_tokenizer_cannot_be_loaded_ends_before_a_model_is_built(config, tokenizer, tmp_path):
     from equivalence.workers import open_world, preload
 

@@ -1,24 +1,29 @@
 """A job whose tokens would not be what the user meant: refused or told before any model is built, counted while it runs."""
 
+import gzip
+import hashlib
 import json
 import shutil
 from pathlib import Path
 
 import pytest
 import training_job_worlds as jobs
+import zstandard
 
 from equivalence.generators import tokenizers
 from production.errors import PackproofError
 from production.files.source import open_source
+from production.parallel.sizes import RankCoordinates
 from production.rows.builder import RowSettings
 from production.rows.guards import BatchSettings
 from production.semantics import parse
 from production.tokens.message_keys import MessageKeys
 from production.training.__main__ import main
 from production.training.config import load
+from production.training.data.batch_stream import BatchStream
 from production.training.data.dataset import BadRow, PackedData
+from production.training.data.first_rows import check_first_rows
 from production.training.data.order import Sample
-from production.training.data.token_checks import check_tokens
 from production.training.data.tokenizer import load_tokenizer
 from production.training.metrics.loggers import Record
 from production.training.metrics.summary import summarize
@@ -51,7 +56,10 @@ def checked(config):
 
     def check(**changes):
         job = load(config, [f"{key}={value}" for key, value in changes.items()])
-        return check_tokens(job, load_tokenizer(job))
+        found = check_first_rows(job, load_tokenizer(job))
+        for refusal in found.refusals:
+            raise refusal
+        return found.token_notes
 
     return check
 
@@ -200,11 +208,55 @@ def load_tokenizer_at(folder):
     return AutoTokenizer.from_pretrained(folder)
 
 
+def test_prompts_that_a_format_trains_are_counted(tmp_path, dry_run):
+    """R-TOLD-2."""
+    file = write(tmp_path / "rows.jsonl", [[*jobs.conversation(number), *jobs.conversation(9)] for number in range(3)])
+    tokenizer = load_tokenizer_at(jobs.TOKENIZER)
+    counted = {}
+    for name in ("identity", "nemotron-nano-v2"):
+        guards = BatchSettings(context_parallel_size=1, data_parallel_size=1, global_batch_size=3)
+        with open_source([file]) as source:
+            settings = RowSettings(pack_length=64, prompt_format=name)
+            data = PackedData(sources=[source], tokenizer=tokenizer, settings=settings, guards=guards)
+            rows = data.prepare([Sample(source=0, row=row, epoch=0) for row in range(3)])
+        counted[name] = data.assemble(rows, [1.0, 1.0, 0.0])[1].prompt_messages_trained
+    assert counted == {"identity": 4, "nemotron-nano-v2": 0}  # an empty system message trains nothing
+    _, said, _ = dry_run(**{f"{TRAIN}.data_path": file, "data.default.megatron_sft_prompt_format": "identity"})
+    assert "in the first 3 rows 6 of 18 messages are of the system, users and tools, and are trained" in said
+
+
+def test_over_long_conversations_of_a_validation_are_counted_by_every_rank(tmp_path):
+    chat = tmp_path / "chat.jsonl"
+    lengths = (2, 2, 40, 2, 40)
+    rows = [
+        [{"role": "user", "content": "river"}, {"role": "assistant", "content": jobs.words(1, count)}]
+        for count in lengths
+    ]
+    write(chat, rows)
+    changes = {
+        "data.train.dataset_name": "openai_format", "policy.sequence_packing.enabled": True,
+        "loss.normalization": "global_valid_tokens", "data.max_input_seq_length": 32, "data.num_workers": 0,
+        "data.validation": {"dataset_name": "openai_format", "data_path": str(chat)},
+    }  # fmt: skip
+    job = load(jobs.write_job(tmp_path, chat, **changes))
+    for rank in (0, 1):
+        place = RankCoordinates(
+            rank=rank, world_size=2, tensor_rank=0, context_rank=0, context_size=1, data_rank=rank, data_size=2,
+            pipeline_rank=0, pipeline_size=1,
+        )  # fmt: skip
+        with BatchStream(job, place) as feed:
+            assert [fed.conversations_masked_out for fed in feed.validation()] == [
+                1,
+                1,
+            ]  # what fills the last batch is none
+
+
 def test_the_closing_table_has_the_notes_and_the_counts():
     """R-TOLD-1 and 2."""
     step = {
         "loss": 1.0, "step_seconds": 1.0, "tokens": 8, "padding_share": 0.0, "trained_tokens": 4, "data_wait_seconds": 0.0,
         "memory_mebibytes": 1.0, "consumed_samples": 1, "control_tokens": 3, "labels_masked_as_padding": 2,
+        "prompt_messages_trained": 5,
     }  # fmt: skip
     records = [
         Record(kind="run", step=0, values={"note_pad_is_eos": "the pad token is the end of an answer"}),
@@ -213,6 +265,7 @@ def test_the_closing_table_has_the_notes_and_the_counts():
     ]
     summary = summarize(records)
     assert (summary.control_tokens, summary.labels_masked_as_padding) == (6, 4)
+    assert summary.prompt_messages_trained == 10
     assert summary.notes == ["the pad token is the end of an answer"]
 
 
@@ -244,6 +297,32 @@ def test_a_packed_file_whose_end_was_cut_is_found_before_a_model_is_built(checke
     assert (status, "pack the file anew" in said) == (2, True)
     file.write_bytes(whole)
     assert checked(**{f"{TRAIN}.data_path": file}) == ()
+
+
+def test_r_file_13_a_file_of_other_rows_than_its_manifest_says_is_refused_packed_too(checked, dry_run, tmp_path):
+    plain = write(tmp_path / "rows.jsonl.packed", rows_with())
+    whole = plain.read_bytes()
+    output = {"bytes": len(whole), "rows": 6, "sha256": hashlib.sha256(whole).hexdigest()}
+    manifest = tmp_path / "rows.jsonl.packed.manifest.json"
+    packed = {"": bytes, ".gz": gzip.compress, ".zst": zstandard.compress}
+    swapped = whole.replace(jobs.words(1, 4).encode(), jobs.words(1, 4)[::-1].encode(), 1)
+    for suffix, pack in packed.items():
+        file = tmp_path / f"rows.jsonl.packed{suffix}"
+        for content, said, why in (
+            (whole, {}, None),
+            (whole, {"rows": 7}, "rows 7"),
+            (whole[: whole[:-1].rindex(b"\n") + 1], {}, "bytes"),
+            (whole + whole, {}, "bytes"),
+            (swapped, {}, "sha256"),
+        ):
+            manifest.write_text(json.dumps({"output": output | said}))
+            file.write_bytes(pack(content))
+            status, _, err = dry_run(**{f"{TRAIN}.data_path": file})
+            assert (status, why is None or why in err) == (2 if why else 0, True), (suffix, why, err)
+            if why is not None:
+                assert "pack the file anew" in err
+                with pytest.raises(PackproofError, match="the manifest is of a file"):
+                    checked(**{f"{TRAIN}.data_path": file})
 
 
 def test_a_dry_run_refuses_a_file_that_is_no_json_lines(dry_run, tmp_path):

@@ -1,4 +1,4 @@
-"""Shards, depths and packers of the reference, against values worked out by hand (SPEC sections 11 to 13)."""
+"""Shards, depths and packers of the reference, against values worked out by hand (docs/SPEC.md#context-parallelism, #multi-token-prediction and #packing)."""
 
 import itertools
 

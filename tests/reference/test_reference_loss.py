@@ -1,4 +1,4 @@
-"""The reference's losses against values worked out by hand (SPEC section 14)."""
+"""The reference's losses against values worked out by hand (docs/SPEC.md#loss)."""
 
 import math
 

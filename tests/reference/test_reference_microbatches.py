@@ -1,4 +1,4 @@
-"""The reference's online path, its chat tokens and where the paths meet, against values worked out by hand (SPEC sections 15, 17)."""
+"""The reference's online path, its chat tokens and where the paths meet, against values worked out by hand (docs/SPEC.md#online-path and #both-paths)."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The reference's transformer (SPEC section 16) against values worked out by hand, and what must hold between its runs; no megatron-core here."""
+"""The reference's transformer (docs/SPEC.md#model) against values worked out by hand, and what must hold between its runs; no megatron-core here."""
 
 import itertools
 import math

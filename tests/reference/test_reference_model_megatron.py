@@ -1,13 +1,9 @@
 """The reference's transformer against megatron-core's own models on one rank: token losses and every gradient, within R-MODEL-11."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
+from equivalence.workers import open_world, preload
 from reference.model import Model, Shape
 from reference.model_bounds import bounds
 from reference.multi_token import shift
@@ -98,7 +94,7 @@ def shape(settings, transformer):
 
 
 def training_loss(given, losses):
-    """What megatron-core's backward pass starts from: the masked sum, MTP's weights of section 12, the balancing losses."""
+    """What megatron-core's backward pass starts from: the masked sum, MTP's weights (docs/SPEC.md#multi-token-prediction), the balancing losses."""
     masks = [shift(given["token_mask"], CU, depth) for depth in range(len(losses.tokens))]
     total = (losses.tokens[0] * masks[0]).sum() + sum(losses.auxiliary) * len(masks[0])
     for tokens, mask in zip(losses.tokens[1:], masks[1:], strict=True):
@@ -107,25 +103,15 @@ def training_loss(given, losses):
 
 
 @pytest.fixture(scope="module")
-def given_and_found(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("megatron")
+def given_and_found():
+    preload("megatron_model_world")
     given = [case(number, *parts) for number, parts in enumerate(CASES.values())]
-    torch.save(given, folder / "cases.pt")
-    script = Path(__file__).with_name("megatron_model_process.py")
-    root = Path(__file__).parents[2]
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", script, folder],
-        cwd=root,
-        env={**os.environ, "PYTHONPATH": str(root)},
-        capture_output=True,
-        check=False,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return dict(zip(CASES, zip(given, torch.load(folder / "results.pt"), strict=True), strict=True))
+    with open_world(1) as world:
+        (found,) = world.run("megatron_model_world:run_all", given)
+    return dict(zip(CASES, zip(given, found, strict=True), strict=True))
 
 
-@pytest.mark.xdist_group("gloo")
+@pytest.mark.worlds
 @pytest.mark.parametrize("name", CASES)
 def test_r_model_11_losses_and_gradients_are_megatron_cores(name, given_and_found):
     given, found = given_and_found[name]

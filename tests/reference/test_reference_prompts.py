@@ -1,4 +1,4 @@
-"""Formats, targets and turn checks of the reference (SPEC sections 3 and 4), with a tokenizer of one id a character."""
+"""Formats, targets and turn checks of the reference (docs/SPEC.md#prompts and #targets-and-turns), with a tokenizer of one id a character."""
 
 import pytest
 

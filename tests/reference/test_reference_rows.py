@@ -1,4 +1,4 @@
-"""The reference against right values worked out by hand: SPEC sections 2, 5 and 6, with no other side at hand."""
+"""The reference against right values worked out by hand: docs/SPEC.md#input, #row and #report, with no other side at hand."""
 
 import itertools
 

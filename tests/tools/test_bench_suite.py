@@ -5,7 +5,7 @@ import pytest
 from tools.bench.suite import suite
 
 
-@pytest.mark.xdist_group("gloo")
+@pytest.mark.worlds
 def test_the_bench_runs_data_and_steps_as_the_main_job_does(capsys):
     data, steps = suite(examples=1, worlds=(2,), layouts=1, cases=1, workers=1)
     assert "cases/s" in capsys.readouterr().out

@@ -1,4 +1,7 @@
-"""Megatron-LM's own pieces and packproof, interleaved: losses, gradient norms and weights are equal to the bit in every layout of two and four ranks."""
+"""Megatron-LM's own pieces and packproof, interleaved: losses, gradient norms and weights are equal to the bit in layouts of two and four ranks.
+
+Of four ranks the suite takes layouts that hold each pair of dimensions together; `make test ARGS=--every-layout` takes all 32.
+"""
 
 import itertools
 import json
@@ -19,7 +22,36 @@ TOKENIZER = str(Path(__file__).parents[2] / "examples" / "tokenizers" / "nemotro
 WORDS = ["river", "stone", "lamp", "cloud", "paper", "seven", "green", "quick", "under", "table", "music", "north"]
 STEPS, PACK_LENGTH = 5, 64
 LAYOUTS = [layout for size in (2, 4) for layout in layouts(size)]
+DIMENSIONS = ("tensor", "context", "pipeline", "expert", "data")
 SERIES = {"loss", "gradient_norm", "learning_rate", "consumed_samples", "trained_tokens"}
+
+
+def sizes_of(layout):
+    return {name: layout.data_size if name == "data" else getattr(layout.sizes, name) for name in DIMENSIONS}
+
+
+def shows(layout):
+    """Pairs of dimensions of more than one rank, and dimensions of four."""
+    sizes = {name: size for name, size in sizes_of(layout).items() if size > 1}
+    return {*itertools.combinations(sizes, 2), *(name for name, size in sizes.items() if size == 4)}
+
+
+def few(found):
+    """As few of these layouts as show all that they show, chosen greedily."""
+    chosen, left = [], set().union(*map(shows, found))
+    while left:
+        chosen.append(max(found, key=lambda layout: len(shows(layout) & left)))
+        left -= shows(chosen[-1])
+    return chosen
+
+
+FEW = [*(layout for layout in layouts(2) if layout.sizes.expert == 1), *few(list(layouts(4)))]
+
+
+def pytest_generate_tests(metafunc):
+    if "layout" in metafunc.fixturenames:
+        chosen = LAYOUTS if metafunc.config.getoption("--every-layout") else FEW
+        metafunc.parametrize("layout", chosen, ids=lambda layout: layout.name.replace(" ", "-"))
 
 
 def conversation(number):
@@ -142,8 +174,7 @@ def job(rows, layout, **model):
     )
 
 
-@pytest.mark.xdist_group("gloo")
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name.replace(" ", "-"))
+@pytest.mark.worlds
 def test_five_steps_are_equal_to_the_bit(layout, rows):
     preload(*live.MODULES)
     from tools.compare_runs.live_rank import together
@@ -164,11 +195,18 @@ def test_five_steps_are_equal_to_the_bit(layout, rows):
             assert len(set(first["loss"].values())) == STEPS, "the model does not move"
 
 
+def test_the_few_layouts_hold_each_dimension_with_each_other_and_each_alone_on_four_ranks():
+    shown = set().union(*map(shows, FEW))
+    assert set(itertools.combinations(DIMENSIONS, 2)) <= shown
+    assert set(DIMENSIONS) <= shown
+    assert len(FEW) < len(LAYOUTS) / 2
+
+
 def command(rows, *more):
     return main(["live", "--config", str(config(rows)), "--steps", "4", "--layout", "cp2", *more])
 
 
-@pytest.mark.xdist_group("gloo")
+@pytest.mark.worlds
 def test_the_command_prints_the_table_and_writes_what_it_measured(rows, tmp_path, capsys):
     depths = ["policy.megatron_cfg.mtp_num_layers=2", "model.num_layers=1", "policy.train_global_batch_size=2"]
     page, numbers = tmp_path / "live.html", tmp_path / "live.json"
@@ -192,7 +230,7 @@ def test_the_command_prints_the_table_and_writes_what_it_measured(rows, tmp_path
     assert page.read_text().count("<svg") >= 5
 
 
-@pytest.mark.xdist_group("gloo")
+@pytest.mark.worlds
 def test_another_normalization_shows_as_a_difference_and_is_compared_only_with_a_bound(rows, capsys):
     other = ["--normalization", "global_valid_tokens", "policy.train_global_batch_size=2"]
     assert command(rows, *other) == 2

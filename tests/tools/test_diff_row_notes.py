@@ -43,7 +43,33 @@ def test_what_the_tokens_of_a_row_are_is_told_beside_the_screen(tmp_path, capsys
     notes = "\n".join(told(capsys, file, tokenizers.folder("bytes"), "--semantics", "megatron-lm-0.19"))
     assert "does not fit this tokenizer" in notes
     assert "weight" not in notes
-    assert "trains prompts" in "\n".join(told(capsys, file, MINI, "--prompt-format", "identity"))
+    notes = "\n".join(told(capsys, file, MINI, "--prompt-format", "identity"))
+    assert "trains prompts" in notes
+    assert "1 of 3 messages are of the system, users and tools, and are trained" in notes
+
+
+def test_the_way_to_a_rank_tells_the_same(tmp_path, capsys):
+    notes = told(
+        capsys,
+        write(tmp_path / "rows.jsonl", weight=0),
+        MINI,
+        "--cp",
+        "2",
+        "--rank",
+        "1",
+        "--semantics",
+        "megatron-lm-0.19",
+    )
+    assert ["the key 'weight' is 0" in note for note in notes].count(True) == 1
+
+
+def test_a_chat_file_is_told_from_packed_rows(tmp_path, capsys):
+    file = write(tmp_path / "chat.jsonl")
+    file.write_text(file.read_text() * 2)
+    wanted = "each of its first 2 lines is one conversation, and it has no manifest"
+    assert [wanted in note for note in told(capsys, file, MINI)].count(True) == 1
+    (tmp_path / "chat.jsonl.manifest.json").write_text("{}")
+    assert wanted not in "\n".join(told(capsys, file, MINI))
 
 
 def test_the_main_job_tells_formats_that_do_not_fit_the_samples_tokenizer(tmp_path):

@@ -29,10 +29,10 @@ FORMATS = ("nemotron-nano-v2", "nemotron-h-aligned", "identity", "default")
 @pytest.fixture(autouse=True)
 def _load_once(monkeypatch):
     """The tokenizer is read for every packing; once is enough here."""
-    monkeypatch.setattr(lengths, "_load", load_cached)
+    monkeypatch.setattr(lengths, "load_folder", load_cached)
 
 
-load_cached = functools.cache(lengths._load)
+load_cached = functools.cache(lengths.load_folder)
 
 
 def system(content=""):

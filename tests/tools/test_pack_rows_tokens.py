@@ -19,10 +19,10 @@ SYSTEM = {"role": "system", "content": ""}
 
 @pytest.fixture(autouse=True)
 def _load_once(monkeypatch):
-    monkeypatch.setattr(lengths, "_load", load_cached)
+    monkeypatch.setattr(lengths, "load_folder", load_cached)
 
 
-load_cached = functools.cache(lengths._load)
+load_cached = functools.cache(lengths.load_folder)
 
 
 def chat(*turns, **last):

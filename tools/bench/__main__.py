@@ -8,8 +8,10 @@ from typing import Any
 
 import tyro
 
+from equivalence.runner import exits
 from production.errors import PackproofError
 from tools.bench.attention import attention
+from tools.bench.cache import cache
 from tools.bench.loader import loader
 from tools.bench.multi_token import multi_token
 from tools.bench.rows import rows
@@ -20,12 +22,17 @@ from tools.bench.suite import suite
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (default: the process's own) and return its exit code: 0, or 2 for bad input."""
+    return exits.run(_main, argv)
+
+
+def _main(argv: Sequence[str] | None) -> int:
     commands: dict[str, Callable[..., Any]] = {
         "rows": rows,
         "source": source,
         "shards": shards,
         "multi_token": multi_token,
         "loader": loader,
+        "cache": cache,
         "attention": attention,
         "suite": suite,
     }

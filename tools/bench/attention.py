@@ -1,6 +1,6 @@
-"""Measures attention within segments against torch's own SDPA called once a segment, forward and backward, both in one run.
+"""Measure attention within segments against torch's own SDPA called once per segment, forward and backward, in one run.
 
-Also the memory that one long segment takes, in a process of its own for each length: it must grow as the length does.
+Also measure the memory of one long segment, in a process of its own for each length: the memory must grow linearly with the length.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Timed:
 
     @property
     def ratio(self) -> float:
-        """Ours to SDPA's, forward and backward."""
+        """Rate of packproof over the rate of SDPA, forward and backward."""
         return self.ours / self.sdpa
 
 
@@ -139,7 +139,7 @@ def _found(side: Callable[[], torch.Tensor], leaves: Sequence[torch.Tensor], upp
 
 
 def _hold_together(both: Sequence[Sequence[torch.Tensor]]) -> None:
-    """Same kernels, same order: only in half precision may a last bit differ, where a sum is taken elsewhere."""
+    """Check that both compute the same: kernels and order are the same, so only half precision may differ, in the last bit of a sum."""
     for name, theirs, ours in zip(("output", "query", "key", "value"), *both, strict=True):
         off = float((theirs.double() - ours.double()).norm() / theirs.double().norm())
         if not off <= torch.finfo(ours.dtype).eps:
@@ -174,7 +174,7 @@ def _inputs(total: int, shape: tuple[int, int, int], dtype: torch.dtype) -> list
 
 
 def _memory(length: int, shape: tuple[int, int, int], dtype: torch.dtype) -> int:
-    """Bytes that one segment's attention takes at its peak beyond its inputs, forward and backward, in a fresh process."""
+    """Return the peak bytes that one segment's attention uses beyond its inputs, forward and backward, in a fresh process."""
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_measure_memory, args=(length, shape, dtype, sender), daemon=True)
@@ -202,6 +202,6 @@ def _measure_memory(length: int, shape: tuple[int, int, int], dtype: torch.dtype
 
 
 def _peak() -> int:
-    """The most bytes that this process has held so far."""
+    """Return the peak memory of this process in bytes."""
     held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return held if sys.platform == "darwin" else held * 1024

@@ -1,6 +1,6 @@
-"""The measuring process of `packproof-bench rows`: one prompt format, one number of threads, all contenders in turns.
+"""Measure one task of `packproof-bench rows`: one prompt format, one number of threads, all contenders in turns.
 
-Not a command of its own: `rows` starts it with a task in JSON, in an environment that fixes the number of threads.
+This module is not a command: `rows` starts it with a task in JSON, in an environment that fixes the number of threads.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ QUICK_REPEATS = 3
 TOKENS_PER_MEASUREMENT = 32_768
 """At least; short rows are measured some at a time."""
 SHORT_CHARACTERS = 64
-"""Turns of at most so many on average are short; the sample's chats have 30."""
+"""Largest mean number of characters of a short turn; the chats of the sample have 30."""
 LONG_CHARACTERS = 1500
-"""Questions and answers of at least so many are long, each conversation's put together into one of either."""
+"""Smallest number of characters of a long turn; all questions and all answers of a conversation are joined into one turn each."""
 
 
 def measure(task: dict[str, Any]) -> list[Result]:
-    """The results of one task, for each kind of turns and each pack length."""
+    """Return the results of one task, for each kind of turns and each pack length."""
     torch.set_num_threads(task["threads"])
     tokenizer = AutoTokenizer.from_pretrained(task["tokenizer"])
     return [_Bench(task, tokenizer, kind, length).run() for kind in task["kinds"] for length in task["pack_lengths"]]
@@ -52,7 +52,7 @@ class _Bench:
         self._builder = RowBuilder(tokenizer=tokenizer, settings=settings)
         self._builder_of_all = RowBuilder(tokenizer=tokenizer, settings=settings, reuse_equal_turns=False)
         self._rows = _make_rows(tokenizer, _conversations(task["files"], kind), pack_length)
-        self._dataset = _megatron_lm(task["tokenizer"], self._format.name, pack_length, self._rows)
+        self._dataset = megatron_lm_dataset(task["tokenizer"], self._format.name, pack_length, self._rows)
 
     def run(self) -> Result:
         texts = [self._texts(messages) for messages in self._rows]
@@ -89,12 +89,12 @@ class _Bench:
         )
 
     def _build(self, builder: RowBuilder) -> int:
-        """All rows: in this thread if there is but one, else ahead of each other."""
+        """Build all rows: in this thread if `threads` is 1, else concurrently."""
         workers = 0 if self._task["threads"] == 1 else self._task["threads"]
         return sum(isinstance(row, Row) for row in builder.build_many(self._rows, workers=workers))
 
     def _texts(self, messages: Messages) -> list[str]:
-        """The turn texts of a row; in the format default those of conversations, since its template has no turns."""
+        """Return the texts of a row's turns; in the format `default` the texts of its conversations, because the template renders no single turn."""
         row = split_conversations(messages)
         numbers = range(row.count)
         if self._format.render is None:
@@ -103,7 +103,7 @@ class _Bench:
         return list(itertools.chain.from_iterable(turns))
 
     def _check(self) -> int:
-        """The number of tokens in all rows, after a look at whether both sides build the same."""
+        """Check that both sides build the same rows; return the number of tokens in all rows."""
         tokens = 0
         for index, messages in enumerate(self._rows):
             row, sample = self._builder.build(messages), self._dataset[index]
@@ -130,7 +130,7 @@ def _ratio(others: list[float], ours: list[float]) -> float:
 
 
 def _make_rows(tokenizer: Any, conversations: list[Messages], pack_length: int) -> list[Messages]:
-    """Rows that nano-v2 fills to the last conversation, which is cut, of the conversations in turn."""
+    """Make rows from the conversations in turn, so long that nano-v2 fills each row and cuts its last conversation."""
     builder = RowBuilder(tokenizer=tokenizer, settings=RowSettings(pack_length=1 << 20))
     numbered = _numbered(conversations)
     made: list[Messages] = []
@@ -146,7 +146,7 @@ def _make_rows(tokenizer: Any, conversations: list[Messages], pack_length: int) 
 
 
 def _numbered(conversations: list[Messages]) -> Iterator[Messages]:
-    """The conversations again and again; from the second time on with a number in each text, so that none comes twice."""
+    """Yield the conversations again and again; from the second time on each text has a number, so that no text repeats."""
     for repeat in itertools.count():
         for conversation in conversations:
             yield [
@@ -156,7 +156,7 @@ def _numbered(conversations: list[Messages]) -> Iterator[Messages]:
 
 
 def _conversations(files: list[str], kind: str) -> list[Messages]:
-    """The conversations of this kind that all formats take, in the files' order."""
+    """Return the conversations of this kind that all formats accept, in the files' order."""
     found: list[Messages] = []
     for file in files:
         for line in Path(file).read_bytes().split(b"\n"):
@@ -171,7 +171,7 @@ def _conversations(files: list[str], kind: str) -> list[Messages]:
 
 
 def _is_plain(conversation: Messages) -> bool:
-    """Whether no format refuses it: system, then question and answer in turn, none of them empty."""
+    """Return whether all formats accept the conversation: system, then questions and answers in turn, all of them with text."""
     roles = [turn["role"] for turn in conversation]
     pairs = len(conversation) // 2
     return roles == ["system", *["user", "assistant"] * pairs] and all(
@@ -188,7 +188,7 @@ def _is_long(conversation: Messages) -> bool:
 
 
 def _put_together(conversation: Messages) -> Messages:
-    """One question and one answer of all that a conversation has."""
+    """Join all questions of a conversation into one, and all answers into one."""
     text = {
         role: "\n\n".join(turn["content"] for turn in conversation if turn["role"] == role)
         for role in ("system", "user", "assistant")
@@ -196,8 +196,8 @@ def _put_together(conversation: Messages) -> Messages:
     return [{"role": role, "content": content} for role, content in text.items()]
 
 
-def _megatron_lm(folder: str, prompt_format: str, pack_length: int, rows: list[Messages]) -> Any:
-    """The installed SFTDataset over these rows."""
+def megatron_lm_dataset(folder: str, prompt_format: str, pack_length: int, rows: list[Messages]) -> Any:
+    """Return the installed SFTDataset over these rows."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of absent CUDA and optional kernels, on import
         from megatron.core.datasets.gpt_dataset import GPTDatasetConfig  # noqa: PLC0415
@@ -222,7 +222,7 @@ def _megatron_lm(folder: str, prompt_format: str, pack_length: int, rows: list[M
 
 
 def main() -> None:
-    """Measure the task that stands on the command line and write the results where it says."""
+    """Measure the task on the command line and write the results to the file that the task names."""
     results = measure(msgspec.json.decode(sys.argv[1]))
     Path(sys.argv[2]).write_bytes(msgspec.json.encode(results))
 

@@ -51,7 +51,7 @@ def loader(
     found = AutoTokenizer.from_pretrained(cached_tokenizer("nemotron-like") if tokenizer is None else tokenizer)
     settings = RowSettings(pack_length=pack_length)
     builder = RowBuilder(tokenizer=found, settings=settings)
-    rows = _full_rows(builder, data, pack_length, steps * global_batch_size)
+    rows = full_rows(builder, data, pack_length, steps * global_batch_size)
     with tempfile.TemporaryDirectory(prefix="packproof-bench-") as place:
         path = Path(place) / "rows.jsonl.packed"
         path.write_text("".join(json.dumps({"messages": row}, ensure_ascii=False) + "\n" for row in rows))
@@ -85,7 +85,7 @@ def loader(
 
 
 def _go_through(recipe: PackedData, order: Order, workers: int, prefetch: int, step_seconds: float) -> list[float]:
-    """All batches, each held for a step's time; how long each was waited for."""
+    """Go through all batches, holding each for the time of a step; return the waiting time for each."""
     settings = LoaderSettings(workers=workers, prefetch=prefetch)
     waits = []
     with Loader(recipe, order, share=(0, 1), settings=settings) as batches:
@@ -115,8 +115,8 @@ def _show(
     return ratios
 
 
-def _full_rows(builder: RowBuilder, data: Path, pack_length: int, count: int) -> list[Messages]:
-    """Rows that no padding is left in."""
+def full_rows(builder: RowBuilder, data: Path, pack_length: int, count: int) -> list[Messages]:
+    """Return rows without padding."""
     texts = _numbered(data)
     rows: list[Messages] = []
     while len(rows) < count:
@@ -133,7 +133,7 @@ def _full_rows(builder: RowBuilder, data: Path, pack_length: int, count: int) ->
 
 
 def _numbered(data: Path) -> Iterator[Messages]:
-    """The file's rows again and again, with a number in each text, so that none comes twice."""
+    """Yield the file's rows again and again, with a number in each text, so that no text repeats."""
     with open_source(data) as source:
         for repeat in itertools.count():
             for row in source:

@@ -196,7 +196,7 @@ def _roll(cut: FlatBatch, params: Any, depths: int) -> dict[str, list[torch.Tens
 
 
 def _count_messages() -> list[None]:
-    """A list that grows by one with each message sent; in this process only, which ends soon."""
+    """Return a list that grows by one with each message, in this process only, which ends soon."""
     sent: list[None] = []
     for name in ("isend", "send", "all_gather", "all_to_all_single", "batch_isend_irecv", "broadcast", "all_reduce"):
         call = getattr(distributed, name)

@@ -1,7 +1,7 @@
-"""Measures production's rows against Megatron-LM's SFTDataset and against the bare tokenizer, on the same rows in one run.
+"""Measure production's rows against Megatron-LM's SFTDataset and against the bare tokenizer, on the same rows in one run.
 
-Each number of threads gets a process of its own; in it the contenders take turns, and each ratio is the median of those of the
-single rounds, so that what else the machine does meets all alike.
+Each number of threads gets a process of its own, in which the contenders take turns. Each ratio is the median over rounds, so that other
+load on the machine affects all contenders equally.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ TARGETS = {
     ("long", 1): (3.5, 0.85),
     ("long", 2): (7.0, 0.80),
 }
-"""For nemotron-nano-v2: at least so many times Megatron-LM, and so much of the bare tokenizer."""
+"""Targets for nemotron-nano-v2: smallest ratio to Megatron-LM, and smallest fraction of the bare tokenizer's rate."""
 
 Kind = Literal["short", "long"]
 Format = Literal["nemotron-nano-v2", "nemotron-h-aligned", "identity", "default"]
@@ -62,7 +62,7 @@ class Result:
     """The same with each turn encoded."""
 
     def misses(self) -> list[str]:
-        """Which of TARGETS it misses, in words."""
+        """Return the missed targets of TARGETS, in words."""
         if self.prompt_format != "nemotron-nano-v2" or (self.kind, self.threads) not in TARGETS:
             return []
         megatron_lm, bare = TARGETS[self.kind, self.threads]
@@ -87,9 +87,9 @@ def rows(
 ) -> None:
     """Build the same rows with production, with Megatron-LM and with the bare tokenizer, and print tokens/s and ratios.
 
-    `data` is a packed file, or a folder of them, of which conversations of short and of long turns are taken, again and again
-    with another number in each text until the rows are full. `tokenizer` is a folder (the real one of 131,072 ids unless given).
-    `json_file` gets the results for machines. All of it takes about ten minutes on two cores; name fewer of anything for less.
+    `data` is a packed file or a folder of packed files; conversations with short and with long turns are taken from `data` repeatedly, with
+    another number in each text, until the rows are full. `tokenizer` is a folder (by default the real tokenizer of 131,072 ids).
+    `json_file` receives the results for machines. The default run takes about ten minutes on two cores; fewer values take less.
     """
     folder = cached_tokenizer("nemotron-like") if tokenizer is None else tokenizer
     files = sorted(data.glob("*.jsonl*")) if data.is_dir() else [data]
@@ -125,7 +125,7 @@ def rows(
 
 
 def _in_process(task: dict[str, Any]) -> list[Result]:
-    """The results of a process with so many threads: rayon's and torch's numbers are fixed when they start."""
+    """Return the results of a process with `threads` threads; rayon and torch fix their numbers of threads at start."""
     count = str(task["threads"])
     names = ("RAYON_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
     environment = os.environ | dict.fromkeys(names, count) | {"TOKENIZERS_PARALLELISM": "true"}

@@ -54,7 +54,7 @@ def shards(*, pack_length: int = 262_144, segments: int = 1_000, cp: int = 16, r
 
 
 def make_row(*, pack_length: int, segments: int, granularity: int, seed: int = 0) -> FlatBatch:
-    """A row of random values in segments of random lengths, all multiples of `granularity`."""
+    """Return a row of random values in segments of random lengths, all multiples of `granularity`."""
     made = torch.Generator().manual_seed(seed)
     units = pack_length // granularity
     if pack_length % granularity or not 1 <= segments <= units:
@@ -77,7 +77,7 @@ def make_row(*, pack_length: int, segments: int, granularity: int, seed: int = 0
 
 
 def medians(actions: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:
-    """Median seconds of this thread's processor time, taken in turns: what else the machine does meets all alike."""
+    """Return median seconds of this thread's processor time. The contenders take turns, so that other load affects all equally."""
     times: dict[str, list[float]] = {name: [] for name in actions}
     for repeat in range(repeats + 3):
         for name, action in actions.items():

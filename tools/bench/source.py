@@ -57,10 +57,10 @@ print((built - idle) / 1024, (kilobytes("VmHWM") - idle) / 1024)
 
 
 def source(*, size_gb: float = 1.0, row_kb: float = 32.0, repeats: int = 5, folder: Path | None = None) -> None:
-    """Open, index, reopen and read a generated file; prints the ratios and removes the file.
+    """Open, index, reopen and read a generated file; print the ratios and remove the file.
 
-    `row_kb` is the mean length of a line; short lines cost more, since each is found by itself. `folder` is where the
-    file is put (the system's temporary folder unless given); it needs `size_gb` there and as much memory for its cache.
+    `row_kb` is the mean length of a line; short lines cost more, because each line is found separately. `folder` is the place of the file
+    (by default the system's temporary folder); it needs `size_gb` of space, and as much memory for the cache.
     """
     with tempfile.TemporaryDirectory(prefix="packproof-bench-", dir=folder) as place:
         if shutil.disk_usage(place).free < size_gb * 1.1e9:
@@ -93,7 +93,7 @@ def _measure(path: Path, place: Path, size: int, repeats: int) -> list[tuple[str
 
 
 def _access(found: PackedSource) -> list[tuple[str, str, str, str]]:
-    """Random access, and what the checks of a row cost beside decoding it."""
+    """Measure random access, and the cost of a row's checks beside its decoding."""
     picks = random.Random(1).sample(range(len(found)), min(500, len(found)))  # noqa: S311
     lines = [found.raw(number)[:-1] for number in picks]
     size = sum(map(len, lines))
@@ -150,7 +150,7 @@ def _seconds(action: Callable[[], object]) -> float:
 
 
 def run(argv: list[str] | None = None) -> None:
-    """`source` from a command line."""
+    """Run `source` from a command line."""
     import tyro  # noqa: PLC0415 - only a command line needs it
 
     tyro.cli(source, args=argv)

@@ -35,14 +35,14 @@ class Measured:
     cases: int
     seconds: float
     processor: float
-    """Seconds of processor time, of this process and all ranks: on a machine that others use, two cores need half of it."""
+    """Seconds of processor time of this process and all ranks; two cores need half of this time."""
     steps: int
     """Training steps that all ranks of the world took together; 0 for data alone."""
     aim: float
 
     @property
     def rate(self) -> float:
-        """Cases a second."""
+        """Cases per second."""
         return self.cases / self.seconds
 
 
@@ -113,7 +113,7 @@ def _data(examples: int) -> Measured:
 
 
 def _processor() -> float:
-    """Seconds of this process and of all ranks that have ended."""
+    """Return the processor seconds of this process and of all ranks that have ended."""
     used = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     return sum(each.ru_utime + each.ru_stime for each in used)
 

@@ -1,4 +1,4 @@
-"""Values of two runs that stand for the same steps: a log's mean over several beside the mean of the other side's steps."""
+"""Pair values of two runs that cover the same steps: a log's mean over several steps with the mean of the other run's steps."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Pair:
     first: float
     second: float
     allowed: float
-    """How far apart rounding can have brought them."""
+    """Largest difference that rounding explains."""
     width: int = 1
     """Steps that both are a mean of."""
 
@@ -52,7 +52,7 @@ class _Sum:
     rounding: float = 0.0
 
     def take(self) -> bool:
-        """Add the value that ends where the sum begins; False where there is none."""
+        """Add the value whose steps end where the sum's steps begin; return False if there is no such value."""
         value = self.run.series[self.name].get(self.before)
         if value is None:
             return False

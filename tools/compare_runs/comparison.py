@@ -1,4 +1,4 @@
-"""What two runs have to do with each other over a window of steps: the numbers of the published comparison."""
+"""Compare two runs over a window of steps: the numbers of the published comparison."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Window:
 
     @classmethod
     def parse(cls, text: str) -> Window:
-        """Of `3-20`, or `7` for one. Raises InputError for another form."""
+        """Parse `3-20`, or `7` for one step. Raises InputError for another form."""
         first, dash, last = text.partition("-")
         try:
             found = cls(first=int(first), last=int(last) if dash else int(first))
@@ -35,11 +35,11 @@ class Window:
         return found
 
     def among(self, steps: set[int]) -> list[int]:
-        """Those of the steps that lie in the window, rising."""
+        """Return the given steps that lie in the window, in rising order."""
         return sorted(step for step in steps if self.first <= step <= self.last)
 
     def __str__(self) -> str:
-        """As `parse` takes it."""
+        """Return the window in the form that `parse` reads."""
         return f"{self.first}-{self.last}"
 
 
@@ -54,23 +54,23 @@ class Times:
 
     @property
     def relative_throughput(self) -> float:
-        """Of the second run, against the first one's."""
+        """Throughput of the second run relative to the first."""
         return self.mean[0] / self.mean[1]
 
     @property
     def gap(self) -> float:
-        """How many seconds longer the second run's step is."""
+        """Seconds by which the second run's step is longer."""
         return self.mean[1] - self.mean[0]
 
     @property
     def gap_share(self) -> float:
-        """The same, of the first run's step."""
+        """`gap` relative to the first run's step."""
         return self.gap / self.mean[0]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """One series against the other. What is no number in either run is left out of means, and counted."""
+    """Comparison of one series of two runs. Values that are not finite in either run are left out of means, and counted."""
 
     name: str
     steps: int
@@ -91,11 +91,11 @@ class Difference:
     beyond_rounding: int
     """Steps at which they do."""
     not_finite: tuple[tuple[int, ...], tuple[int, ...]]
-    """Steps of each run at which the value is no number."""
+    """Steps of each run at which the value is not a finite number."""
 
     @property
     def all_finite(self) -> bool:
-        """Whether every value of both is a number."""
+        """Return whether every value of both runs is a finite number."""
         return not any(self.not_finite)
 
 
@@ -114,48 +114,48 @@ class Comparison:
     span: tuple[int, int]
     """The first and the last of the loss's."""
     validation: Difference | None
-    """Over all validations that both runs have; None where there is none, or where the runs' are means of other things."""
+    """Difference over all validations that both runs have; None without such validations, or if the runs average different things."""
     trained_by_one: Sequence[int]
     """Steps at which one run has a loss, and the other trained nothing."""
     remarks: Sequence[str]
 
     @property
     def loss(self) -> Difference:
-        """Of the loss, over the window."""
+        """Difference of the loss over the window."""
         return self.differences[0]
 
     @property
     def whole(self) -> Difference:
-        """Of the loss, over all steps that both runs have."""
+        """Difference of the loss over all steps that both runs have."""
         return self.wholes[0]
 
     @property
     def losses(self) -> Sequence[Difference]:
-        """Every series of losses that can be compared over all steps: the loss, depths, validations."""
+        """Differences of all comparable series of losses over all steps: the loss, depths, validations."""
         return [each for each in (*self.wholes, self.validation) if each is not None and each.steps]
 
     @property
     def equal(self) -> bool:
-        """Whether no loss of any series differs, at any step that both runs have."""
+        """Return whether all losses of all series are equal at every step that both runs have."""
         return not self.trained_by_one and all(each.first_at is None for each in self.losses)
 
     @property
     def equal_but_for_rounding(self) -> bool:
-        """Whether none of them differs by more than rounding to the digits that were recorded can make."""
+        """Return whether every loss is equal up to rounding to the recorded digits."""
         return not self.trained_by_one and all(each.beyond_rounding_at is None for each in self.losses)
 
     @property
     def windowed_losses(self) -> Sequence[Difference]:
-        """Of the loss and each depth's loss, over the window."""
+        """Differences of the loss and of each depth's loss, over the window."""
         return [each for each in self.differences if each.name.endswith("loss")]
 
     @property
     def all_finite(self) -> bool:
-        """Whether every loss of the window is a number, those of depths too."""
+        """Return whether every loss of the window is a finite number, at depths too."""
         return all(each.all_finite for each in self.windowed_losses)
 
     def document(self) -> dict[str, Any]:
-        """For JSON: what `json.dumps(allow_nan=False)` takes, numbers that are none as strings."""
+        """Return a value for `json.dumps(allow_nan=False)`, with NaN and infinities as strings."""
         times: dict[str, Any] | None = None
         if self.times is not None:
             times = dataclasses.asdict(self.times)
@@ -256,7 +256,7 @@ def _compared(name: str, pairs: Mapping[int, Pair]) -> Difference:
 
 
 def _trained_by_one(first: Run, second: Run) -> list[int]:
-    """Steps at which one run has a loss, and the other trained nothing in a step that the loss is a mean of."""
+    """Return the steps at which one run has a loss that averages over steps in which the other run trained nothing."""
     found = set()
     for run, other in ((first, second), (second, first)):
         for step, value in other.series["loss"].items():
@@ -316,7 +316,7 @@ def _span(steps: set[int]) -> str:
 
 
 def plain(value: Any) -> Any:
-    """For JSON: numbers that are none as strings."""
+    """Return a value for JSON, with NaN and infinities as strings."""
     if isinstance(value, dict):
         return {name: plain(each) for name, each in value.items()}
     if isinstance(value, list | tuple):

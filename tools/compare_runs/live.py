@@ -31,7 +31,7 @@ from tools.compare_runs.recorded import broken_limits, deliver
 from tools.compare_runs.run import Run, mean
 
 MODULES = ("tools.compare_runs.live_rank", "transformers.models.auto.tokenization_auto")
-"""What ranks need beside megatron-core."""
+"""Modules that ranks need beside megatron-core."""
 ENTER, TARGET = "tools.compare_runs.live_rank:entered", "tools.compare_runs.live_rank:run_both"
 ALIKE = (
     "checkpointing.enabled=false",
@@ -44,7 +44,7 @@ ALIKE = (
     "sft.val_at_start=false",
     "sft.val_at_end=false",
 )
-"""What a job must say for the two systems to do the same work, laid over its file; overrides of the command line come after it."""
+"""Settings under which the two systems do the same work, laid over the job's file; overrides of the command line come after them."""
 TIMED = (
     "timed: from cleared gradients to updated weights, begun together after a barrier, the slowest rank's; rows were fetched "
     "before and numbers read after, on both sides"
@@ -61,7 +61,7 @@ _DIMENSIONS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Arguments:
-    """What the command line says."""
+    """Options of the command line."""
 
     config: tuple[Path, ...]
     """The job's YAML file; several are laid over each other in order."""
@@ -74,7 +74,7 @@ class Arguments:
     layout: str | None = None
     """Such as tp2,cp2,dp2: sizes of tp, cp, pp, dp, ep, etp; what it does not name is the job's, and dp 1."""
     normalization: Literal["per_token", "mean_of_means", "global_valid_tokens"] | None = None
-    """What losses are divided by; not given: what the job says. Megatron-LM has no global_valid_tokens: it then runs per_token."""
+    """Divisor of losses; by default the job's. Megatron-LM has no global_valid_tokens: it then runs per_token."""
     html: Annotated[Path | None, tyro.conf.arg(aliases=["--picture"])] = None
     """Write a self-contained page with pictures of both systems there."""
     json_file: Annotated[Path | None, tyro.conf.arg(name="json")] = None
@@ -117,7 +117,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _job(options: Arguments) -> tuple[Job, int]:
-    """The job that both run, and its ranks."""
+    """Return the job that both systems run, and its number of ranks."""
     layout, data_size = _layout(options.layout)
     normalization = [] if options.normalization is None else [f"loss.normalization={options.normalization}"]
     given = [*ALIKE, f"sft.max_num_steps={options.steps}", *normalization, *layout, *options.overrides]
@@ -132,7 +132,7 @@ def _job(options: Arguments) -> tuple[Job, int]:
 
 
 def _layout(text: str | None) -> tuple[list[str], int]:
-    """As overrides, and dp."""
+    """Return the layout as overrides, and dp."""
     overrides, data_size = [], 1
     for part in [] if text is None else text.replace(",", " ").split():
         found = re.fullmatch(r"(tp|cp|pp|dp|ep|etp)=?(\d+)", part)
@@ -147,7 +147,7 @@ def _layout(text: str | None) -> tuple[list[str], int]:
 
 
 def _limit(options: Arguments, job: Job) -> float | None:
-    """How far the two may be apart. InputError where they are not alike and nobody says how far."""
+    """Return the largest accepted difference. Raises InputError if the systems differ by design and no limit is given."""
     unlike = []
     if job.loss.normalization == "global_valid_tokens":
         unlike.append("global_valid_tokens, which Megatron-LM does not have")
@@ -164,7 +164,7 @@ def _limit(options: Arguments, job: Job) -> float | None:
 
 
 def _measure(job: Job, world_size: int) -> Any:
-    """`live_rank.Measured` of all ranks together; None on a rank that does not tell."""
+    """Return `live_rank.Measured` of all ranks together; None on a rank that does not report."""
     from tools.compare_runs.live_rank import together  # noqa: PLC0415 - megatron-core
 
     if "RANK" in os.environ:
@@ -210,7 +210,7 @@ def _rows_took(series: dict[str, dict[int, float]]) -> str:
 
 
 def _unequal(comparison: Comparison, limit: float, weights: Sequence[str]) -> list[str]:
-    """Everything that is further apart than the limit; with a limit of 0 the weights after the last step too."""
+    """Return everything that differs by more than the limit; with a limit of 0 also the weights after the last step."""
     broken = []
     first, second = comparison.runs
     for name in sorted({*first.series} & {*second.series}):
@@ -235,7 +235,7 @@ def _unequal(comparison: Comparison, limit: float, weights: Sequence[str]) -> li
 
 
 def _trains_nothing(comparison: Comparison) -> set[int]:
-    """Steps at which neither trained a token, and the first reported NaN where the second reported no loss."""
+    """Return the steps at which neither system trained a token, where the first reported NaN and the second no loss."""
     first, second = (run.series for run in comparison.runs)
     return {
         step

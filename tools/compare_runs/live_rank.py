@@ -1,6 +1,6 @@
-"""What a rank of `compare_runs live` does: both systems step by step in one process, alternating which goes first.
+"""Run a rank of `compare_runs live`: both systems step by step in one process, alternating which goes first.
 
-Rows are fetched before, and numbers read after, what is timed: a step from the cleared gradients to the updated weights.
+The timed part goes from the cleared gradients to the updated weights. Rows are fetched before it, and numbers are read after it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Series = dict[str, dict[int, float]]
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What one rank measured, or all ranks together."""
+    """Measurements of one rank, or of all ranks together."""
 
     series: Mapping[str, Series]
     """By system: those of `Run.series`, and `data_seconds`, what fetching the step's rows took."""
@@ -87,7 +87,7 @@ def run_both(job: Job, worker: Worker) -> Measured:
 
 
 def together(measured: Sequence[Measured]) -> Measured:
-    """Of all ranks: the slowest rank's seconds, and what all that know a number agree on. Raises SuiteError where they do not."""
+    """Combine the measurements of all ranks: the slowest rank's seconds, and numbers on which all ranks agree. Raises SuiteError if they disagree."""
     merged: dict[str, Series] = {}
     for system in measured[0].series:
         series: Series = {}
@@ -107,7 +107,7 @@ def together(measured: Sequence[Measured]) -> Measured:
 
 
 def _timed(system: System, *, is_cuda: bool) -> float:
-    """Seconds of one step, begun together by all ranks."""
+    """Return the seconds of one step that all ranks begin together."""
     if is_cuda:
         torch.cuda.synchronize()
     distributed.barrier()
@@ -119,7 +119,7 @@ def _timed(system: System, *, is_cuda: bool) -> float:
 
 
 def _begin(job: Job, place: RankCoordinates) -> None:
-    """Seeds as a job's, and nothing left of a model that ran in this process before."""
+    """Seed as a job does, and clear the state of a model that ran in this process before."""
     seed = job.sft.seed + 100 * place.pipeline_rank
     model_parallel_cuda_manual_seed(seed)
     torch.manual_seed(seed)  # on the CPU the tracker has moved the one generator there is
@@ -131,7 +131,7 @@ def _begin(job: Job, place: RankCoordinates) -> None:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _RandomState:
-    """What dropout draws from: each system goes on from its own, so that the two drop the same."""
+    """State of the random generators of dropout. Each system continues its own state, so that both drop the same."""
 
     host: torch.Tensor
     device: torch.Tensor
@@ -139,7 +139,7 @@ class _RandomState:
 
     @classmethod
     def now(cls) -> _RandomState:
-        """The process's."""
+        """Return the process's current state."""
         return cls(
             host=torch.get_rng_state(),
             device=torch.cuda.get_rng_state(),

@@ -1,6 +1,6 @@
-"""The two systems that `compare_runs live` runs: ours, and Megatron-LM put together from the installed package's pieces.
+"""Define the two systems that `compare_runs live` runs: packproof, and Megatron-LM assembled from the installed package's pieces.
 
-Both have one shape, so that one loop feeds, times and reads them alike. They share a process, and so megatron-core's state in it.
+Both have one interface, so that one loop feeds, times and reads them. They share a process, and therefore megatron-core's state.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ MEGATRON_LM, PACKPROOF = "Megatron-LM", "packproof"
 
 
 class System(Protocol):
-    """What the loop asks of a system; every rank asks the same, in the same order."""
+    """Interface of a system to the loop; every rank makes the same calls in the same order."""
 
     model: Any
     """In megatron-core's DDP."""
@@ -57,7 +57,7 @@ class System(Protocol):
         """Take it: what is timed."""
 
     def numbers(self, step: int) -> Numbers:
-        """What it reported. Collective."""
+        """Return the reported numbers of the last step. Collective."""
 
 
 class Ours:
@@ -80,17 +80,17 @@ class Ours:
         self._stepped: Stepped
 
     def fetch(self) -> None:
-        """From the feed."""
+        """Fetch the next global batch from the feed."""
         self._fed = next(self._steps)
 
     def step(self) -> None:
-        """One step of the engine."""
+        """Take one step of the engine."""
         self.engine.padding = self._fed.padding
         with rolls_from_tables():
             self._stepped = self.engine.step(self._fed.microbatches)
 
     def numbers(self, step: int) -> Numbers:
-        """As the job reports them."""
+        """Return the numbers as the job reports them."""
         stepped, fed = self._stepped, self._fed
         for pair in stepped.report.losses:
             self._metrics.add_loss(pair[0], pair[1])
@@ -148,11 +148,11 @@ class Baseline:
         self._consumed = 0
 
     def fetch(self) -> None:
-        """From torch's DataLoader, a microbatch at a time."""
+        """Fetch from torch's DataLoader, one microbatch at a time."""
         self._fed = [next(self._rows) for _ in range(self._microbatches)]
 
     def step(self) -> None:
-        """As megatron.training.training.train_step."""
+        """Take one step as megatron.training.training.train_step does."""
         rows = [{name: tensor.cuda(non_blocking=True) for name, tensor in row.items()} for row in self._fed]
         self.model.train()
         self.model.zero_grad_buffer()
@@ -164,7 +164,7 @@ class Baseline:
             self.scheduler.step(increment=self._global_batch_size)
 
     def numbers(self, step: int) -> Numbers:
-        """As train_step and training_log reduce them."""
+        """Return the numbers as train_step and training_log reduce them."""
         self._consumed += self._global_batch_size
         found: Numbers = {"learning_rate": self._learning_rate, "consumed_samples": self._consumed}
         routers = router_losses(
@@ -214,7 +214,7 @@ class Baseline:
 
 
 def baseline_rows(job: Job) -> tuple[Path, RowSettings]:
-    """The file and the rows' settings as Megatron-LM takes them. Raises PackproofError for what it does not have."""
+    """Return the file and the settings of rows as Megatron-LM takes them. Raises PackproofError for options that Megatron-LM lacks."""
     dataset = job.data.train[0]
     lacks = {
         "data.train": "several files, or weights" if _has_several(job) else "",
@@ -245,7 +245,7 @@ def baseline_rows(job: Job) -> tuple[Path, RowSettings]:
 
 @contextlib.contextmanager
 def both(job: Job, place: RankCoordinates, *, device: torch.device) -> Iterator[dict[str, System]]:
-    """The two systems by name, of equal weights."""
+    """Yield the two systems by name, with equal weights."""
     ours = Ours(job, place, device=device)
     with ours.feed:
         yield {
@@ -255,14 +255,14 @@ def both(job: Job, place: RankCoordinates, *, device: torch.device) -> Iterator[
 
 
 def copy_weights(source: Any, target: torch.nn.Module) -> None:
-    """Parameters and buffers of one model into another of the same build; `source` is in DDP."""
+    """Copy parameters and buffers of one model to another model of the same build; `source` is wrapped in DDP."""
     with torch.no_grad():
         for mine, theirs in zip(_tensors(source.module), _tensors(target), strict=True):
             theirs.copy_(mine)
 
 
 def unequal_weights(first: torch.nn.Module, second: torch.nn.Module) -> list[str]:
-    """Names of the tensors of which the two models' values on this rank differ."""
+    """Return the names of tensors whose values differ between the two models on this rank."""
     pairs = zip(_named_tensors(first), _tensors(second), strict=True)
     return [name for (name, mine), theirs in pairs if not torch.equal(mine, theirs)]
 
@@ -281,7 +281,7 @@ def _has_several(job: Job) -> bool:
 
 
 def _scheduler(job: Job, optimizer: Any, config: OptimizerConfig) -> OptimizerParamScheduler:
-    """In samples, as megatron.training.training.get_optimizer_param_scheduler makes it of iterations."""
+    """Build the scheduler, counted in samples, as megatron.training.training.get_optimizer_param_scheduler does from iterations."""
     schedule, size = job.megatron.scheduler, job.policy.train_global_batch_size
     assert job.sft.max_num_steps is not None
     decay = schedule.lr_decay_iters or job.sft.max_num_steps

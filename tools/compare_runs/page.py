@@ -19,9 +19,9 @@ from tools.compare_runs.run import Run
 
 FIRST, SECOND = "#8db9f2", "#d9480f"
 LOSSES = ("#8250df", "#1a7f37", "#bf8700", "#0969da", "#cf222e")
-"""Of the loss and each depth's, where they stand in one picture."""
+"""Colours of the loss and of each depth's loss in one picture."""
 FEW = 60
-"""Up to so many points each is marked."""
+"""Largest number of points at which each point gets a marker."""
 NARROW, NARROW_BELOW = 400, "44rem"
 """Width of a picture for a small screen, in the picture's own pixels, and the page's width below which it is shown."""
 
@@ -75,7 +75,7 @@ def _overlay(first: Run, second: Run, series: str, title: str, *, width: int, un
 
 
 def _apart(comparison: Comparison, width: int) -> list[str]:
-    """B / A beside |B - A|, of the loss and of each depth's: a constant ratio is a level line in the first alone."""
+    """Draw B / A and |B - A| of the loss and of each depth's loss; a constant ratio is a level line in the first only."""
     first, second = comparison.runs
     names = [each.name for each in comparison.wholes if each.steps and each.name not in ROUTER_LOSSES]
     pairs = {name: paired_values(first, second, name) for name in names}

@@ -1,7 +1,7 @@
-"""How sure a ratio of step times is, from pairs of the same step on two systems.
+"""Bound a ratio of step times from pairs of the same step on two systems.
 
-Pairs take out what both share: a step of long segments is slow on either. Neighbouring steps on a busy machine are alike,
-which the bound does not know of: interleave the systems, or take it as the least doubt there is.
+Pairing removes what both systems share: a step of long segments is slow on both. Neighbouring steps on a busy machine are correlated,
+which the bound ignores: interleave the systems, or read the bound as a lower limit of the uncertainty.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class PairedRatio:
 
 
 def paired_ratio(first: Sequence[float], second: Sequence[float]) -> PairedRatio | None:
-    """Of two lists of seconds, pair by pair, all above 0; None for fewer than two pairs."""
+    """Return the ratio of two lists of seconds, pair by pair, all above 0; None for fewer than two pairs."""
     logs = [math.log(after / before) for before, after in zip(first, second, strict=True)]
     if len(logs) < 2:
         return None
@@ -40,7 +40,7 @@ def paired_ratio(first: Sequence[float], second: Sequence[float]) -> PairedRatio
 
 
 def student_quantile(probability: float, freedom: int) -> float:
-    """The t that Student's distribution of whole degrees of freedom stays below with a probability of 0.5 to 1."""
+    """Return the t below which Student's distribution with these degrees of freedom stays with the given probability (0.5 to 1)."""
     low, high = 0.0, 1.0
     while (1 + _between(high, freedom)) / 2 < probability:
         high *= 2
@@ -54,7 +54,7 @@ def student_quantile(probability: float, freedom: int) -> float:
 
 
 def _between(t: float, freedom: int) -> float:
-    """P(-t < T < t), by the finite series that holds for whole degrees of freedom."""
+    """Return P(-t < T < t), by the finite series for whole degrees of freedom."""
     angle = math.atan2(t, math.sqrt(freedom))
     sine, cosine = math.sin(angle), math.cos(angle)
     odd = freedom % 2

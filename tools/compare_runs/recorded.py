@@ -25,19 +25,19 @@ from tools.compare_runs.terminal import show
 
 @dataclass(frozen=True, kw_only=True)
 class Arguments:
-    """What the command line says."""
+    """Options of the command line."""
 
     a: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="A")]
-    """What the other is held against: a Megatron-LM log, a run's folder or metrics.jsonl, TensorBoard event files or
+    """Run to compare with: a Megatron-LM log, a run's folder or metrics.jsonl, TensorBoard event files or
     their folder, an export of W&B (.csv, .json, .jsonl)."""
     b: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="B")]
     """The other run, of any of these kinds."""
     steps: str = "3-20"
     """Window of steps, both ends included; the first steps of a run build what the others use."""
     name_a: str | None = None
-    """What the first run is called; if not given, after its file."""
+    """Name of the first run; by default from its file."""
     name_b: str | None = None
-    """What the second run is called."""
+    """Name of the second run."""
     offset_a: int = 0
     """Added to each step of the first run, for a system that counts from 0."""
     offset_b: int = 0
@@ -56,7 +56,7 @@ class Arguments:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Compare, print, write; exit status 0: as asked, 1: a loss is no number or a limit does not hold, 2: bad input."""
+    """Compare, print, write; exit status 0: as asked, 1: a loss is not a number or a limit does not hold, 2: bad input."""
     options = tyro.cli(Arguments, args=arguments, prog="packproof-compare-runs recorded", description=__doc__)
     try:
         window = Window.parse(options.steps)
@@ -76,7 +76,7 @@ def main(arguments: Sequence[str]) -> int:
 def broken_limits(
     comparison: Comparison, *, most_loss_difference: float | None, most_time_ratio: float | None
 ) -> list[str]:
-    """The limits that do not hold, or cannot be judged, each in words."""
+    """Return the limits that do not hold or cannot be judged, each in words."""
     broken = []
     for each in comparison.windowed_losses if most_loss_difference is not None else ():
         if not each.largest <= most_loss_difference:  # type: ignore[operator] # not None
@@ -113,7 +113,7 @@ def deliver(
 
 
 def _write(option: str, path: Path, write: Callable[[Path], object]) -> None:
-    """Raises PackproofError where the system does not let it."""
+    """Write a file. Raises PackproofError if the system refuses."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write(path)
@@ -133,7 +133,7 @@ def _read(path: Path, names: Names, called: str | None, offset: int) -> Run:
 
 
 def _told_apart(first: Run, second: Run) -> tuple[Run, Run]:
-    """Two runs of one name, such as `logs`, are called by the folders in which their paths part; without such, they get a letter each."""
+    """Give two runs of one name, such as `logs`, the names of the folders in which their paths differ, or a letter each."""
     if first.name != second.name:
         return first, second
     pairs = zip(reversed(Path(first.place).parts), reversed(Path(second.place).parts), strict=False)

@@ -1,4 +1,4 @@
-"""A run as it is compared: named series by step, wherever they were recorded."""
+"""Define a run for comparison: named series by step, whichever program recorded them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Series = Mapping[int, float]
 
 @dataclass(frozen=True, kw_only=True)
 class Precision:
-    """How the numbers of one series stand in their source, as far as the numbers themselves show it."""
+    """Precision at which a source prints the numbers of one series, as far as the numbers show it."""
 
     digits: int
     """The most significant digits that a number has."""
@@ -44,7 +44,7 @@ FLOAT32 = Precision(digits=9, decimals=9, is_float32=True, words="float32")
 
 
 def seen(numbers: Collection[str]) -> Precision | None:
-    """Return the precision that these numbers, as they were written, show; None where they stand in full."""
+    """Return the precision that these printed numbers show; None for numbers in full precision."""
     forms = {form for number in numbers if (form := _form(number)) is not None}
     digits = max((form[0] for form in forms), default=0)
     decimals = max((form[1] for form in forms), default=0)
@@ -59,7 +59,7 @@ def seen(numbers: Collection[str]) -> Precision | None:
 
 
 def _form(number: str) -> tuple[int, int] | None:
-    """Significant digits and decimal places of a written number; None for what is no finite number."""
+    """Return significant digits and decimal places of a printed number; None for a value that is not finite."""
     try:
         parts = Decimal(number.strip()).as_tuple()
     except InvalidOperation:
@@ -73,25 +73,25 @@ class Run:
 
     name: str
     source: str
-    """What it was read from, such as `Megatron-LM log`."""
+    """Source of the run, such as `Megatron-LM log`."""
     place: str
     """The file or folder, or how it was run."""
     series: Mapping[str, Series]
     remarks: Sequence[str] = ()
-    """What a reader of a comparison must know: the precision of the source, steps that were run again."""
+    """Remarks for readers of a comparison: the precision of the source, steps that were run again."""
     precisions: Mapping[str, Precision] = dataclasses.field(default_factory=dict)
-    """By series, how its numbers were rounded; a series without an entry stands in full."""
+    """Precision by series; a series without an entry has full precision."""
     widths: Mapping[int, int] = dataclasses.field(default_factory=dict)
-    """By step, over how many steps its losses and its time are means, the step included; 1 where there is no entry."""
+    """Number of steps, up to and including each step, over which its losses and its time are means; 1 without an entry."""
     loose: Mapping[str, Series] = dataclasses.field(default_factory=dict)
     """By series and step, how far a value may be off beside its own rounding: it was summed in float32, or a mean was undone."""
     untrained: frozenset[int] = frozenset()
     """Steps that trained nothing: no loss is in the series."""
     validation: str = ""
-    """What a validation loss is a mean of, where the source tells."""
+    """Name of what a validation loss averages over, if the source says so."""
 
     def steps(self, name: str) -> set[int]:
-        """Return the steps at which the series has a value, also one that is no number."""
+        """Return the steps at which the series has a value, also a value that is not finite."""
         return set(self.series.get(name, ()))
 
     def rounding(self, name: str, step: int) -> float:
@@ -106,7 +106,7 @@ class Run:
 
     @property
     def depths(self) -> int:
-        """Depths of multi-token prediction whose losses are there."""
+        """Number of depths of multi-token prediction with losses."""
         depth = 0
         while f"mtp_{depth + 1}_loss" in self.series:
             depth += 1
@@ -114,7 +114,7 @@ class Run:
 
 
 def is_mean(name: str) -> bool:
-    """Whether Megatron-LM's log gives the series as a mean over its lines' iterations."""
+    """Return whether Megatron-LM's log prints the series as a mean over its lines' iterations."""
     return name == "step_seconds" or (name.endswith("loss") and name != "validation_loss")
 
 
@@ -137,7 +137,7 @@ class Gathered:
             self._texts.setdefault(name, set()).add(text)
 
     def restart(self, first: int) -> None:
-        """Go on at this step: what was recorded of it and of later ones is run again."""
+        """Continue at this step: discard the records of this step and of later steps, which are run again."""
         self.again += sum(step >= first for step in self.series.get("loss", ()))
         for values in (*self.series.values(), *self.loose.values()):
             for step in [step for step in values if step >= first]:
@@ -146,9 +146,9 @@ class Gathered:
         self.untrained = {step for step in self.untrained if step < first}
 
     def set_untrained_aside(self) -> None:
-        """Take losses of steps that trained nothing out of the series.
+        """Remove losses of steps that trained nothing from the series.
 
-        A loss that is no number beside a gradient of exactly 0 is Megatron-LM's 0 / 0: every target was masked.
+        A loss that is not a number beside a gradient of exactly 0 is Megatron-LM's 0 / 0: every target was masked.
         """
         norms = self.series.get("gradient_norm", {})
         empty = (

@@ -13,7 +13,7 @@ from tools.compare_runs.comparison import Comparison
 
 
 def show(comparison: Comparison, console: Console, *, broken: Sequence[str] = ()) -> None:
-    """Both tables, remarks, and the verdict; `broken` are the limits that do not hold."""
+    """Print both tables, remarks and the verdict; `broken` are the limits that do not hold."""
     for letter, run in zip("AB", comparison.runs, strict=True):
         line = Text(f"{letter}  ", "dim").append(run.name, "bold").append(f"  {run.source}, {run.place}", "dim")
         console.print(line, soft_wrap=True)
@@ -38,7 +38,7 @@ def show(comparison: Comparison, console: Console, *, broken: Sequence[str] = ()
 
 
 def _folded(heading: str, console: Console) -> str:
-    """The heading on two lines where the screen is narrow: numbers must not be cut."""
+    """Fold the heading into two lines on a narrow screen, so that no number is cut."""
     return heading if console.width >= 100 else "\n".join(heading.rsplit(" ", 1))
 
 

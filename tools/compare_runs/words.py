@@ -26,13 +26,13 @@ class Row:
 
 
 FEWEST_RATIOS = 3
-"""Steps from which on a ratio that stays the same is no accident."""
+"""Number of steps from which a constant ratio is not a coincidence."""
 MOST_SPREAD = 0.1
-"""How far a constant ratio may range, as a part of how far it is from 1."""
+"""Largest range of a constant ratio, relative to its distance from 1."""
 
 
 def time_rows(comparison: Comparison) -> list[tuple[str, str, str, str]]:
-    """System, mean step time, window, relative throughput: the table of the published comparison; empty without times."""
+    """Return the table of the published comparison: system, mean step time, window, relative throughput; empty without times."""
     times = comparison.times
     if times is None:
         return []
@@ -52,7 +52,7 @@ def time_rows(comparison: Comparison) -> list[tuple[str, str, str, str]]:
 
 
 def bound(comparison: Comparison) -> str:
-    """The paired ratio of step times with its bounds, in one sentence."""
+    """Return the paired ratio of step times with its bounds, in one sentence."""
     if comparison.times is None:
         return "step times are not compared"
     paired = comparison.times.paired
@@ -65,7 +65,7 @@ def bound(comparison: Comparison) -> str:
 
 
 def difference_rows(comparison: Comparison) -> list[Row]:
-    """One row a series: those of the window, the loss over all steps, validations."""
+    """Return one row for each series: the series of the window, the loss over all steps, validations."""
     rows = [_row(each, _called(each.name)) for each in comparison.differences]
     first, last = comparison.span
     rows.append(_row(comparison.whole, f"loss, all steps of both ({first}-{last})"))
@@ -75,12 +75,12 @@ def difference_rows(comparison: Comparison) -> list[Row]:
 
 
 def verdict(comparison: Comparison) -> str:
-    """`findings` as one sentence."""
+    """Return `findings` as one sentence."""
     return "; ".join(findings(comparison))
 
 
 def findings(comparison: Comparison) -> list[str]:
-    """What of the differences is more than rounding; where losses first differ and of which series, of all steps that both runs have; by how much."""
+    """Return the differences that exceed rounding: the first step and series at which losses differ, over all steps of both runs, and the size."""
     if not comparison.all_finite:
         who = [
             f"{run.name} at {some(steps)}" + ("" if each.name == "loss" else f" ({_called(each.name)})")
@@ -100,7 +100,7 @@ def findings(comparison: Comparison) -> list[str]:
 
 
 def _where(comparison: Comparison) -> str:
-    """The first difference, sought in all steps that both runs have, of the loss and of each depth's."""
+    """Describe the first difference of the loss and of each depth's loss over all steps that both runs have."""
     wholes, window = [each for each in comparison.wholes if each.steps], comparison.window
     first, last = comparison.span
     every = f"all {comparison.whole.steps} steps that both runs have ({first}-{last})"
@@ -134,7 +134,7 @@ def _ratio(comparison: Comparison) -> list[str]:
 
 
 def _by_how_much(comparison: Comparison) -> list[str]:
-    """One a series that differs; what is equal beside it is named, too."""
+    """Return one sentence for each series that differs, with the series that are equal."""
     wholes = [each for each in comparison.wholes if each.steps]
     found = [_apart(comparison, each, alone=len(wholes) == 1) for each in wholes if each.first_at is not None]
     if found and (equal := [each for each in wholes if each.first_at is None]):
@@ -149,7 +149,7 @@ def _by_how_much(comparison: Comparison) -> list[str]:
 
 
 def _apart(comparison: Comparison, whole: Difference, *, alone: bool) -> str:
-    """Of one series: in the window, or over all steps where the window is equal."""
+    """Describe the difference of one series in the window, or over all steps if the window is equal."""
     window = next(each for each in comparison.differences if each.name == whole.name)
     subject, they = ("", "they ") if alone else (f"{_called(whole.name)}: ", "")
     if window.first_at is None:
@@ -162,7 +162,7 @@ def _apart(comparison: Comparison, whole: Difference, *, alone: bool) -> str:
 
 
 def _missing(comparison: Comparison) -> list[str]:
-    """Series of depths that are not there at every step at which the loss is."""
+    """Return the series of depths that lack some step at which the loss has a value."""
     return [
         f"{_called(each.name)} is in both runs at {each.steps} of these {comparison.whole.steps} steps"
         for each in comparison.wholes
@@ -171,7 +171,7 @@ def _missing(comparison: Comparison) -> list[str]:
 
 
 def _norms(comparison: Comparison) -> list[str]:
-    """Gradient norms of the window that are further apart than the digits of their sources can make them."""
+    """Return the gradient norms of the window that differ by more than the digits of their sources explain."""
     return [
         f"gradient norms differ by more than rounding at {each.beyond_rounding} of {each.steps} steps, first at step {each.beyond_rounding_at}"
         for each in comparison.differences
@@ -180,7 +180,7 @@ def _norms(comparison: Comparison) -> list[str]:
 
 
 def _rounding(comparison: Comparison) -> list[str]:
-    """Say which of the differences come of the digits that were written down; nothing where both runs stand as they were."""
+    """Return the differences that the printed digits explain; empty for two runs in full precision."""
     rounded = [f"{run.name} to {words}" for run in comparison.runs if (words := _written(comparison, run))]
     told = _trained(comparison)
     if comparison.equal or not rounded:
@@ -198,7 +198,7 @@ def _rounding(comparison: Comparison) -> list[str]:
 
 
 def _written(comparison: Comparison, run: Run) -> str:
-    """The precision of a run's losses in words; empty where all stand in full."""
+    """Return the precision of a run's losses in words; empty for full precision."""
     names = [each.name for each in comparison.losses]
     precision = next((run.precisions[name] for name in names if name in run.precisions), None)
     if precision is not None:
@@ -217,7 +217,7 @@ def _names(series: Sequence[Difference]) -> str:
 
 
 def some(steps: Sequence[int]) -> str:
-    """The first of them."""
+    """Return a short list: the first items and the number of the others."""
     told = ", ".join(map(str, steps[:6]))
     return f"step{'s' if len(steps) > 1 else ''} {told}" + (f" and {len(steps) - 6} more" if len(steps) > 6 else "")
 

@@ -25,6 +25,7 @@ from rich.console import Console
 from safetensors import SafetensorError
 
 from equivalence.runner import exits
+from equivalence.subjects import split_names
 from tools.diff_row.dump.reader import Conventions, field_of
 from tools.diff_row.dump.writer import NAMES, write_dump
 from tools.diff_row.errors import BadInput
@@ -44,7 +45,7 @@ from tools.diff_row.row.findings import Findings
 
 
 def _whole(text: str) -> int:
-    """Of the command line. Raises ValueError in a person's words."""
+    """Parse a whole number of the command line. Raises ValueError with a readable text."""
     try:
         return int(text)
     except ValueError:
@@ -52,7 +53,7 @@ def _whole(text: str) -> int:
 
 
 def _hint(default: str) -> str:
-    """What help says of a default: nothing where an option is simply not given."""
+    """Return the help text of a default; empty for an option without one."""
     return "" if default in ("None", "'not given'", "") else f"(default: {default})"
 
 
@@ -80,7 +81,7 @@ PIPED_WIDTH = 100
 
 @dataclass(frozen=True, kw_only=True)
 class RowOptions:
-    """Which row is looked at, and what it is built for."""
+    """Row to show, and settings for building it."""
 
     file: Annotated[OptionalPath, tyro.conf.Positional] = None
     """A packed file: .jsonl, .jsonl.packed, .jsonl.gz or .jsonl.zst."""
@@ -105,15 +106,15 @@ class RowOptions:
     ignore_manifest: bool = False
     """Take nothing from FILE.manifest.json."""
     sides: Text = None
-    """Two or more of reference, production, megatron_lm, module:object, with commas between; if not given, all built-in
-    ones that are witnesses of the semantics, beside a dump the reference."""
+    """Two or more of reference, production, megatron_lm, module:object, exec:"PYTHON my_adapter.py", with commas between; if not
+    given, all built-in ones that are witnesses of the semantics, beside a dump the reference."""
     chat_key: str = "messages"
     """The key of a row's messages in the file."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DumpOptions:
-    """What a trainer fed: a batch that it dumped, beside the sides or alone."""
+    """Dump of a trainer's batch, beside the sides or alone."""
 
     dump: OptionalPath = None
     """A dumped batch (safetensors): a side of its own. The names of packproof and of Megatron-LM are known."""
@@ -122,7 +123,7 @@ class DumpOptions:
     name: Annotated[
         tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="TENSOR=FIELD", help_behavior_hint=_hint)
     ] = ()
-    """What a tensor of the dump is, where its name is another: --name y=target_ids. Fields: input_ids, target_ids, token_mask,
+    """Field of a tensor in the dump that has another name: --name y=target_ids. Fields: input_ids, target_ids, token_mask,
     position_ids, cu_seqlens, max_seqlen. May be given several times."""
     labels: str = "shifted"
     """shifted: label i is what position i predicts; unshifted: label i is token i, and the model shifts."""
@@ -145,13 +146,13 @@ class RankOptions:
     rank: Whole = None
     """The rank among all, from 0: tp counts fastest, then cp, dp, pp slowest."""
     depth: Whole = None
-    """How many depths of multi-token prediction are made, each a step: 2 makes depths 1 and 2."""
+    """Number of depths of multi-token prediction, each a step: 2 makes depths 1 and 2."""
     stop_at: Text = None
     """row, batch, microbatch, depth, share, slice or weights: the last step; if not given the share, at tp > 1 the slice."""
     at: Whole = None
     """A position of the row to follow through the steps; if not given, the first that differs."""
     layout: str = "zigzag"
-    """How the row is cut among cp ranks: zigzag or contiguous."""
+    """Cut of the row among cp ranks: zigzag or contiguous."""
     sequence_parallel: bool = True
     """Whether tp ranks each hold a slice of the share after embedding."""
     global_batch_size: Whole = None
@@ -164,7 +165,7 @@ class RankOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class OutputOptions:
-    """What is written, and how."""
+    """Outputs."""
 
     json: bool = False
     """Print everything for machines instead of the screen."""
@@ -178,7 +179,7 @@ class OutputOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Arguments:
-    """What the command line says."""
+    """Options of the command line."""
 
     row: RowOptions
     dump: DumpOptions
@@ -192,7 +193,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parse(arguments: Sequence[str] | None) -> Arguments:
-    """The command line as values; argparse's way out where it cannot be read."""
+    """Parse the command line; exit as argparse does if it cannot be parsed."""
     return tyro.cli(
         Arguments,
         args=arguments,
@@ -213,8 +214,7 @@ def _main(arguments: Sequence[str] | None) -> int:
         if (way := _rank_request(asked)).is_asked:
             return _show_rank(asked, way)
         findings = find(_request(asked))
-        for note in token_notes(_request(asked), findings):
-            print(f"note: {note}", file=sys.stderr)
+        _tell(findings, asked)
         if output.html is not None:
             _write_page(output.html, findings)
         if output.write_dump is not None:
@@ -234,11 +234,18 @@ def _console() -> Console:
     return Console(width=min(console.width, 120) if console.is_terminal or "COLUMNS" in os.environ else PIPED_WIDTH)
 
 
+def _tell(findings: Findings, asked: Arguments) -> None:
+    """Print what the row's tokens are that its author may not have meant. Raises BadInput."""
+    for note in token_notes(findings, asked.row.chat_key):
+        print(f"note: {note}", file=sys.stderr)
+
+
 def _show_rank(asked: Arguments, request: RankRequest) -> int:
-    """The way of a row to a rank, or what the ranks of a job fed; returns the exit status. Raises BadInput."""
+    """Show a row on one rank, or the dump of each rank of a job; return the exit status. Raises BadInput."""
     output = asked.output
     fed = None if request.fed is None else find_fed(request, asked.rank.microbatch)
     findings = find_rank(request) if fed is None else fed.shown
+    _tell(findings.row, asked)
     if output.html is not None:
         _write(output.html, "--html", findings.row, lambda: render_rank_page(findings, fed))
     if output.write_dump is not None:
@@ -257,7 +264,7 @@ def _request(asked: Arguments) -> Request:
     names = ("prompt_format", "pack_length", "context_parallel_size", "semantics", "pad_token", "assistant_prefix_len")
     row, dump = asked.row, asked.dump
     given = tuple((name, getattr(row, name)) for name in names if getattr(row, name) is not None)
-    sides = None if row.sides is None else tuple(side.strip() for side in row.sides.split(",") if side.strip())
+    sides = None if row.sides is None else split_names(row.sides)
     return Request(
         file=row.file,
         row=row.row,
@@ -275,7 +282,7 @@ def _request(asked: Arguments) -> Request:
 
 
 def _mapped(pairs: Sequence[str]) -> dict[str, str]:
-    """Tensor to field, from TENSOR=FIELD. Raises BadInput."""
+    """Return the field of each tensor, from TENSOR=FIELD. Raises BadInput."""
     mapped: dict[str, str] = {}
     for pair in pairs:
         tensor, equals, meant = pair.partition("=")

@@ -4,4 +4,4 @@ from __future__ import annotations
 
 
 class BadInput(ValueError):  # noqa: N818 - it names what is bad, and reads so where it is raised
-    """What is wrong, where, and how to mend it, in one line."""
+    """Error text on one line: fault, place and fix."""

@@ -19,7 +19,7 @@ from equivalence.cases.row import read_case
 from equivalence.checks.blame import told
 from equivalence.errors import CaseError
 from equivalence.generators import tokenizers as named_tokenizers
-from equivalence.subjects import BUILT_IN, Messages, Row, RowSettings, Subject, load
+from equivalence.subjects import BUILT_IN, EXTERNAL, Messages, Row, RowSettings, Subject, load
 from equivalence.subjects.protocol import row_of
 from equivalence.subjects.tokenizers import load_folder
 from production.errors import PackproofError
@@ -40,7 +40,7 @@ DUMP = "dump"
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What is asked for: a row of a file, a case, a dump, or a dump beside one of the former."""
+    """Request for a row of a file, a case, a dump, or a dump beside a row or a case."""
 
     file: Path | None = None
     row: int | None = None
@@ -49,7 +49,7 @@ class Request:
     dump: Path | None = None
     dump_row: int = 0
     conventions: Conventions = field(default_factory=Conventions)
-    """What the user says of the dump's names and labels."""
+    """User's options about the dump's names and labels."""
     only_trained_labels: bool = False
     """Leave labels that no side trains out of the comparison."""
     ignore_manifest: bool = False
@@ -73,7 +73,7 @@ class _Asked:
     line: int | None = None
     """Of the row in its file, from 1."""
     settings_from: Mapping[str, str] = field(default_factory=dict)
-    """Where settings come from that the command line did not give, by name."""
+    """Source of each setting that the command line did not give, by name."""
 
 
 def find(request: Request) -> Findings:
@@ -164,7 +164,7 @@ def findings_of(
 
 
 def build_rows(request: Request, rows: Sequence[int], sides: Sequence[str]) -> dict[str, list[Row]]:
-    """Several rows of the file on each of these sides, for what depends on a row's neighbors. Raises BadInput."""
+    """Build several rows of the file on each of these sides, for results that depend on a row's neighbors. Raises BadInput."""
     if request.file is None or not rows:
         raise BadInput("several rows come from a file: give FILE")
     asked = _asked(replace(request, row=rows[0]), {})
@@ -177,12 +177,12 @@ class Beside:
     """Builds rows of files with the reference, beside a side that is there already, with one tokenizer for all."""
 
     def __init__(self, request: Request, *, settings: Mapping[str, Any], chat_template: str | None) -> None:
-        """The request's tokenizer, with a chat template instead of its own if there is one; the settings that the side was made with."""
+        """Take the request's tokenizer, with a chat template instead of its own if one is given, and the settings of the side."""
         self._request, self._settings, self._chat_template = request, settings, chat_template
         self._known: _Asked | None = None
 
     def findings(self, side: Side, *, file: Path, row: int) -> Findings:
-        """Row `row` of the file as the reference builds it. Raises BadInput."""
+        """Build row `row` of the file with the reference. Raises BadInput."""
         if self._known is None:
             asked = _asked(replace(self._request, file=file, row=row), self._settings)
             assert asked is not None
@@ -201,7 +201,7 @@ class Beside:
 
 
 def load_named(name: str, chat_template: str | None = None) -> Any:
-    """The tokenizer of a folder or a name, with this chat template instead of its own if there is one. Raises BadInput."""
+    """Load the tokenizer of a folder or a name, with this chat template instead of its own if one is given. Raises BadInput."""
     tokenizer = _tokenizer(name)
     if chat_template is not None:
         tokenizer = copy.copy(tokenizer)  # loaded once for all that ask for it
@@ -210,12 +210,12 @@ def load_named(name: str, chat_template: str | None = None) -> Any:
 
 
 def subject_of(side: str) -> Subject | None:
-    """The subject that a side is; None for a dump, which builds nothing."""
+    """Return the subject of a side; None for a dump, which builds nothing."""
     return None if side == DUMP else _subject(side)
 
 
 def _dump(request: Request) -> Dump | None:
-    """The dumped row, if one is asked for; a flattened batch is split by the pack length that was given, or the manifest's."""
+    """Return the dumped row, if requested; split a flattened batch by the given pack length, or by the manifest's."""
     if request.dump is None:
         return None
     if request.conventions.labels not in LABELS:
@@ -227,7 +227,7 @@ def _dump(request: Request) -> Dump | None:
 
 
 def _match(request: Request, dump: Dump, dumped: Mapping[str, Any]) -> Match:
-    """The row of the file that the dump's row is, by its ids. Raises BadInput."""
+    """Return the row of the file that matches the dump's row, by its ids. Raises BadInput."""
     first = _asked(replace(request, row=0), dumped)
     assert first is not None
     assert request.file is not None
@@ -240,17 +240,17 @@ def _match(request: Request, dump: Dump, dumped: Mapping[str, Any]) -> Match:
 
 
 def _other_ids(sides: Sequence[Side]) -> bool:
-    """Whether the dump's tokens are those of no side that built the row."""
+    """Return whether the dump's tokens differ from those of every side that built the row."""
     ids = [side.row.input_ids for side in sides if side.row.input_ids is not None]
     return len(ids) > 1 and not any(torch.equal(ids[0], other) for other in ids[1:])
 
 
 def _only_trained(sides: Sequence[Side], *, last_only: bool = False) -> tuple[list[Side], Flaw]:
-    """The sides with -100 as the label of every position, or of the last one, that none of them trains: conventions differ there."""
+    """Return the sides with -100 as the label of every position, or of the last one, that no side trains, because conventions differ there."""
     built = [side for side in sides if side.row.refusal is None]
     sizes = {side.row.target_ids.numel() for side in built if side.row.target_ids is not None}
     if len(sizes) != 1 and last_only:
-        return list(sides), Flaw(what="rows of several lengths", rule="section 1", count=1, position=None, note=True)
+        return list(sides), Flaw(what="rows of several lengths", rule="#tensors", count=1, position=None, note=True)
     if len(sizes) != 1:
         raise BadInput("--only-trained-labels: the sides have rows of several lengths: give the dump's --pack-length")
     trained = torch.stack([side.row.token_mask.reshape(-1) != 0 for side in built if side.row.token_mask is not None])
@@ -302,7 +302,7 @@ def _asked(request: Request, dumped: Mapping[str, Any]) -> _Asked | None:
 
 
 def _manifest(request: Request) -> tuple[dict[str, Any], Path | None]:
-    """The settings that the manifest beside the file names, and where it stands. Raises BadInput."""
+    """Return the settings of the manifest beside the file, and the manifest's path. Raises BadInput."""
     assert request.file is not None
     if request.ignore_manifest:
         return {}, None
@@ -316,9 +316,10 @@ def _manifest(request: Request) -> tuple[dict[str, Any], Path | None]:
 def _chosen(
     request: Request, given: Mapping[str, Any], dumped: Mapping[str, Any]
 ) -> tuple[dict[str, Any], Mapping[str, str]]:
-    """Settings of a row of a file, and where those come from that were not given: a dump, the file's manifest, the default.
+    """Return the settings of a row of a file, and the source of each setting that was not given: a dump, the manifest, the default.
 
-    What decided which conversation stands in which row must not be said otherwise: BadInput. Another cp or other semantics may be.
+    A given setting must not contradict a manifest's setting that decided which conversation is in which row: BadInput. Another cp or other
+    semantics are allowed.
     """
     said, path = _manifest(request)
     for name in ("pack_length", "prompt_format"):
@@ -344,7 +345,7 @@ def _chosen(
 
 
 def messages_of(file: Path, row: int, chat_key: str) -> tuple[Messages, int]:
-    """The messages of a row and its line (from 1), by production's reader, which names file, line and byte of what it refuses."""
+    """Read the messages of a row and its line (from 1) by production's reader, whose errors name file, line and byte."""
     from production.files.source import open_source  # noqa: PLC0415 - cases and dumps need no file reader
 
     if not is_there(file):
@@ -375,7 +376,7 @@ def _tokenizer(name: str | None) -> Any:
 
 
 def _side_names(request: Request, settings: RowSettings) -> tuple[str, ...]:
-    """The sides asked for, or all built-in ones that are witnesses of these semantics; beside a dump the reference."""
+    """Return the requested sides, or all built-in witnesses of these semantics; beside a dump the reference."""
     if request.sides is not None:
         if len(set(request.sides)) < len(request.sides) or DUMP in request.sides:
             raise BadInput(f"--sides {','.join(request.sides)}: each side once, and the dump is one by itself")
@@ -393,16 +394,25 @@ def _covers(subject: Subject, settings: RowSettings) -> bool:
 
 
 def _subject(name: str) -> Subject:
+    if name in _EXTERNAL:
+        return _EXTERNAL[name]
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # witnesses warn on import of what they lack; it is not about this row
-            return load(name)
+            subject = load(name)
     except (ValueError, ImportError) as error:
         raise BadInput(f"side {name!r}: {error}") from error
+    if name.startswith(EXTERNAL):
+        _EXTERNAL[name] = _EXTERNAL[subject.name] = subject
+    return subject
+
+
+_EXTERNAL: dict[str, Subject] = {}
+"""Subjects outside the process that run already, by their command and by the name that they give themselves."""
 
 
 def _build(name: str, asked: _Asked) -> Side:
-    """One side's row. An error of a built-in side is one of the input; of the user's own side, too, it is said where."""
+    """Build one side's row. An error of a built-in side is an error of the input; for the user's own side the text also names the place."""
     subject = _subject(name)
     if not _covers(subject, asked.settings):
         raise BadInput(
@@ -412,11 +422,13 @@ def _build(name: str, asked: _Asked) -> Side:
         row = row_of(subject.build_row(asked.messages, asked.tokenizer, asked.settings))
     except Exception as error:
         raise BadInput(f"side {name!r} could not run ({told(error)}): it must build a row or refuse it") from error
-    return Side(name=name, version=version_of(subject, name), row=row)
+    # A command line is no heading: a subject outside the process goes by the name that it gives itself.
+    shown = subject.name if name.startswith(EXTERNAL) else name
+    return Side(name=shown, version=version_of(subject, name), row=row)
 
 
 def version_of(subject: Subject, name: str) -> str:
-    """What a side says of its version; of packproof's own sides the package's."""
+    """Return a side's own version; for packproof's sides the package's version."""
     said = getattr(subject, "version", None)
     if said is not None:
         return str(said)

@@ -30,7 +30,7 @@ from tools.diff_row.row.findings import Findings, Side, Source
 SAMPLE = Path("examples/packed/sample.jsonl.packed")
 TOKENIZER = Path("examples/tokenizers/nemotron-mini")
 JOB = "my_job"
-"""The side at fault: a stand-in for a user's own loader."""
+"""Side at fault, in place of a user's own loader."""
 FLAGS = [
     "--headless",
     "--no-sandbox",
@@ -47,12 +47,12 @@ FLAGS = [
 
 @dataclass(frozen=True, kw_only=True)
 class Arguments:
-    """Where things are."""
+    """Folders for the pictures."""
 
     chromium: str = "chromium"
     """The browser that draws."""
     out: Path = Path("docs/images")
-    """Where the pictures go."""
+    """Folder for the pictures."""
     row: int = 174
     """The row of the sample."""
 
@@ -75,7 +75,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _findings(messages: Messages, settings: RowSettings, faulty: RowSettings, row: int) -> Findings:
-    """Reference, the installed Megatron-LM, and a job whose loader was set up otherwise."""
+    """Compare the reference, the installed Megatron-LM, and a job with different loader settings."""
     tokenizer = load_folder(TOKENIZER)
     sides = []
     for name in ("reference", "megatron_lm"):

@@ -1,4 +1,4 @@
-"""What a token looks like: its text with nothing hidden, safe to stand in a column of a terminal or in a cell."""
+"""Show a token's text with nothing hidden, safe for a column of a terminal or a cell."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 from rich.cells import cell_len
 
 IGNORED = "ignored"
-"""How the label -100 reads."""
+"""Text shown for the label -100."""
 LEFT_TO_RIGHT = "\u200e"
 """A mark that keeps the column after a right-to-left token in its place; it takes no width."""
 
 
 class TokenTexts:
-    """Texts of ids, by one tokenizer; without one, an id stands for itself."""
+    """Texts of ids by one tokenizer; without a tokenizer the id itself."""
 
     def __init__(self, tokenizer: Any | None) -> None:
         self._tokenizer = tokenizer
@@ -25,11 +25,11 @@ class TokenTexts:
         self._size = len(tokenizer) if tokenizer else 0
 
     def special(self, token: int) -> bool:
-        """Whether the id is a special or added token, as against text that looks like one."""
+        """Return whether the id is a special or added token, and not ordinary text that looks like one."""
         return token in self._special
 
     def text(self, token: int) -> str:
-        """The token with every hidden character shown: text in quotes, a special token bare, -100 as `ignored`."""
+        """Return the token with every hidden character shown: text in quotes, a special token bare, -100 as `ignored`."""
         if token not in self._known:
             self.learn([token])
         return self._known[token]
@@ -48,7 +48,7 @@ class TokenTexts:
 
 
 def quoted(name: str | None, text: str) -> str:
-    """A token of text in quotes. Part of a character, which has no text of its own, is shown as its bytes."""
+    """Return a token of text in quotes. Part of a character, which has no text, is shown as bytes."""
     if name is None:
         return "(no such id)"
     if "\ufffd" in text and (raw := _bytes(name)) is not None:
@@ -57,10 +57,10 @@ def quoted(name: str | None, text: str) -> str:
 
 
 def visible(text: str) -> str:
-    """The text with line feeds, controls, joiners, direction marks and lone combining characters made visible.
+    """Return the text with line feeds, controls, joiners, direction marks and lone combining characters made visible.
 
-    What stays has a width that `rich.cells` knows, so columns hold. A text with right-to-left letters is closed with
-    a left-to-right mark, or a terminal would draw the numbers of the next column on its other side.
+    The result has a width that `rich.cells` knows, so that columns stay aligned. A text with right-to-left letters ends with
+    a left-to-right mark; otherwise a terminal would draw the numbers of the next column on its other side.
     """
     shown = "".join(_character(character) for character in text)
     if shown and unicodedata.category(shown[0]) in ("Mn", "Me", "Mc"):
@@ -71,7 +71,7 @@ def visible(text: str) -> str:
 
 
 def fit(text: str, width: int) -> str:
-    """The text cut or filled to exactly this many columns; an ellipsis says that it was cut."""
+    """Cut or fill the text to exactly this many columns; an ellipsis marks a cut."""
     if cell_len(text) > width:
         kept = ""
         for character in text:
@@ -99,7 +99,7 @@ _NAMED = {"\n": "⏎", "\t": "⇥", "\r": "␍"}
 
 
 def _bytes(name: str) -> bytes | None:
-    """The bytes of a token of a byte-level vocabulary (or `<0xE2>` of one with byte fallback), else None."""
+    """Return the bytes of a token of a byte-level vocabulary (or `<0xE2>` of a vocabulary with byte fallback), else None."""
     if len(name) == 6 and name.startswith("<0x") and name.endswith(">"):
         return bytes([int(name[3:5], 16)])
     alphabet = _byte_alphabet()
@@ -110,7 +110,7 @@ def _bytes(name: str) -> bytes | None:
 
 @functools.cache
 def _byte_alphabet() -> dict[str, int]:
-    """The characters that byte-level vocabularies write bytes with (GPT-2's table)."""
+    """Return the characters by which byte-level vocabularies write bytes (GPT-2's table)."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}

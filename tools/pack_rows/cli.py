@@ -68,7 +68,7 @@ class PackRows:
     overwrite: bool = False
     """Replace OUT where it exists."""
     list_refused: int = 20
-    """How many refused conversations to show; the manifest has the lines of all."""
+    """Number of refused conversations to show; the manifest has the lines of all."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -23,7 +23,7 @@ MiddleSystem = Literal["refuse", "split"]
 
 @dataclass(frozen=True, kw_only=True)
 class SourceLocation:
-    """Where a conversation stands in the input."""
+    """Place of a conversation in the input."""
 
     input: int
     """Index of the input file."""
@@ -35,10 +35,10 @@ class SourceLocation:
 
 @dataclass(frozen=True, kw_only=True)
 class Conversation:
-    """One conversation as it will stand in a row; the first message is a system message, and no other one is."""
+    """One conversation of a row; its first message is the only system message."""
 
     place: SourceLocation
-    """Where it was read."""
+    """Place in the input."""
     messages: tuple[Message, ...]
     """Its messages with every key they came with."""
     system_inserted: bool = False
@@ -50,11 +50,11 @@ class Refusal:
     """One conversation that is in no row, and why."""
 
     place: SourceLocation
-    """Where it was read."""
+    """Place in the input."""
     kind: str
     """The name under which it is counted."""
     detail: str
-    """What is wrong, and how to mend it."""
+    """Fault and fix."""
 
 
 @dataclass(kw_only=True)

@@ -10,17 +10,16 @@ from typing import Any, Literal
 import numpy as np
 
 from production.errors import PackproofError, RowRefused
-from production.files.file_state import is_there
 from production.refusals import refusal
 from production.rows.builder import LONGEST, RowSettings, find_pad
-from production.rows.token_facts import ControlTokens, removed_switches, tokenizer_notes
+from production.rows.token_facts import ControlTokens, prompt_messages, removed_switches, tokenizer_notes
 from production.semantics import parse
 from production.tokens.conversations import ConversationTokenizer
+from production.tokens.folder import load_folder
 from production.tokens.format_fit import MISFIT_MEND, format_misfits, misfit_text
 from production.tokens.message_keys import MessageKeys
 from production.tokens.prompts import FORMATS, TURN_ROLES, Message, RowMessages, count_unrendered
 from production.tokens.turn_tokens import IGNORE_INDEX
-from production.training.data.tokenizer import folder_fault
 from tools.pack_rows.conversations import Conversation, Refusal
 
 PromptFormat = Literal["nemotron-nano-v2", "nemotron-h-aligned", "identity", "default"]
@@ -46,6 +45,8 @@ class Measured:
     """Messages with content of which nothing is rendered, such as tool messages in the Nemotron formats."""
     control_tokens: int
     """Control tokens that stand in contents as text."""
+    prompt_messages: int
+    """Messages of the system, users and tools that are trained, since the format masks none."""
     removed_switches: int
     """Messages that lose `/think` or `/no_think`, also within a word."""
 
@@ -84,7 +85,7 @@ class LengthMeter:
                 where="prompt_format",
                 mend="choose another format or other semantics",
             )
-        tokenizer = _load(tokenizer_folder)
+        tokenizer = load_folder(tokenizer_folder)
         self.vocab_size: int = len(tokenizer)
         """Ids in the vocabulary, added ones included."""
         if self._format.render is None and not tokenizer.chat_template:
@@ -104,11 +105,11 @@ class LengthMeter:
         )
         self._pack_length, self._pad = pack_length, _pad(tokenizer, settings, tokenizer_folder)
         self.notes = tuple(tokenizer_notes(tokenizer, settings))
-        """What must be known of the rows whatever stands in them."""
+        """Facts about the rows that do not depend on their contents."""
         self.keys = MessageKeys.of_format(
             prompt_format, self._semantics, tokenizer, ignored=ignore_keys, ignore="--ignore-keys"
         )
-        """What is asked of keys."""
+        """Checks of message keys."""
         self._control_tokens = ControlTokens(tokenizer)
         self._tokenizer = ConversationTokenizer(
             tokenizer=tokenizer,
@@ -124,6 +125,7 @@ class LengthMeter:
         row = _as_row([conversations[index].messages for index in left])
         # The tokenizer stops at a refusal, and what it read beyond is lost: behind one, go on in small steps.
         done, characters = 0, _MOST_CHARACTERS
+        is_masked = self._format.is_masked(self._semantics)
         while done < len(left):
             found = self._tokenizer.tokenize(row, first=done, last=row.count, characters=characters)
             ends = np.cumsum(found.lengths)
@@ -140,6 +142,7 @@ class LengthMeter:
                     masked_as_padding=int(np.count_nonzero(is_pad[in_row])),
                     silent_messages=count_unrendered(_as_row([conversation.messages]), self._format)[0] or 0,
                     control_tokens=self._control_tokens.count(conversation.messages),
+                    prompt_messages=0 if is_masked else prompt_messages(conversation.messages),
                     removed_switches=removed_switches(conversation.messages, self._format.name),
                 )
                 done += 1
@@ -152,7 +155,7 @@ class LengthMeter:
         return [result for result in results if result is not None]
 
     def _refusal(self, conversation: Conversation) -> Refusal | None:
-        """Return what a row takes without a word, and takes for something else than it was meant for."""
+        """Refuse a conversation that a row would accept but change in meaning."""
         is_masked = self._format.is_masked(self._semantics)
         for turn, message in enumerate(conversation.messages):
             role = message["role"]
@@ -178,7 +181,7 @@ class LengthMeter:
 
 
 def _pad(tokenizer: Any, settings: RowSettings, folder: Path) -> int:
-    """The pad id where labels that equal it do not count, else an id that no token has. PackproofError where the job's rows would have none."""
+    """Return the pad id if labels equal to it do not count, else an id that no token has. Raises PackproofError if the job's rows would have no pad id."""
     pad = find_pad(tokenizer, settings)
     if pad.id is None or not (pad.is_known or settings.semantics.unknown_pad_token == "unk"):
         lacks = "has no pad token and no end-of-text token" if pad.token is None else f"lacks the pad token {pad.token}"
@@ -200,30 +203,8 @@ def _refuse(conversation: Conversation, kind: str, detail: str) -> Refusal:
     return Refusal(place=conversation.place, kind=kind, detail=detail)
 
 
-def _load(folder: Path) -> Any:
-    if not (is_there(folder) and folder.is_dir()):
-        raise PackproofError(
-            what="no such tokenizer folder",
-            where=str(folder),
-            mend="give the folder that holds tokenizer.json; packproof-build-tokenizer writes one",
-        )
-    if (why := folder_fault(folder)) is not None:
-        mend = "give the folder that holds tokenizer.json and tokenizer_config.json"
-        raise PackproofError(what=f"no tokenizer can be loaded from it: {why}", where=str(folder), mend=mend)
-    from transformers import AutoTokenizer  # noqa: PLC0415 - its import takes seconds, and --help needs none of it
-
-    try:
-        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise PackproofError(
-            what=f"not a tokenizer that transformers can load: {' '.join(str(error).split())}",
-            where=str(folder),
-            mend="give the folder that holds tokenizer.json and tokenizer_config.json",
-        ) from error
-
-
 def _as_row(conversations: Sequence[Sequence[Message]]) -> RowMessages:
-    """Conversations end to end, split where they were split: one may lack the system message that a row splits at."""
+    """Lay conversations end to end, split as in the file: a conversation may lack the system message at which a row splits."""
     messages = [message for conversation in conversations for message in conversation]
     bounds = [0, *itertools.accumulate(map(len, conversations))]
     return RowMessages(messages=messages, roles=[message["role"] for message in messages], bounds=bounds)

@@ -1,4 +1,4 @@
-"""Writes rows, and beside them what they were made of: nothing in a packed file itself says which tokenizer built it."""
+"""Write rows and a manifest of their inputs and settings, because a packed file itself does not say which tokenizer built it."""
 
 import hashlib
 import importlib.metadata
@@ -45,7 +45,7 @@ def write_rows(packing: Packing, out: Path) -> tuple[Path, Path]:
 
 
 def manifest_path(out: Path) -> Path:
-    """Return where the manifest of the packed file `out` stands."""
+    """Return the path of the manifest of the packed file `out`."""
     return out.with_name(out.name + ".manifest.json")
 
 
@@ -60,7 +60,7 @@ def describe_output(name: str, lines: bytes) -> dict[str, Any]:
 
 
 def manifest(packing: Packing) -> dict[str, Any]:
-    """Return what the rows were made of. Names of files only, no folders and no time: equal inputs give equal bytes."""
+    """Return the manifest of the rows. It has names of files only, no folders and no time: equal inputs give equal bytes."""
     settings = asdict(packing.settings)
     refused: list[dict[str, list[SourceLocation]]] = [{} for _ in packing.inputs]
     for refusal in packing.refused:
@@ -108,7 +108,7 @@ def json_bytes(value: object) -> bytes:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Write `content` to `path` so that no reader ever sees half of it."""
+    """Write `content` to `path` so that no reader ever sees half of the content."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, scratch = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:

@@ -32,7 +32,7 @@ _CHUNK = 2_048
 
 @dataclass(frozen=True, kw_only=True)
 class PackSettings:
-    """What decides which conversation stands in which row."""
+    """Settings that decide which conversation goes into which row."""
 
     prompt_format: PromptFormat
     """Prompt format of the job that will read the rows; it decides the lengths and what is refused."""
@@ -53,7 +53,7 @@ class PackSettings:
     on_bad: Literal["error", "skip"] = "error"
     """A refused conversation: write nothing, or leave it out."""
     on_long: Literal["error", "skip", "truncate"] = "error"
-    """A conversation longer than a row: write nothing, leave it out, or let a row of its own be cut by Megatron-LM."""
+    """Handling of a conversation longer than a row: write nothing, leave it out, or let Megatron-LM cut a row of its own."""
     pad_token: str | None = None
     """Pad token of the job; None: the prompt format's. Labels of its id do not count under `padding_mask=by_value`."""
     ignore_keys: tuple[str, ...] = ()
@@ -98,7 +98,7 @@ class PackedConversation:
     """A conversation in a row; its text is kept as JSON, which is a fraction of the objects' size."""
 
     place: SourceLocation
-    """Where it was read."""
+    """Place in the input."""
     json: str
     """Its messages as they will be written, without the brackets around them."""
     messages: int
@@ -116,7 +116,7 @@ class Packing:
     """Rows, and what is not in them."""
 
     settings: PackSettings
-    """What the rows were packed with."""
+    """Settings with which the rows were packed."""
     inputs: tuple[InputFile, ...]
     """The files, with their hashes and what was counted in them."""
     tokenizer: Path
@@ -124,17 +124,17 @@ class Packing:
     vocab_size: int
     """Ids in its vocabulary."""
     notes: tuple[Note, ...]
-    """What must be known of the rows whatever stands in them."""
+    """Facts about the rows that do not depend on their contents."""
     conversations: int
     """Conversations read, pieces of split ones counted each; refused lines count as one."""
     rows: tuple[tuple[PackedConversation, ...], ...]
     """The rows."""
     refused: tuple[Refusal, ...]
-    """What no row holds, in the order read."""
+    """Conversations that no row holds, in the order read."""
 
     @property
     def failures(self) -> tuple[Refusal, ...]:
-        """What was refused although the settings ask for an error then: nothing may be written."""
+        """Refusals that the settings treat as errors: with any of them nothing is written."""
         asked = {True: self.settings.on_long, False: self.settings.on_bad}
         return tuple(refusal for refusal in self.refused if asked[refusal.kind == TOO_LONG] == "error")
 
@@ -158,6 +158,7 @@ class Packing:
             "messages_that_render_to_nothing": sum(conversation.measured.silent_messages for conversation in packed),
             "messages_that_lose_think_switches": sum(conversation.measured.removed_switches for conversation in packed),
             "control_tokens_in_contents": sum(conversation.measured.control_tokens for conversation in packed),
+            "prompt_messages_trained": sum(conversation.measured.prompt_messages for conversation in packed),
             "rows": len(self.rows),
             "rows_that_train_nothing": sum(not any(row) for row in trained),
             "row_tokens": length * len(self.rows),
@@ -227,7 +228,7 @@ def row_line(row: Iterable[PackedConversation]) -> bytes:
 
 
 def _trained(conversation: PackedConversation, place: int) -> int:
-    """Labels of a conversation that count in its row: the first token is a label only behind another conversation (R-SHIFT-1)."""
+    """Count a conversation's labels that train in its row: the first token is a label only behind another conversation (R-SHIFT-1)."""
     return conversation.measured.trained + (conversation.measured.trained_first if place else 0)
 
 

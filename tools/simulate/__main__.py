@@ -20,6 +20,7 @@ import torch
 import tyro
 from rich.console import Console
 
+from equivalence.runner import exits
 from production.errors import PackproofError
 from tools.simulate.costs import costs_of
 from tools.simulate.layout import Job, draw_rows, first, read_rows
@@ -30,7 +31,7 @@ from tools.simulate.walk import walk
 
 @dataclass(frozen=True, kw_only=True)
 class Arguments:
-    """What the command line says."""
+    """Options of the command line."""
 
     tp: int = 1
     """Tensor parallel size."""
@@ -40,6 +41,8 @@ class Arguments:
     """Expert parallel size."""
     dp: int = 1
     """Data parallel size."""
+    pp: int = 1
+    """Pipeline parallel size."""
     pack_length: int = 262_144
     """Tokens a row has in the model."""
     rows: int | None = None
@@ -49,7 +52,7 @@ class Arguments:
     file: Path | None = None
     """Rows of your own instead of drawn ones: JSON lines, each the lengths of a row's segments or {"cu_seqlens": [...]}."""
     layout: Literal["zigzag", "contiguous"] = "zigzag"
-    """How a row is cut among context parallel ranks."""
+    """Cut of a row among context-parallel ranks."""
     sequence_parallel: bool = True
     """Whether tensor parallel ranks each hold a slice of the tokens."""
     depths: int = 1
@@ -72,6 +75,10 @@ class Arguments:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (default: the process's own) and return its exit code."""
+    return exits.run(_main, argv)
+
+
+def _main(argv: Sequence[str] | None) -> int:
     options = tyro.cli(Arguments, args=argv, prog="packproof-simulate", description=__doc__)
     start = time.perf_counter()
     # Many short operations: with more threads they wait for each other.
@@ -103,6 +110,7 @@ def _job(options: Arguments, rows: int) -> Job:
         cp=options.cp,
         ep=options.ep,
         dp=options.dp,
+        pp=options.pp,
         pack_length=options.pack_length,
         rows=rows if options.rows is None else options.rows,
         layout=options.layout,

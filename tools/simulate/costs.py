@@ -1,4 +1,4 @@
-"""What a job's ranks send for multi-token prediction, attention and experts, in closed form from its rows."""
+"""Compute the messages of a job's ranks for multi-token prediction, attention and experts, in closed form from the rows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _ROLLED_BYTES = 3 * 8 + 4
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """Of one global batch's forward pass, unless said otherwise."""
+    """Costs of the forward pass of one global batch, unless a field says otherwise."""
 
     roll_messages: int
     """Messages of megatron-core's packed roll: 2·N·(cp-1) per roll of N segments, four rolls a depth, on every tensor parallel rank."""
@@ -26,12 +26,14 @@ class Costs:
     """Keys and values that one rank receives from the other context parallel ranks, per attention layer and row."""
     attention_bytes_in_all: int
     """Over all ranks and rows, per attention layer."""
+    stage_bytes: int
+    """Hidden states that all stages but the last send to the next, over all ranks and rows; 0 with one stage."""
     expert_bytes: int
     """Hidden states that one rank sends to other experts' ranks, per expert layer and row, if the router spreads them evenly."""
 
 
 def costs_of(found: Walk) -> Costs:
-    """The costs of the rows that were walked."""
+    """Return the costs of the rows that were walked."""
     job = found.job
     per_segment = 2 * (job.cp - 1) * job.depths
     segments, most = int(found.segments.sum()), int(found.segments.max())
@@ -45,5 +47,6 @@ def costs_of(found: Walk) -> Costs:
         table_messages=0,
         attention_bytes=attention,
         attention_bytes_in_all=attention * job.tp * job.cp * job.rows,
+        stage_bytes=held * job.hidden * job.value_bytes * job.tp * job.cp * job.rows * (job.pp - 1),
         expert_bytes=held * min(job.topk, job.ep) * job.hidden * job.value_bytes * (job.ep - 1) // job.ep,
     )

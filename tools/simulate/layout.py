@@ -9,7 +9,11 @@ from pathlib import Path
 import torch
 
 from production.errors import PackproofError
+from production.files.file_state import read_regular
 from production.parallel.context_parallel import find_layout
+
+_MOST = {"depths": 1024, "pack_length": 1 << 26, "rows": 1 << 20, "tp·cp·dp": 1 << 20}
+"""Greatest numbers of a job that is walked."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,12 +28,14 @@ class Job:
     """Expert parallel size; experts are spread over tensor, context and data parallel ranks."""
     dp: int
     """Data parallel size."""
+    pp: int = 1
+    """Pipeline parallel size: each stage holds the same tokens, and sends activations to the next."""
     pack_length: int
     """P: tokens a row has in the model."""
     rows: int
     """Rows of the global batch."""
     layout: str
-    """How a row is cut among context parallel ranks."""
+    """Cut of a row among context-parallel ranks."""
     sequence_parallel: bool
     """Whether tensor parallel ranks each hold a slice of the tokens between attention and experts."""
     depths: int
@@ -52,6 +58,7 @@ class Job:
             "cp",
             "ep",
             "dp",
+            "pp",
             "pack_length",
             "rows",
             "hidden",
@@ -64,28 +71,33 @@ class Job:
                 raise _wrong(name, f"{getattr(self, name)} is no size", "give at least 1")
         if self.depths < 0:
             raise _wrong("depths", f"{self.depths} depths", "give 0 or more")
+        sizes = {"depths": self.depths, "pack_length": self.pack_length, "rows": self.rows, "tp·cp·dp": self.ranks}
+        for name, most in _MOST.items():  # indices of all ranks are held at once
+            if sizes[name] > most:
+                raise _wrong(name, f"{sizes[name]:,} is more than is walked", f"give at most {most:,}")
         find_layout(self.layout)
         if self.rows % self.dp:
             raise _wrong("rows", f"{self.rows} rows over {self.dp} data-parallel ranks", "make rows a multiple of dp")
-        if self.ranks % self.ep:
-            raise _wrong("ep", f"{self.ranks} ranks do not divide into groups of {self.ep}", "let ep divide tp·cp·dp")
+        of_a_stage = self.ranks // self.pp
+        if of_a_stage % self.ep:
+            raise _wrong("ep", f"{of_a_stage} ranks do not divide into groups of {self.ep}", "let ep divide tp·cp·dp")
         if self.sequence_parallel and self.pack_length % (self.cp * self.tp):
             mend = "make pack_length a multiple of cp·tp, or leave sequence parallelism out"
             raise _wrong("pack_length", f"{self.pack_length} tokens over {self.cp} × {self.tp} ranks", mend)
 
     @property
     def ranks(self) -> int:
-        """All ranks; megatron-core counts tp fastest, then cp, then dp."""
-        return self.tp * self.cp * self.dp
+        """Number of ranks; megatron-core counts tp fastest, then cp, then dp, then pp."""
+        return self.tp * self.cp * self.dp * self.pp
 
     @property
     def granularity(self) -> int:
-        """g: what segments are multiples of."""
+        """g: every segment length is a multiple of g."""
         return 2 * self.cp if self.cp > 1 else 1
 
 
 def draw_rows(job: Job, *, segments: int, seed: int) -> list[torch.Tensor]:
-    """Boundaries [K] int32 of each row: `segments` segments of random lengths, multiples of 2·cp where cp exceeds 1."""
+    """Draw boundaries [K] int32 of each row: `segments` segments of random lengths, multiples of 2·cp where cp exceeds 1."""
     units, rest = divmod(job.pack_length, job.granularity)
     if rest:
         mend = f"make pack_length a multiple of {job.granularity} (2·cp)"
@@ -107,19 +119,19 @@ def draw_rows(job: Job, *, segments: int, seed: int) -> list[torch.Tensor]:
 
 
 def read_rows(path: Path) -> list[torch.Tensor]:
-    """Boundaries of each row from JSON lines: a list of the lengths of its segments, or an object with `cu_seqlens`.
+    """Read the boundaries of each row from JSON lines; a line is a list of segment lengths, or an object with `cu_seqlens`.
 
     Raises PackproofError naming file and line.
     """
     rows = []
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = read_regular(path).decode().splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise _wrong(str(path), f"cannot be read: {error}", "name a file of JSON lines") from error
     for number, line in enumerate(lines, start=1):
         try:
             found = json.loads(line)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise _wrong(f"{path}, line {number}", f"no JSON: {error}", _SHAPE) from error
         numbers = found.get("cu_seqlens") if isinstance(found, dict) else found
         is_whole = isinstance(numbers, list) and all(type(each) is int and 0 <= each < 2**31 for each in numbers)
@@ -133,7 +145,7 @@ def read_rows(path: Path) -> list[torch.Tensor]:
 
 
 def first(rows: list[torch.Tensor], count: int) -> list[torch.Tensor]:
-    """The first `count` rows. Raises PackproofError where there are fewer."""
+    """Return the first `count` rows. Raises PackproofError if there are fewer rows."""
     if len(rows) < count:
         raise _wrong("rows", f"the file has {len(rows)}, and {count} are asked for", "lower --rows, or add to the file")
     return rows[:count]

@@ -21,7 +21,7 @@ MOST_ROWS = 64
 
 
 def render_page(found: Walk, costs: Costs) -> str:
-    """The page as text."""
+    """Return the page as text."""
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
@@ -42,7 +42,7 @@ def render_page(found: Walk, costs: Costs) -> str:
 
 
 def _heat(found: Walk) -> list[list[dict[str, Any]]]:
-    """[dp][cp]: each rank's attention work against the mean of all."""
+    """Return [dp][cp]: the attention work of each rank relative to the mean over all ranks."""
     work = found.work.sum(dim=1).double()
     relative = work / work.mean()
     return [
@@ -55,7 +55,7 @@ def _heat(found: Walk) -> list[list[dict[str, Any]]]:
 
 
 def _bars(found: Walk) -> list[list[dict[str, Any]]]:
-    """[dp][microbatch]: the work of a row's slowest rank against the largest, and the share that is evenly spread."""
+    """Return [dp][microbatch]: the work of a row's slowest rank relative to the largest, and the work of an even distribution."""
     slowest = found.work.amax(dim=2).double()
     mean = found.work.double().mean(dim=2)
     top = float(slowest.max())
@@ -69,7 +69,7 @@ def _bars(found: Walk) -> list[list[dict[str, Any]]]:
 
 
 def _strips(found: Walk) -> list[dict[str, Any]]:
-    """The first segments of the first row, each as pieces with the rank that owns them, and where it is drawn."""
+    """Return the first segments of the first row, each as pieces with their owning rank and their place in the picture."""
     job, layout = found.job, find_layout(found.job.layout)
     boundaries = found.rows[0].tolist()
     owner = {piece: rank for rank in range(job.cp) for piece in layout.owned(rank, job.cp)}
@@ -102,5 +102,5 @@ def _colour(rank: int, size: int) -> str:
 
 
 def _shade(ratio: float) -> dict[str, Any]:
-    """How strongly a cell is coloured, in percent, and on which side of the mean it is; full at a factor of 1.5."""
+    """Return the colour strength of a cell in percent, full at a factor of 1.5, and its side of the mean."""
     return {"side": "above" if ratio > 1 else "below", "strength": round(70 * min(abs(ratio - 1) / 0.5, 1))}

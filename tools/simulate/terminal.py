@@ -14,7 +14,7 @@ def show(found: Walk, costs: Costs, console: Console) -> None:
     """Print verdict, load and messages."""
     job = found.job
     console.print(
-        f"tp {job.tp} · cp {job.cp} · ep {job.ep} · dp {job.dp}: {job.ranks:,} ranks, {job.rows} rows of {job.pack_length:,} tokens, "
+        f"tp {job.tp} · cp {job.cp} · ep {job.ep} · dp {job.dp}{f' · pp {job.pp}' * (job.pp > 1)}: {job.ranks:,} ranks, {job.rows} rows of {job.pack_length:,} tokens, "
         f"{int(found.segments.sum()):,} segments, layout {job.layout}",
         highlight=False,
     )
@@ -76,12 +76,16 @@ def _messages(found: Walk, costs: Costs) -> Table:
         table.add_row(
             "experts, dispatch",
             "",
-            f"{costs.expert_bytes * job.ranks * (job.rows // job.dp):,}",
+            f"{costs.expert_bytes * (job.ranks // job.pp) * (job.rows // job.dp):,}",
             f"a layer, if spread evenly; a rank sends {costs.expert_bytes:,} a row",
+        )
+    if job.pp > 1:
+        table.add_row(
+            "stages, hidden states", "", f"{costs.stage_bytes:,}", f"{job.pp - 1} times a row, from stage to stage"
         )
     return table
 
 
 def span(low: int, high: int) -> str:
-    """One number, or the two it lies between."""
+    """Return one number, or the range between the smallest and the largest."""
     return f"{low:,}" if low == high else f"{low:,} to {high:,}"

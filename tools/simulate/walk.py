@@ -17,12 +17,12 @@ from production.rows.batch import FlatBatch
 from tools.simulate.layout import Job
 
 MOST_FAULTS = 20
-"""Faults that are told; a wrong index makes one on every rank."""
+"""Number of faults to print; one wrong index causes one fault on every rank."""
 
 
 @dataclass(kw_only=True, eq=False)
 class Walk:
-    """What the walk found; [dp, microbatches, cp] tables are per rank of a tensor parallel group."""
+    """Result of the walk; tables [dp, microbatches, cp] are per rank of a tensor-parallel group."""
 
     job: Job
     rows: list[torch.Tensor]
@@ -34,7 +34,7 @@ class Walk:
     segments: torch.Tensor
     """[dp, microbatches] int64: segments that are not empty."""
     faults: list[str] = field(default_factory=list)
-    """What is wrong, with row and rank; empty if every token is owned once and labels stay with their tokens."""
+    """Faults, with row and rank; empty if every token is owned once and labels stay with their tokens."""
 
 
 def walk(job: Job, rows: Sequence[torch.Tensor]) -> Walk:
@@ -95,7 +95,7 @@ def _check(job: Job, number: int, cu_seqlens: torch.Tensor) -> None:
 
 
 def _strays(row: FlatBatch, tables: DepthTables, owned: torch.Tensor, ends: torch.Tensor) -> list[tuple[str, int]]:
-    """Tensors that hold at some depth something else than the token that far on, inside the same segment, has."""
+    """Return the tensors and depths at which a position does not hold the value of the token `depth` positions ahead in the same segment."""
     strays = []
     for depth in range(len(tables.input_ids)):
         source = owned + depth
@@ -109,7 +109,7 @@ def _strays(row: FlatBatch, tables: DepthTables, owned: torch.Tensor, ends: torc
 
 
 def _make_row(number: int, cu_seqlens: torch.Tensor, pack_length: int) -> FlatBatch:
-    """A row whose ids are places in the global batch, and whose labels, positions and mask follow from them."""
+    """Make a row whose ids are positions in the global batch, and whose labels, positions and mask are derived from the ids."""
     ids = torch.arange(pack_length)[None] + number * pack_length
     lengths = cu_seqlens.long().diff()
     starts = cu_seqlens.long()[:-1].repeat_interleave(lengths)

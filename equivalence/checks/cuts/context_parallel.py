@@ -1,6 +1,6 @@
-"""Context parallelism: on every rank the same positions, tensors and refusals (R-CP), and the gather brings the row back.
+"""Check context parallelism: positions, tensors and refusals are equal on every rank (R-CP), and gathering restores the row.
 
-Third witness of the zigzag is the cut of megatron-core's rotary embedding, in pure torch. Of `contiguous` there is none.
+The third witness of the zigzag is megatron-core's rotary embedding, which cuts in pure torch. `contiguous` has no third witness.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def check_context_parallel(
 
 
 def rotary_index(cu_seqlens: Sequence[int], rank: int, size: int) -> torch.Tensor:
-    """Positions [P / size] int64 as megatron-core's rotary embedding takes its frequencies for a rank."""
+    """Return positions [P / size] int64 in the order in which megatron-core's rotary embedding takes its frequencies for a rank."""
     positions = torch.arange(cu_seqlens[-1])
     parts = [
         rope_utils._get_thd_freqs_on_this_cp_rank(  # noqa: SLF001 - the witness

@@ -56,7 +56,7 @@ class Side:
 
 
 def check_meeting(case: MeetingCase) -> CheckResult:
-    """Both paths on both sides; each side's online shares are held against the prediction from its direct ones."""
+    """Run both paths on both sides, and compare each side's online shares with the prediction from its direct shares."""
     sides = {"reference": _reference(case), "production": _production(case)}
     named = {}
     fired: dict[str, int] = {}
@@ -74,7 +74,7 @@ def check_meeting(case: MeetingCase) -> CheckResult:
 
 
 def conversations(case: MeetingCase) -> list[list[dict[str, str]]]:
-    """The row's messages, conversation by conversation."""
+    """Split the row's messages into conversations."""
     starts = [place for place, message in enumerate(case.messages) if message["role"] == "system"]
     return [case.messages[start:end] for start, end in zip(starts, [*starts[1:], len(case.messages)], strict=True)]
 

@@ -22,7 +22,7 @@ _NAMES = ("input_ids", "target_ids", "token_mask", "position_ids", "packed_cu_se
 
 
 def check_shares(case: SharesCase) -> CheckResult:
-    """Every rank's rows, tensors and weights in every global batch of the validation, and the divisors, on both sides."""
+    """Compare every rank's rows, tensors and weights in every global batch of the validation, and the divisors, on both sides."""
     sides: dict[str, Side] = {"reference": _reference(case), "production": _production(case)}
     return compare_sides("shares", sides)
 
@@ -78,7 +78,7 @@ def _production(case: SharesCase) -> Side:
 
 
 def _rectangle(batch: Batch, count: int) -> Rectangle:
-    """The first token's mask so many times and once more, since the first token of a conversation is no target."""
+    """Return a padded batch with the first token's mask repeated once more than its length, because the first token of a conversation is not a target."""
     return Rectangle(
         input_ids=batch.input_ids,
         token_mask=batch.token_mask[:, :1].expand(-1, count + 1),

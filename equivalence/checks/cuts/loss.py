@@ -1,7 +1,7 @@
-"""Losses: what a rank returns, what the schedule makes of it, what a token weighs in the gradient, what is reported (R-LOSS).
+"""Check losses: a rank's result, the schedule's loss, the weight of a token in the gradient, the reported number (R-LOSS).
 
-Third witness is megatron-core: its schedule and multi-token prediction (`schedule`), and its vocabulary-parallel cross
-entropy. What a rank returns is equal to the bit; gradients and sums over ranks to the rounding of operations in another order,
+The third witness is megatron-core: its schedule and multi-token prediction (`schedule`), and its vocabulary-parallel cross entropy.
+A rank's result is equal to the bit. Gradients and sums over ranks are equal up to the rounding of operations in another order,
 which `_close` counts.
 """
 
@@ -40,7 +40,7 @@ _ROUNDINGS = 16
 
 
 def check_loss(case: LossCase) -> CheckResult:
-    """The direct path's loss on every rank and microbatch, through megatron-core's schedule and data parallelism."""
+    """Compare the direct path's loss on every rank and microbatch, through megatron-core's schedule and data parallelism."""
     valid = sum(mask.sum() for mask in itertools.chain(*case.masks)) + torch.zeros((), dtype=torch.float64)
     theirs, ours = _returned(case, valid)
     findings = list(compare_sides("loss", {"reference": theirs, "production, megatron_lm": ours}).findings)
@@ -58,7 +58,7 @@ def check_loss(case: LossCase) -> CheckResult:
 
 
 def check_online_loss(case: LossCase) -> CheckResult:
-    """The online path's loss from log-probabilities gathered over cp, and against the direct path's of the same shares (R-MEET-2)."""
+    """Compare the online path's loss, from log-probabilities gathered over cp, also with the direct path's loss of the same shares (R-MEET-2)."""
     valid = sum(mask.sum() for mask in itertools.chain(*case.masks)) + torch.zeros((), dtype=torch.float64)
     settings = loss_settings(case, "global_valid_tokens")
     theirs: dict[str, torch.Tensor] = {}
@@ -103,7 +103,7 @@ def check_online_loss(case: LossCase) -> CheckResult:
 
 
 def check_cross_entropy(logits: torch.Tensor, target_ids: torch.Tensor) -> CheckResult:
-    """Log-probabilities of targets [n] from logits [n, V], against megatron-core's cross entropy in a world of one rank."""
+    """Compare log-probabilities of targets [n] from logits [n, V] with megatron-core's cross entropy in a world of one rank."""
     with world_of_one() as group:
         found = production.token_log_probabilities(logits.clone()[None], target_ids[None], tensor_group=group)[0]
     return compare_sides(
@@ -117,7 +117,7 @@ def check_cross_entropy(logits: torch.Tensor, target_ids: torch.Tensor) -> Check
 
 @contextlib.contextmanager
 def world_of_one() -> Iterator[Any]:
-    """A process group of this process alone, in memory: no port, no file; undone on exit."""
+    """Context manager for a process group of this process alone, in memory, without a port or a file."""
     if distributed.is_initialized():
         yield distributed.group.WORLD
         return
@@ -161,7 +161,7 @@ def _returned(case: LossCase, valid: torch.Tensor) -> tuple[dict[str, torch.Tens
 
 
 def _gradients(case: LossCase, valid: torch.Tensor) -> list[list[torch.Tensor]]:
-    """Gradients of production's losses through megatron-core's schedule, and what DDP and the count of tokens make of them."""
+    """Return gradients of production's losses through megatron-core's schedule, after DDP and the division by the count of tokens."""
     settings = loss_settings(case, case.normalization)
     count = torch.zeros((), dtype=torch.int32)
     found: list[list[torch.Tensor]] = []
@@ -178,7 +178,7 @@ def _gradients(case: LossCase, valid: torch.Tensor) -> list[list[torch.Tensor]]:
 
 
 def _multi_token_weights(case: LossCase, valid: torch.Tensor, *, rows: bool) -> dict[str, torch.Tensor]:
-    """The reference's weights at each depth, of masks that it shifts and cuts itself."""
+    """Return the reference's weights at each depth, from masks that the reference shifts and cuts itself."""
     masks: list[list[list[torch.Tensor]]] = [[] for _ in case.masks]
     for first in range(0, len(case.masks), case.size):
         for number in range(len(case.masks[0])):
@@ -206,9 +206,9 @@ def _multi_token_weights(case: LossCase, valid: torch.Tensor, *, rows: bool) -> 
 
 
 def _reports(case: LossCase, valid: torch.Tensor) -> list[Finding]:
-    """The number that the training job reports, of a step and of a validation, from all ranks' microbatches one after the other.
+    """Compare the numbers that the training job reports for a step and a validation, from all ranks' microbatches one after the other.
 
-    Between ranks the job's messages are held by training steps and runs (`models`, `trainer`, `whole_run`).
+    Checks of training steps and runs (`models`, `trainer`, `whole_run`) cover the job's messages between ranks.
     """
     settings = loss_settings(case, case.normalization)
     step, validation = StepMetrics(group=Group()), StepMetrics(group=Group())
@@ -269,7 +269,7 @@ def _close(
 
 
 def _weight_dtype(case: LossCase) -> torch.dtype:
-    """That of the losses, but where gradients are divided by the count of tokens, whose inverse is float32."""
+    """Return the dtype of the losses; float32 where gradients are divided by the count of tokens, whose inverse is float32."""
     return torch.float32 if case.normalization == "per_token" else case.losses[0][0].dtype
 
 

@@ -1,7 +1,7 @@
-"""Microbatches: both paths give every rank the same tensors and boundaries on every side (R-ONLINE, R-MEET-1).
+"""Check microbatches: both paths give every rank the same tensors and boundaries on every side (R-ONLINE, R-MEET-1).
 
-Third witness of the direct path are megatron-core's flatten, its roll of the whole row, and its rotary embedding's index; online of the depths its roll. Its
-`get_batch_on_this_tp_rank` only broadcasts, on a CUDA device, what tensor-parallel rank 0 has: nothing of it runs on data alone.
+Third witnesses of the direct path are megatron-core's flatten, its roll of the whole row, and its rotary embedding's index; of the online depths,
+its roll. `get_batch_on_this_tp_rank` only broadcasts the data of tensor-parallel rank 0 on a CUDA device, so no part of it runs here.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _FIELDS = {"input_ids": "tokens", "target_ids": "labels", "token_mask": "loss_ma
 
 
 def check_direct_microbatches(case: DirectCase) -> CheckResult:
-    """Rows flattened, masked and cut for every rank, and every depth of multi-token prediction."""
+    """Compare rows flattened, masked and cut for every rank, and every depth of multi-token prediction."""
     sides: dict[str, Side] = {"reference": _reference_direct(case), "production": _production_direct(case)}
     if case.layout == "zigzag" and not isinstance(sides["reference"], str):
         sides["megatron_lm"] = _megatron_direct(case)
@@ -44,10 +44,10 @@ def check_direct_microbatches(case: DirectCase) -> CheckResult:
 
 
 def check_online_microbatches(case: OnlineCase) -> CheckResult:
-    """Conversations from the rectangle to every rank's share and depth; a refusal is named by the step that refuses.
+    """Compare conversations from the padded batch to every rank's share and depth; a refusal is named by the step that refuses.
 
-    Third witness of the depths is megatron-core's roll of ids and mask, as its multi-token loss has them where it is given no labels. What
-    production gives the model is the same where megatron-core rolls for itself.
+    The third witness of the depths is megatron-core's roll of ids and mask, which its multi-token loss uses without labels. Production's input
+    to the model is the same where megatron-core rolls for itself.
     """
     rows: list[tuple[tuple[int, int], reference.Squeezed]] = []
     sides: dict[str, Side] = {
@@ -61,7 +61,7 @@ def check_online_microbatches(case: OnlineCase) -> CheckResult:
 
 
 def _compared(check: str, sides: dict[str, Side]) -> CheckResult:
-    """All pairs to the bit; the two sides must also name the same tensors, of which Megatron-LM makes some."""
+    """Compare all pairs to the bit; the two sides must also name the same tensors, and Megatron-LM makes some of them."""
     found = compare_sides(check, sides)
     left, right = (set(side) for side in (sides["reference"], sides["production"]))
     if any(isinstance(side, str) for side in sides.values()) or left == right:
@@ -153,7 +153,7 @@ def _megatron_direct(case: DirectCase) -> Side:
 
 
 def _megatron_depths(case: OnlineCase, rows: Sequence[tuple[tuple[int, int], reference.Squeezed]]) -> Side:
-    """Every depth of these rows, which the reference squeezed: labels are the ids rolled once, their mask the tokens' mask rolled along."""
+    """Return every depth of these rows, which the reference squeezed: labels are the ids rolled once, with the tokens' mask rolled along."""
     found: dict[str, torch.Tensor] = {}
     for place, row in rows:
         boundaries = row.cu_seqlens_padded
@@ -172,7 +172,7 @@ def _megatron_depths(case: OnlineCase, rows: Sequence[tuple[tuple[int, int], ref
 
 
 def _reference_online(case: OnlineCase, rows: list[tuple[tuple[int, int], reference.Squeezed]]) -> Side:
-    """Puts every squeezed row with its place into `rows`."""
+    """Return the reference's microbatches; store every squeezed row with its place in `rows`."""
     try:
         whole = reference.rectangle(case.conversations, case.multiple)
         whole.sample_mask[case.uncounted] = 0
@@ -338,7 +338,7 @@ def _production_share(made: production.Microbatch, rank: object) -> dict[str, to
 
 
 def _told(named: dict[str, torch.Tensor | None], rank: object) -> dict[str, torch.Tensor]:
-    """None as a tensor of no value, so that what one side leaves out is compared too."""
+    """Replace None by an empty tensor, so that missing tensors are compared too."""
     return {_name(name, rank): torch.empty(0) if tensor is None else tensor for name, tensor in named.items()}
 
 

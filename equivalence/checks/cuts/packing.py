@@ -73,5 +73,5 @@ def _side(
 
 
 def _tensor(bins: _Bins) -> torch.Tensor:
-    """The bins one after the other, each closed by -1."""
+    """Return the bins one after the other as a tensor, with -1 behind each bin."""
     return torch.tensor([index for each in bins for index in (*each, -1)], dtype=torch.int64)

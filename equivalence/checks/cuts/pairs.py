@@ -14,7 +14,7 @@ Side = Mapping[str, torch.Tensor] | str
 """A side's tensors by name, or the kind that it refuses with."""
 
 MOST_DIFFERENCES = 20
-"""Differences of one pair that are told."""
+"""Largest number of printed differences of one pair."""
 
 
 def compare_sides(check: str, sides: Mapping[str, Side]) -> CheckResult:

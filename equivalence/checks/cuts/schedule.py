@@ -1,6 +1,6 @@
-"""megatron-core as a witness of losses: its schedule, what data parallelism makes of gradients, its multi-token prediction.
+"""Run megatron-core as a witness of losses: its schedule, its division of gradients, its multi-token prediction.
 
-All of it runs in one process on data alone: tokens' losses stand in for a model, and ranks are a loop.
+Everything runs in one process on data alone: tokens' losses replace a model, and ranks are a loop.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from production.parallel.multi_token_feed import Weights, multi_token_params, ro
 from production.rows.batch import FlatBatch
 
 SCALING_FACTOR = 0.3
-"""Of multi-token losses: any that is no power of two."""
+"""Scaling factor of multi-token losses: any number that is not a power of two."""
 
 
 def loss_settings(case: LossCase, normalization: production.Normalization) -> production.LossSettings:
-    """Production's settings of a case."""
+    """Return production's settings of a case."""
     return production.LossSettings(
         normalization=normalization,
         num_microbatches=len(case.losses[0]),
@@ -40,7 +40,7 @@ def schedule(
     count: torch.Tensor | None,
     **config: Any,
 ) -> torch.Tensor:
-    """The loss as megatron-core's schedule leaves it for the backward pass; tokens are added to `count` as it adds them."""
+    """Return the loss after megatron-core's schedule, before the backward pass; tokens are added to `count` as the schedule adds them."""
     given = SimpleNamespace(
         calculate_per_token_loss=production.calculates_per_token(normalization),
         timers=None,
@@ -67,7 +67,7 @@ def schedule(
 
 
 def finalized(found: list[list[torch.Tensor]], case: LossCase, count: torch.Tensor) -> list[list[torch.Tensor]]:
-    """DDP scales by 1 / (dp·cp) unless gradients are per token; then `finalize_model_grads` divides by the count."""
+    """Scale by 1 / (dp·cp) as DDP does unless gradients are per token; then divide by the count as `finalize_model_grads` does."""
     if not production.calculates_per_token(case.normalization):
         return [[each * (1.0 / len(found)) for each in rank] for rank in found]
     scale = 1.0 / torch.clamp(count, min=1)
@@ -75,12 +75,12 @@ def finalized(found: list[list[torch.Tensor]], case: LossCase, count: torch.Tens
 
 
 def gradient_of(leaf: torch.Tensor) -> torch.Tensor:
-    """Its gradient; zeros where nothing reached it."""
+    """Return the tensor's gradient; zeros if no gradient reached it."""
     return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
 
 
 def multi_token_gradients(case: LossCase, valid: torch.Tensor, *, weights: str) -> dict[str, torch.Tensor]:
-    """megatron-core's own multi-token losses, fed from production's tables; their gradients by the token's loss."""
+    """Run megatron-core's own multi-token losses on production's tables; return their gradients by the token's loss."""
     if not case.depths:
         return {}
     count = torch.zeros((), dtype=torch.int32)
@@ -112,7 +112,7 @@ def multi_token_gradients(case: LossCase, valid: torch.Tensor, *, weights: str) 
 def _depth_gradient(
     case: LossCase, row: FlatBatch, tables: Any, weights: str, valid: torch.Tensor, count: torch.Tensor
 ) -> torch.Tensor:
-    """[D, n]: what each token's loss at each depth weighs before data parallelism, in one microbatch of one rank."""
+    """Return [D, n]: the weight of each token's loss at each depth before data parallelism, in one microbatch of one rank."""
     how: Weights = "rows" if weights == "rows" else "rank"
     params = multi_token_params(row, tables, weights=how, stage="loss", verify=True)
     assert params.feed is not None

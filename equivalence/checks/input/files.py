@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import datetime as dt
 import logging
+import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,9 +30,9 @@ class FileLayer:
     name: str
     content: bytes
     ours: Outcome
-    """What the direct path's reader makes of it."""
+    """Result of the direct path's reader."""
     theirs: Outcome
-    """What Megatron-LM's makes of it; an error by its type's name."""
+    """Result of Megatron-LM's reader; an error by the name of its type."""
     why: str
     """Empty where both must be equal."""
 
@@ -223,22 +225,29 @@ LAYERS: tuple[FileLayer, ...] = (
 )
 
 
-def check_file_layers(folder: Path) -> list[tuple[FileLayer, CheckResult]]:
-    """Write each file, read it with both readers, and hold both to what is registered."""
-    results = []
+def check_file_layers(folder: Path) -> Iterator[tuple[FileLayer, CheckResult]]:
+    """Write each file, read it with both readers, and compare both results with the registered results."""
     for number, layer in enumerate(LAYERS):
-        path = folder / f"{number:02d}.jsonl"
-        path.write_bytes(layer.content)
-        findings = []
-        for side, wanted, found in (
-            ("production", layer.ours, _read_ours(path, folder)),
-            ("megatron_lm", layer.theirs, _read_theirs(path)),
-        ):
-            if found != wanted:
-                difference = Difference(tensor="rows", position=None, left=wanted, right=found, kind="other")
-                findings.append(Finding(left=f"registered: {layer.name}", right=side, differences=[difference]))
-        results.append((layer, CheckResult(check="files", findings=findings, fired={layer.name: int(layer.diverges)})))
-    return results
+        yield layer, _check(layer, folder / f"{number:02d}.jsonl")
+
+
+def check_file_layer(layer: FileLayer) -> CheckResult:
+    """Check one layer, as a saved case holds it."""
+    with tempfile.TemporaryDirectory(prefix="packproof-layer-") as folder:
+        return _check(layer, Path(folder) / "layer.jsonl")
+
+
+def _check(layer: FileLayer, path: Path) -> CheckResult:
+    path.write_bytes(layer.content)
+    findings = []
+    for side, wanted, found in (
+        ("production", layer.ours, _read_ours(path, path.parent)),
+        ("megatron_lm", layer.theirs, _read_theirs(path)),
+    ):
+        if found != wanted:
+            difference = Difference(tensor="rows", position=None, left=wanted, right=found, kind="other")
+            findings.append(Finding(left=f"registered: {layer.name}", right=side, differences=[difference]))
+    return CheckResult(check="files", findings=findings, fired={layer.name: int(layer.diverges)})
 
 
 def _read_ours(path: Path, folder: Path) -> Outcome:

@@ -134,7 +134,7 @@ def _added(case: LoaderCase, add: Callable[[list[int]], int]) -> dict[str, torch
 
 
 def _sum_of_limbs(counts: list[int]) -> int:
-    """As a report adds them: in float32, over ranks."""
+    """Add limbs as a report does: in float32, over ranks."""
     zeros: dict[str, Any] = {field.name: 0 for field in dataclasses.fields(RowCounts)}
     limbs = [torch.tensor(RowCounts(**zeros | {"tokens": count}).limbs(), dtype=torch.float32) for count in counts]
     return RowCounts.of_limbs(torch.stack(limbs).sum(dim=0).tolist()).tokens

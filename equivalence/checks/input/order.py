@@ -116,7 +116,7 @@ def _drawn_by_megatron(case: OrderCase) -> Side | None:
 
 
 def _sequential(case: OrderCase, rank: int, end: int) -> list[int]:
-    """A dataset of `end` samples, as a job makes one that is as long as its steps need."""
+    """Return the sampler's order over a dataset of `end` samples, which a job makes as long as its steps need."""
     sampler = _samplers().MegatronPretrainingSampler(
         total_samples=end,
         consumed_samples=case.consumed_samples,
@@ -140,7 +140,7 @@ def _one_epoch(case: OrderCase, rank: int) -> list[tuple[int, int]]:
 
 
 def _cyclic(case: OrderCase, rank: int) -> list[tuple[int, int]]:
-    """The driver gives the sampler the dataset's length, which is the run's number of samples (`train_iters · global_batch_size`)."""
+    """Return the sampler's order, given the dataset's length as the driver gives it: the run's number of samples (`train_iters · global_batch_size`)."""
     assert case.run_steps is not None
     sampler = _samplers().MegatronPretrainingRandomSampler(
         None,
@@ -157,7 +157,7 @@ def _cyclic(case: OrderCase, rank: int) -> list[tuple[int, int]]:
 
 
 def _blended(weights: Sequence[float], count: int) -> tuple[Any, Any]:
-    """Source and number within it of the first samples, by the compiled helper that BlendedDataset calls."""
+    """Return source and number within the source of the first samples, by the compiled helper that BlendedDataset calls."""
     from megatron.core.datasets import helpers  # noqa: PLC0415 - see _samplers
     from megatron.core.datasets.utils import normalize  # noqa: PLC0415
 
@@ -175,7 +175,7 @@ def _samplers() -> Any:
 
 
 def _tensors(taken: Sequence[Sequence[tuple[int, int, int]]]) -> dict[str, torch.Tensor]:
-    """Per rank the rows, and the epochs apart, since not every side knows them."""
+    """Return the rows of each rank, and separately the epochs, which not every side knows."""
     found = _rows_only([[sample[:2] for sample in samples] for samples in taken])
     for rank, samples in enumerate(taken):
         found[f"epochs of rank {rank}"] = torch.tensor([epoch for _, _, epoch in samples], dtype=torch.int64)

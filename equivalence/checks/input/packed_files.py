@@ -1,7 +1,7 @@
-"""Packed files: what the reader of production makes of drawn files, against the reference's ten lines over the same bytes (R-FILE).
+"""Check packed files: production's reader on drawn files, against the reference's reader of ten lines on the same bytes (R-FILE).
 
-Every file is read in order and out of order, opened again from its index, and once more after something happened to it: the reader must
-never take the rows of another state of the file. Third side of a bad line is the generator, which knows its fault and where it stands.
+Every file is read in order and out of order, reopened from its index, and read once more after a change: the reader must never return rows
+of another state of the file. The third side of a bad line is the generator, which knows the fault and its place.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class _Files:
     paths: list[Path] = field(default_factory=list)
     ticks: int = 0
     read: dict[tuple[tuple[bytes, ...], str], list[Line]] = field(default_factory=dict)
-    """What the reference has read, by contents and key."""
+    """Rows that the reference has read, by contents and key."""
 
     def write(self, number: int, content: bytes, *, same_tick: bool = False) -> None:
         """Put a content into a file; only `same_tick` leaves the time of its last change."""
@@ -60,7 +60,7 @@ class _Files:
         return open_source(self.paths if paths is None else paths, cache_folder=self.folder / "cache", **options)
 
     def expected(self, *, contents: Sequence[bytes] | None = None, chat_key: str = "messages") -> list[Line] | Seen:
-        """The rows of the reference, or how opening is refused."""
+        """Return the reference's rows, or the refusal at opening."""
         contents = self.contents if contents is None else contents
         asked = (tuple(contents), chat_key)
         if asked not in self.read:  # parsing is what takes long
@@ -114,7 +114,7 @@ def _both(
 
 
 def _told(files: _Files, lines: list[Line], *, whole: bool) -> Seen:
-    """The reference's answers."""
+    """Return the reference's answers."""
     skip = files.case.skip
     rows = rows_of(lines, skip=skip)
     faults = [line for line in lines if line.fault]
@@ -136,7 +136,7 @@ def _told(files: _Files, lines: list[Line], *, whole: bool) -> Seen:
 
 
 def _asked(source: PackedSource, places: dict[str, int], numbers: list[int], *, whole: bool) -> Seen:
-    """Production's answers, rows in the order of `numbers`."""
+    """Return production's answers, with rows in the order of `numbers`."""
     seen: Seen = {
         "number of rows": len(source),
         "skipped": [(places[bad.file], *bad[1:]) for bad in source.skipped],
@@ -171,7 +171,7 @@ def _read(source: PackedSource, number: int, places: dict[str, int]) -> tuple[An
 
 
 def _fault(line: Line) -> tuple[str, int, int, int]:
-    """Kind, file, line and byte of a bad line."""
+    """Return kind, file, line and byte of a bad line."""
     assert line.fault is not None
     at = BAD_AT.get(line.data.removesuffix(b"\n"), 0)
     # The row as a whole lacks the key; what is wrong further in is not looked at.
@@ -184,7 +184,7 @@ def _placed(error: BadInput, places: dict[str, int]) -> tuple[str, int | None, i
 
 
 def _last_rows(rows: Sequence[Line]) -> list[int]:
-    """The number of each file's last row."""
+    """Return the number of each file's last row."""
     return [place for place, line in enumerate(rows) if place + 1 == len(rows) or rows[place + 1].file != line.file]
 
 
@@ -214,7 +214,7 @@ def _pickle(files: _Files) -> dict[str, tuple[Seen, Seen]]:
 
 
 def _copy(files: _Files) -> dict[str, tuple[Seen, Seen]]:
-    """Copies in another folder, packed otherwise, are the same rows with the same fingerprint; with one more row they are not."""
+    """Compare copies in another folder with another compression: the same rows and fingerprint, and with one more row different ones."""
     folder = files.folder / "copies"
     folder.mkdir(exist_ok=True)
     paths, packings = [], ("", ".gz", ".zst")
@@ -232,7 +232,7 @@ def _copy(files: _Files) -> dict[str, tuple[Seen, Seen]]:
 
 
 def _reverse(files: _Files) -> dict[str, tuple[Seen, Seen]]:
-    """Files in another order are other rows, with another fingerprint."""
+    """Compare files in reverse order: different rows and another fingerprint."""
     contents = list(reversed(files.contents))
     paths = list(reversed(files.paths))
     both = _both(files, lambda: files.open(paths), reverse=True, contents=contents)
@@ -243,7 +243,7 @@ def _reverse(files: _Files) -> dict[str, tuple[Seen, Seen]]:
 
 
 def _rewrite(files: _Files) -> dict[str, tuple[Seen, Seen]]:
-    """A file of the same size with other lines: the open source refuses to read on, and the next opening sees the new ones."""
+    """Replace a file by other lines of the same size: the open source refuses to read on, and the next opening sees the new lines."""
     try:
         source = files.open()
     except BadInput:
@@ -265,7 +265,7 @@ def _rewrite(files: _Files) -> dict[str, tuple[Seen, Seen]]:
 
 
 def _rewrite_in_the_same_tick(files: _Files) -> dict[str, tuple[Seen, Seen]]:
-    """The same with the time of before: the change lies in a sampled block, where it is seen (R-FILE-4)."""
+    """Replace a file by other lines with the same size and time: the change lies in a sampled block and is seen (R-FILE-4)."""
     number, content = _changed(files)
     if files.case.files[number].packing:
         return {}
@@ -274,7 +274,7 @@ def _rewrite_in_the_same_tick(files: _Files) -> dict[str, tuple[Seen, Seen]]:
 
 
 def _verify(files: _Files) -> dict[str, tuple[Seen, Seen]]:
-    """A change anywhere, of the same size and time, is seen where all bytes are hashed."""
+    """Change a byte anywhere, with the same size and time: a reader that hashes all bytes sees the change."""
     number, content = _changed(files, anywhere=True)
     files.write(number, content, same_tick=not files.case.files[number].packing)
     return {"rows": _both(files, lambda: files.open(verify=True), whole=True)}
@@ -287,7 +287,7 @@ def _other_key(files: _Files) -> dict[str, tuple[Seen, Seen]]:
 
 
 def _damage_the_cache(files: _Files) -> dict[str, tuple[Seen, Seen]]:
-    """A byte of an index, of its verdicts or of an unpacked copy is another one, with the size and time of before."""
+    """Change a byte of an index, of its verdicts or of an unpacked copy, with the same size and time."""
     kept = sorted(path for path in (files.folder / "cache").glob(".*") if path.stat().st_size)
     if not kept:
         return {}
@@ -302,7 +302,7 @@ def _damage_the_cache(files: _Files) -> dict[str, tuple[Seen, Seen]]:
 
 
 def _cut_the_packed_file(files: _Files) -> dict[str, tuple[Seen, Seen]]:
-    """The end of a packed file is missing: no rows, not those before the cut."""
+    """Cut off the end of a packed file: no row may be read, not even a row before the cut."""
     for number, draft in enumerate(files.case.files):
         packed = draft.packed(files.contents[number])
         if draft.packing and files.contents[number] and not (draft.packing == ".gz" and draft.zeros):
@@ -336,7 +336,7 @@ _ACTS: dict[str, Callable[[_Files], dict[str, tuple[Seen, Seen]]]] = {
 
 
 def _changed(files: _Files, *, anywhere: bool = False) -> tuple[int, bytes]:
-    """A file and another content of its size for it: two neighbouring lines swapped, or a letter of its first line changed."""
+    """Return a file and other contents of the same size: two neighbouring lines swapped, or one letter of the first line changed."""
     number = files.random.randrange(len(files.contents))
     if anywhere:  # where most of it lies in no sample
         number = max(range(len(files.contents)), key=lambda number: len(files.contents[number]))
@@ -373,7 +373,7 @@ def _is_in_no_sample(content: bytes, lines: Sequence[bytes], place: int) -> bool
 
 
 def _compared(name: str, theirs: Seen, ours: Seen) -> list[Finding]:
-    """One finding for each answer that differs, with the first place of it."""
+    """Return one finding for each answer that differs, with the first differing place."""
     found = [
         Difference(tensor=f"{name}: {key}", position=None, left=_short(left), right=_short(right), kind="other")
         for key in dict.fromkeys((*theirs, *ours))
@@ -384,7 +384,7 @@ def _compared(name: str, theirs: Seen, ours: Seen) -> list[Finding]:
 
 
 def _apart(left: Any, right: Any) -> tuple[Any, Any]:
-    """The first items of two lists or dicts that differ; anything else as it is."""
+    """Return the first items that differ in two lists or dicts; other values unchanged."""
     if isinstance(left, dict) and isinstance(right, dict) and left.keys() == right.keys():
         return next(((left[key], right[key]) for key in left if left[key] != right[key]), (None, None))
     if isinstance(left, list) and isinstance(right, list) and len(left) == len(right):

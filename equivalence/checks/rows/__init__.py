@@ -1,1 +1,1 @@
-"""Compare rows and batches of all sides, walk between presets, and hold both sides to recorded outcomes."""
+"""Compare rows and batches of all sides, walk between presets, and compare both sides with recorded outcomes."""

@@ -17,7 +17,7 @@ def check_batch(rows: Sequence[Mapping[str, Row]], settings: RowSettings, subjec
     findings: list[Finding] = []
     left_out: list[str] = []
     for subject in subjects:
-        if not covers(subject, settings):
+        if not callable(getattr(subject, "collate", None)) or not covers(subject, settings):
             left_out.append(subject.name)
             continue
         batch = _collate(subject, [row[subject.name] for row in rows], settings)

@@ -16,7 +16,7 @@ from equivalence.subjects.protocol import Messages, RowSettings, Subject, overri
 def check_divergences(
     messages: Messages, tokenizer: Any, settings: RowSettings, subjects: Sequence[Subject], *, presets: tuple[str, str]
 ) -> CheckResult:
-    """Walk from one preset to the other by single fields; hold every subject to each step's prediction."""
+    """Walk from one preset to the other by single fields; compare every subject with the prediction of each step."""
     findings: list[Finding] = []
     fired: Counter[str] = Counter()
     steps = list(steps_between(*presets))
@@ -35,7 +35,7 @@ def check_smallest(
     messages: Messages | None = None,
     settings: RowSettings | None = None,
 ) -> CheckResult:
-    """Hold every subject to an entry's smallest row, which must show it; or to another row of the same entry."""
+    """Compare every subject on an entry's smallest row, which must show the divergence, or on another row of the entry."""
     settings = settings or entry.settings
     base = settings.semantics
     step = Step(
@@ -52,7 +52,7 @@ def check_smallest(
 def check_step(
     step: Step, messages: Messages, tokenizer: Any, settings: RowSettings, subjects: Sequence[Subject]
 ) -> tuple[list[Finding], bool]:
-    """Findings of one step, and whether it shows in this row."""
+    """Return the findings of one step, and whether this row shows the step's divergence."""
     permissive, strict = expected(step, messages, tokenizer, settings)
     findings = []
     for subject in subjects:
@@ -76,13 +76,13 @@ def _result(
 
 
 def _left_out(steps: Sequence[Step], settings: RowSettings, subjects: Sequence[Subject]) -> tuple[str, ...]:
-    """Subjects that take neither end of any step."""
+    """Return the subjects that accept neither semantics of any step."""
     asked = [settings.replace(semantics=name) for step in steps for name in (step.permissive, step.strict)]
     return tuple(each.name for each in subjects if not any(covers(each, settings) for settings in asked))
 
 
 def label(entry: Divergence) -> str:
-    """An entry's name in counts and reports."""
+    """Return an entry's name in counts and reports."""
     return f"{entry.field}: {entry.permissive}/{entry.strict}"
 
 

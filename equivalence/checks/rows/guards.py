@@ -50,5 +50,5 @@ def _taken(case: GuardCase) -> Side:
 
 
 def _refused(kind: str, row: int | None) -> str:
-    """The refusal as a word: the row is part of it."""
+    """Return the refusal as a word that includes its row."""
     return kind if row is None else f"{kind} of row {row}"

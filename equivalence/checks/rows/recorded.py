@@ -1,6 +1,6 @@
-"""Recorded outcomes: what other people's unmodified code made of the same input, which every side must make too.
+"""Compare every side with recorded outcomes of other people's unmodified code on the same input.
 
-They are the third side where nothing installed is one: NeMo-RL's packers and rows, Transformer Engine's cut, Megatron-LM as of main.
+Recorded outcomes are the third side where nothing can be installed: NeMo-RL's packers and rows, Transformer Engine's cut, Megatron-LM's main branch.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import torch
 
 from equivalence.cases.difference import compare_rows
 from equivalence.cases.result import CheckResult, Finding
-from equivalence.checks.cuts.context_parallel import rotary_index
 from equivalence.checks.cuts.pairs import Side, compare_sides
 from equivalence.checks.rows.rows import build, covers
 from equivalence.recorded.outcomes import Packing, Partition, RecordedBatch, RecordedRow
+from equivalence.subjects import load
 from equivalence.subjects.protocol import Refusal, Row, Subject
 from production.errors import PackproofError
 from production.online import packing as production_packing
@@ -47,13 +47,22 @@ EXCEPTIONS = {
     "turn_mismatch": ("AssertionError", "ValueError"),
     "too_many_boundaries": ("RuntimeError",),
 }
-"""What Megatron-LM raises where SPEC has a kind of refusal, as `subjects.megatron_lm.refusal_kind` reads it."""
+"""Exceptions of Megatron-LM for SPEC's kinds of refusal, as `subjects.megatron_lm.refusal_kind` reads them."""
 
 _Bins = Sequence[Sequence[int]]
 
 
+def check_recorded(value: Packing | Partition | RecordedBatch | RecordedRow) -> CheckResult:
+    """Check one outcome of any kind, as a saved case holds it; rows with both sides of this project."""
+    if isinstance(value, RecordedRow):
+        return check_recorded_row(value, [load("reference"), load("production")])
+    if isinstance(value, Packing):
+        return check_recorded_packing(value)
+    return check_recorded_partition(value) if isinstance(value, Partition) else check_recorded_batch(value)
+
+
 def check_recorded_packing(packing: Packing) -> CheckResult:
-    """Both sides fill the bins that NeMo-RL's packer filled, and refuse what it refused (R-PACK-1 to R-PACK-5)."""
+    """Compare both sides' bins and refusals with those of NeMo-RL's packer (R-PACK-1 to R-PACK-5)."""
     sides: dict[str, Side] = {
         RECORDED: "refused" if packing.bins is None else _bins(packing.bins),
         "reference": _or_refused(lambda: _packed_by_reference(packing)),
@@ -63,8 +72,10 @@ def check_recorded_packing(packing: Packing) -> CheckResult:
 
 
 def check_recorded_partition(partition: Partition) -> CheckResult:
-    """Every implementation of the zigzag gives a rank the positions that Transformer Engine's kernel gives it (R-CP-1)."""
-    from equivalence.trainers.megatron_step import partitioned_indices  # noqa: PLC0415 - Megatron-LM's training code takes seconds
+    """Compare every implementation of the zigzag with the positions that Transformer Engine's kernel gives a rank (R-CP-1)."""
+    # megatron-core and Megatron-LM's training code take seconds to import, and the other outcomes need neither.
+    from equivalence.checks.cuts.context_parallel import rotary_index  # noqa: PLC0415
+    from equivalence.trainers.megatron_step import partitioned_indices  # noqa: PLC0415
 
     cu, rank, size = list(partition.cu_seqlens), partition.rank, partition.size
     boundaries = torch.tensor(cu, dtype=torch.int32)
@@ -81,7 +92,7 @@ def check_recorded_partition(partition: Partition) -> CheckResult:
 
 
 def check_recorded_batch(recorded: RecordedBatch) -> CheckResult:
-    """Both sides collate the rows to the batch that NeMo-RL made, and pad it for a last validation batch alike (R-BATCH-1, R-BATCH-4)."""
+    """Compare both sides' batch, and its padding for a last validation batch, with NeMo-RL's (R-BATCH-1, R-BATCH-4)."""
     sides: dict[str, Side] = {
         RECORDED: _before_and_after(recorded.batch, recorded.padded),
         "reference": _collated_by_reference(recorded),
@@ -91,7 +102,7 @@ def check_recorded_batch(recorded: RecordedBatch) -> CheckResult:
 
 
 def check_recorded_row(recorded: RecordedRow, subjects: Sequence[Subject]) -> CheckResult:
-    """Every subject that covers the semantics builds the row that was recorded, or refuses it alike."""
+    """Compare every subject that covers the semantics with the recorded row or refusal."""
     from equivalence.generators import tokenizers  # noqa: PLC0415 - the other checks here need none
 
     case = recorded.case
@@ -118,7 +129,7 @@ def check_recorded_row(recorded: RecordedRow, subjects: Sequence[Subject]) -> Ch
 
 
 def _expected(recorded: RecordedRow, row: Row) -> Row:
-    """The recorded outcome; where only the exception's class is known, any kind that it stands for will do."""
+    """Return the recorded outcome; if only the exception's class is known, any kind of refusal for that class passes."""
     if recorded.outcome is not None:
         return recorded.outcome
     kind = row.refusal.kind if row.refusal else None
@@ -164,7 +175,7 @@ def _collated_by_production(recorded: RecordedBatch) -> Side:
 
 
 def _before_and_after(batch: Mapping[str, Any], padded: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """The tensors of both, by name."""
+    """Return the tensors of both batches by name."""
     both = [(name, value) for name, value in batch.items()]
     both += [(f"{name}, padded", value) for name, value in padded.items()]
     return {name: value for name, value in both if isinstance(value, torch.Tensor)}
@@ -178,12 +189,12 @@ def _or_refused(pack: Callable[[], _Bins]) -> Side:
 
 
 def _bins(bins: _Bins) -> dict[str, torch.Tensor]:
-    """The bins one after the other, each closed by -1."""
+    """Return the bins one after the other as a tensor, with -1 behind each bin."""
     return {"bins": torch.tensor([index for each in bins for index in (*each, -1)], dtype=torch.int64)}
 
 
 def _rolled(boundaries: torch.Tensor, rank: int, size: int) -> torch.Tensor:
-    """The positions of a rank's share, read off a row whose ids are its positions: what the model and the simulator are given."""
+    """Return the positions of a rank's share, from a row whose ids are its positions: the input of the model and of the simulator."""
     ids = torch.arange(int(boundaries[-1]))[None]
     whole: dict[str, Any] = {"input_ids": ids, "target_ids": ids, "token_mask": ids.float(), "position_ids": ids}
     row = FlatBatch(**whole, cu_seqlens=boundaries, max_seqlen=int(boundaries.diff().max()))

@@ -42,7 +42,7 @@ def attempt[Value](
 
 
 def build(subject: Subject, messages: Messages, tokenizer: Any, settings: RowSettings) -> Row | Finding:
-    """A subject's row, or the difference that its exception is."""
+    """Return a subject's row, or the difference if the subject raises."""
     return attempt(subject, lambda: row_of(subject.build_row(messages, tokenizer, settings)))
 
 

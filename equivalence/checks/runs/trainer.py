@@ -20,14 +20,14 @@ from reference.trainer_bounds import Trained
 from reference.trainer_bounds import train as train_reference
 
 ROUTER_TIE = "router_tie"
-"""Why a run cannot be compared: a router chose by a gap within rounding at some step."""
+"""Kind of a refused comparison: a router chose by a gap within rounding at some step."""
 TIES = {"float64": TIE, "float32": 2.0**-16}
 """Such a gap: in float32 the states that are scored are rounded too, layer by layer."""
 UNIT = 2.0**-24
 
 
 def expect_training(case: TrainingCase, shapes: Mapping[str, tuple[int, ...]]) -> Trained:
-    """The reference's run of the case, from weights of these shapes by name, with its bounds."""
+    """Run the reference's trainer on the case, from weights by name in these shapes; return the run with its bounds."""
     draw = case.model.weights()
     named = {name: draw(name, shape) for name, shape in shapes.items()}
     batches: list[Any] = [case.at(step).batch() for step in range(case.steps)]
@@ -44,7 +44,7 @@ def trains_alike(case: TrainingCase) -> bool:
 
 
 def check_trainer(case: TrainingCase, outcomes: Sequence[TrainingOutcome], expected: Trained) -> CheckResult:
-    """Production's run, one outcome for each rank, against the reference's. Refused as `router_tie` where rounding chose an expert."""
+    """Compare production's run, one outcome for each rank, with the reference's run. Refuse as `router_tie` if rounding chose an expert."""
     if expected.router_gap <= TIES[case.precision]:
         return CheckResult(check="trainer", refused=ROUTER_TIE)
     differences: list[Difference] = []
@@ -65,9 +65,9 @@ def check_distributed(
     distributed: Sequence[TrainingOutcome],
     expected: Trained | None = None,
 ) -> CheckResult:
-    """The distributed optimizer against the plain one in the same layout: R-TRAIN-10.
+    """Compare the distributed optimizer with the plain one in the same layout: R-TRAIN-10.
 
-    To the bit where `equal_to_the_bit` says so; else within the bounds of `expected`, which must then be given.
+    The comparison is to the bit if `equal_to_the_bit` says so, else within the bounds of `expected`, which must then be given.
     """
     if equal_to_the_bit(case):
         differences = [
@@ -111,7 +111,7 @@ def equal_to_the_bit(case: TrainingCase) -> bool:
 
 
 def whole_weights(outcomes: Sequence[TrainingOutcome]) -> dict[str, torch.Tensor]:
-    """The whole model's weights by name, from the parts of all ranks."""
+    """Assemble the whole model's weights by name from the parts of all ranks."""
     from production.model.weights import assemble  # noqa: PLC0415 - megatron-core
 
     parts: dict[str, list[Any]] = {}
@@ -122,7 +122,7 @@ def whole_weights(outcomes: Sequence[TrainingOutcome]) -> dict[str, torch.Tensor
 
 
 def _reported(outcomes: Sequence[TrainingOutcome]) -> torch.Tensor:
-    """The losses of each step and depth [steps, 1 + D] float64, as every rank reports them."""
+    """Return the losses of each step and depth [steps, 1 + D] float64, which every rank must report."""
     numbers = outcomes[0].numbers
     return torch.tensor([[known(each.loss), *map(known, each.mtp_losses)] for each in numbers], dtype=torch.float64)
 
@@ -160,7 +160,7 @@ def _near(name: str, left: float, right: float, bound: float) -> list[Difference
 
 
 def near_in_norm(name: str, left: torch.Tensor, right: torch.Tensor, bound: float) -> list[Difference]:
-    """Both within `bound` of each other in norm."""
+    """Compare two tensors within `bound` in norm."""
     if left.shape != right.shape or left.dtype != right.dtype:
         sides = [f"{side.dtype} {tuple(side.shape)}" for side in (left, right)]
         return [difference(f"weight {name}", None, *sides)]

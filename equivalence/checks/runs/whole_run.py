@@ -23,9 +23,7 @@ NAME = "whole_run"
 LOGGED = {"run": 2, "end": 2}
 """Lines of these kinds in the log of a run that was stopped once."""
 _SECONDS = 1e-6
-"""Relative distance that a rate times its seconds may have from the number that it was made of: both are float32 in a
-message.
-"""
+"""Largest relative distance of a rate times its seconds from the number behind the rate: a message holds both in float32."""
 
 Parts = Sequence[RunOutcome]
 """Records of one rank, before the stop and after it."""
@@ -34,7 +32,7 @@ Parts = Sequence[RunOutcome]
 def check_whole_run(
     case: RunCase, outcomes: Sequence[Parts], expected: ExpectedRun, log: Sequence[Record]
 ) -> CheckResult:
-    """Production's run, the parts of each rank, against the reference's. Refused as `router_tie` where rounding chose an expert."""
+    """Compare production's run, given by the parts of each rank, with the reference's run. Refuse as `router_tie` if rounding chose an expert."""
     if expected.trained.router_gap <= TIES["float64"]:
         return CheckResult(check=NAME, refused=ROUTER_TIE)
     differences: list[Difference] = []
@@ -49,7 +47,7 @@ def check_whole_run(
 
 
 def whole(parts: Sequence[Sequence[Part]]) -> dict[str, torch.Tensor]:
-    """The whole model's weights by name, from those of all ranks."""
+    """Assemble the whole model's weights by name from the weights of all ranks."""
     pieces: dict[str, list[Any]] = {}
     for piece in (piece for of_rank in parts for piece in of_rank):
         place = tuple(slice(*bounds) for bounds in piece.part)
@@ -68,7 +66,7 @@ def _course(case: RunCase, parts: Parts) -> list[Difference]:
 
 
 def _fed(case: RunCase, parts: Parts, expected: ExpectedRun) -> list[Difference]:
-    """Rows of each step and of each validation: exactly."""
+    """Compare the rows of each step and of each validation exactly."""
     first = parts[0]
     fed = {step: rows for part in parts for step, rows in part.fed.items()}
     differences: list[Difference] = []
@@ -89,7 +87,7 @@ def _fed(case: RunCase, parts: Parts, expected: ExpectedRun) -> list[Difference]
 
 
 def _scheduled(parts: Parts, expected: ExpectedRun) -> list[Difference]:
-    """The rate and the decay of each step, of all groups of parameters: exactly."""
+    """Compare the rate and the decay of each step, for all groups of parameters, exactly."""
     differences: list[Difference] = []
     for step, wanted in enumerate(expected.trained.steps, 1):
         where = f"rank {parts[0].rank}"
@@ -101,7 +99,7 @@ def _scheduled(parts: Parts, expected: ExpectedRun) -> list[Difference]:
 
 
 def _reported(case: RunCase, outcomes: Sequence[Parts], expected: ExpectedRun) -> list[Difference]:
-    """Compare the metrics of each step: counts and rates exactly, losses and norms within R-TRAIN-9, all ranks alike."""
+    """Compare the metrics of each step: counts and rates exactly, losses and norms within R-TRAIN-9, equal on all ranks."""
     differences: list[Difference] = []
     trained = expected.trained
     numbers = {step: values for part in outcomes[0] for step, values in part.numbers.items()}
@@ -145,7 +143,7 @@ def _counts(counts: Counts) -> dict[str, float | int]:
 
 
 def _logged(parts: Parts, expected: ExpectedRun, log: Sequence[Record]) -> list[Difference]:
-    """The log's lines: each step once and as it was reported, each validation once and as the reference has it."""
+    """Compare the log's lines: each step once and as reported, each validation once and as the reference computes it."""
     steps = [(each.step, each.values) for each in log if each.kind == "step"]
     reported = [(step, values) for part in parts for step, values in part.numbers.items()]
     differences = _same("steps of the log", reported, steps)
@@ -165,7 +163,7 @@ def _logged(parts: Parts, expected: ExpectedRun, log: Sequence[Record]) -> list[
 
 
 def _weights(outcomes: Sequence[Parts], expected: ExpectedRun) -> list[Difference]:
-    """Those after the last step within R-TRAIN-9; those that the run goes on with are those that it stopped with, to the bit."""
+    """Compare the weights after the last step within R-TRAIN-9, and the weights at the resume with the weights at the stop to the bit."""
     stopped, resumed, ended = (
         whole([getattr(parts[part], name) for parts in outcomes])
         for part, name in ((0, "weights"), (1, "begun"), (1, "weights"))
@@ -182,7 +180,7 @@ def _weights(outcomes: Sequence[Parts], expected: ExpectedRun) -> list[Differenc
 
 
 def _same(name: str, left: object, right: object) -> list[Difference]:
-    """Both equal; where both are sequences or mappings, only what differs is told."""
+    """Compare two values for equality; of sequences and mappings, report only the differing items."""
     if left == right:
         return []
     if isinstance(left, Mapping) and isinstance(right, Mapping):
@@ -197,7 +195,7 @@ def _same(name: str, left: object, right: object) -> list[Difference]:
 
 
 def _told(value: object) -> object:
-    """Numbers as they are, all else as a text of at most a line."""
+    """Return numbers unchanged, and every other value as a text of at most one line."""
     if isinstance(value, float | int | str | None):
         return value
     text = str(value)

@@ -1,6 +1,6 @@
-"""Invariance: the same global batch gives the same in every layout and order of microbatches, but for what upstream's normalizations make of it.
+"""Check invariance: a global batch gives the same results in every layout and order of microbatches, except through Megatron-LM's normalizations.
 
-Where they make something else of it, the reference says by how much, and both the amount and that it is not nothing are held (R-MODEL-12).
+Where a normalization depends on the layout, the reference predicts the difference. The check requires the predicted difference, and requires that it is not zero (R-MODEL-12).
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from reference.context_parallel import owned_positions
 def check_invariance(
     case: ModelCase, outcomes: Sequence[RankOutcome], one_rank: Sequence[RankOutcome], expected: Expected
 ) -> CheckResult:
-    """The outcomes of a layout against those of the same case on one rank; `expected` is the layout's.
+    """Compare the outcomes of a layout with the outcomes of the same case on one rank; `expected` belongs to the layout.
 
-    Token losses and the reported loss agree within R-MODEL-11's bounds, always. So do gradients where each token weighs the same in
-    both layouts; elsewhere they are apart by what the reference predicts, within the same bounds, and that is more than the bounds.
+    Token losses and the reported loss always agree within R-MODEL-11's bounds. So do gradients if each token weighs the same in both layouts.
+    Otherwise gradients differ by the reference's prediction, within the same bounds, and the prediction exceeds the bounds.
     """
     if expected.is_tie:
         return CheckResult(check="invariance", refused=ROUTER_TIE)
@@ -55,7 +55,7 @@ def check_order(
     case: ModelCase,
     expected: Expected,
 ) -> CheckResult:
-    """The same rows in another order, `order[i]` being the row that stands at i: what one row gives depends on no other."""
+    """Compare the same rows in another order, where `order[i]` is the row at place i: results of a row do not depend on other rows."""
     if expected.is_tie:
         return CheckResult(check="invariance", refused=ROUTER_TIE)
     differences: list[Difference] = []
@@ -71,7 +71,7 @@ def check_order(
 def compare_tokens(
     case: ModelCase, outcomes: Sequence[RankOutcome], one_rank: RankOutcome, bound: float
 ) -> list[Difference]:
-    """Each rank's token losses against the same positions of one rank's whole rows."""
+    """Compare each rank's token losses with the same positions of one rank's whole rows."""
     differences: list[Difference] = []
     for row, of_row in enumerate(rows_of(case, outcomes)):
         whole = one_rank.token_losses[row]
@@ -83,7 +83,7 @@ def compare_tokens(
 
 
 def rows_of(case: ModelCase, outcomes: Sequence[RankOutcome]) -> list[list[tuple[str, list[torch.Tensor]]]]:
-    """For each row of the global batch its token losses on every rank that has it, with a name."""
+    """Return, for each row of the global batch, its token losses on every rank that has the row, with a name."""
     return [
         [
             (f"row {row} on rank {each.place.rank}", each.token_losses[row // case.data_size])
@@ -94,12 +94,12 @@ def rows_of(case: ModelCase, outcomes: Sequence[RankOutcome]) -> list[list[tuple
 
 
 def ranks_of(case: ModelCase, row: int, outcomes: Sequence[RankOutcome]) -> list[RankOutcome]:
-    """The ranks of the last stage that share a row."""
+    """Return the ranks of the last stage that share a row."""
     return [each for each in outcomes if each.place.is_last_stage and each.place.data_rank == row % case.data_size]
 
 
 def weights_differ(case: ModelCase, other: ModelCase) -> bool:
-    """Return whether a token weighs otherwise in two layouts of one global batch, by more than rounding."""
+    """Return whether the weight of any token differs between two layouts of one global batch by more than rounding."""
     for left, right in zip(Step(case).whole_weights, Step(other).whole_weights, strict=True):
         if not torch.allclose(left, right, rtol=1e-5, atol=0.0):
             return True

@@ -1,6 +1,6 @@
-"""Leaks: what stands in one conversation of a row reaches no other one, whatever they share (attention, shifts, shards, counts; R-MODEL-13).
+"""Check leaks: the contents of one conversation of a row reach no other conversation through attention, shifts, shards or counts (R-MODEL-13).
 
-Production against itself: with other tokens in one segment, with NaN in it, and with each segment in a row of its own.
+Production is compared with itself: with other tokens in one segment, with NaN in it, and with each segment in a row of its own.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ Run = Callable[[str, Any], list[RankOutcome]]
 
 
 def check_leaks(case: ModelCase, run: Run) -> CheckResult:
-    """Four steps of one layout: as it is, another segment changed, poisoned, and one conversation at a time.
+    """Compare four steps of one layout: unchanged, one segment changed, one segment poisoned, and one conversation at a time.
 
-    In a dense model what is outside of the changed segment stays equal to the bit, losses and gradients; with experts, whose matrix
-    products change their number of rows, within R-MODEL-11's bounds. So does one conversation at a time.
+    In a dense model, losses and gradients outside of the changed segment stay equal to the bit. With experts, whose matrix products change
+    their number of rows, they stay within R-MODEL-11's bounds, and so do conversations one at a time.
     """
     rows = watched_rows(case)
     base = given(case, rows)
@@ -63,7 +63,7 @@ def segment_to_change(case: ModelCase, row: int) -> int:
 
 
 def watched_rows(case: ModelCase) -> list[Batch]:
-    """The rows, one a batch: nothing is trained in the segment that will change, and the last id stands at its start and nowhere else."""
+    """Return the rows as batches of one row: the segment that will change trains nothing, and the last id occurs only at the segment's start."""
     batch, poison = case.batch(), case.shape.vocab_size - 1
     rows = []
     for number, lengths in enumerate(case.rows):
@@ -81,7 +81,7 @@ def _bounds(case: ModelCase, row: int) -> tuple[int, int]:
 
 
 def _changed(case: ModelCase, number: int, row: Batch) -> Batch:
-    """Other ids and labels in the segment that may change."""
+    """Return the batch with other ids and labels in the segment that may change."""
     start, end = _bounds(case, number)
     ids, targets = row.input_ids.clone(), row.target_ids.clone()
     ids[0, start:end] = (ids[0, start:end] + 1) % case.shape.vocab_size
@@ -138,7 +138,7 @@ def _outside(
 def _alone(
     case: ModelCase, base: GivenRows, plain: Sequence[RankOutcome], expected: Expected, run: Run
 ) -> list[Difference]:
-    """Each segment as a row of its own, the last one again, untrained, up to a multiple of dp."""
+    """Compare each segment as a row of its own; the last segment repeats, untrained, up to a multiple of dp."""
     places = [(row, number) for row, lengths in enumerate(case.rows) for number in range(len(lengths))]
     rows = [_segment(case, base.given[row], row, number) for row, number in places]
     while len(rows) % case.data_size:

@@ -1,7 +1,7 @@
-"""A training step on a real model, in one layout: token losses, reports and every parameter's gradient against the reference (R-MODEL, R-LOSS).
+"""Check a training step on a real model in one layout: token losses, reports and every parameter's gradient against the reference (R-MODEL, R-LOSS).
 
-Models run in float64; where megatron-core rounds to float32 the reference does, and R-MODEL-11 says how far apart that may
-bring them. Megatron-LM's own data path is held to the bit: it runs the same model (`compare_outcomes`).
+Models run in float64. Where megatron-core rounds to float32 the reference rounds too, and R-MODEL-11 bounds the difference.
+Megatron-LM's own data path runs the same model and is compared to the bit (`compare_outcomes`).
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from equivalence.trainers.production_step import ModelCase, RankOutcome, gradien
 __all__ = ["check_model", "compare_outcomes", "expect", "reference_shape"]
 
 ROUTER_TIE = "router_tie"
-"""Why a case cannot be compared: the reference's router chose by a gap within rounding."""
+"""Kind of a refused comparison: the reference's router chose by a gap within rounding."""
 
 
 def check_model(case: ModelCase, outcomes: Sequence[RankOutcome], *, expected: Expected | None = None) -> CheckResult:
-    """Production's outcomes, one for each rank of the world, against the reference.
+    """Compare production's outcomes, one for each rank of the world, with the reference.
 
-    Refused as `router_tie` where the reference's router chose by a gap within rounding (R-MODEL-6): nothing can be compared then.
+    The case is refused as `router_tie` if the reference's router chose by a gap within rounding (R-MODEL-6), because nothing can be compared then.
     """
     found = gradients(outcomes)
     expected = expected or expect(case, shapes_of(found))
@@ -42,7 +42,7 @@ def check_model(case: ModelCase, outcomes: Sequence[RankOutcome], *, expected: E
 def compare_outcomes(
     check: str, left: str, lefts: Sequence[RankOutcome], right: str, rights: Sequence[RankOutcome]
 ) -> CheckResult:
-    """Two paths through the same model in the same layout, rank by rank: everything equal to the bit."""
+    """Compare two paths through the same model in the same layout, rank by rank, to the bit."""
     differences: list[Difference] = []
     for one, other in zip(lefts, rights, strict=True):
         where = f"rank {one.place.rank}"
@@ -64,14 +64,14 @@ def compare_outcomes(
 
 
 def shapes_of(found: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:
-    """Shapes by name."""
+    """Return the shapes of tensors by name."""
     return {name: tuple(each.shape) for name, each in found.items()}
 
 
 def paired[Value](
     name: str, left: Sequence[Value], right: Sequence[Value], differences: list[Difference]
 ) -> Iterator[tuple[str, Value, Value]]:
-    """Both sides' values with a name for each; sides of two lengths are a difference."""
+    """Yield both sides' values with a name for each pair; different lengths are a difference."""
     if len(left) != len(right):
         differences.append(difference(f"{name}: how many", None, len(left), len(right)))
     for number, (a, b) in enumerate(zip(left, right, strict=False)):
@@ -81,7 +81,7 @@ def paired[Value](
 def compare_gradients(
     ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor], limits: Mapping[str, float]
 ) -> list[Difference]:
-    """Gradients by name, each within its bound in norm."""
+    """Compare gradients by name, each within its bound in norm."""
     differences = []
     for name in sorted(ours.keys() ^ theirs.keys()):
         sides = [f"a gradient of {name}" if name in side else None for side in (ours, theirs)]
@@ -159,7 +159,7 @@ def _gradients(
 
 
 def near(name: str, left: torch.Tensor, right: torch.Tensor, bound: float) -> list[Difference]:
-    """Both within `bound` of each other everywhere; NaN is a difference."""
+    """Compare two tensors within `bound` at every element; NaN is a difference."""
     if left.shape != right.shape:
         return [difference(name, None, tuple(left.shape), tuple(right.shape))]
     off = (left.double() - right.double()).abs()
@@ -171,7 +171,7 @@ def near(name: str, left: torch.Tensor, right: torch.Tensor, bound: float) -> li
 
 
 def bits(name: str, left: torch.Tensor, right: torch.Tensor) -> list[Difference]:
-    """Both equal to the bit, with their dtype and shape."""
+    """Compare two tensors to the bit, with dtype and shape."""
     if left.shape == right.shape and left.dtype == right.dtype and torch.equal(left, right):
         return []
     if left.shape != right.shape or left.dtype != right.dtype:
@@ -182,11 +182,11 @@ def bits(name: str, left: torch.Tensor, right: torch.Tensor) -> list[Difference]
 
 
 def difference(name: str, position: int | tuple[int, ...] | None, left: object, right: object) -> Difference:
-    """One difference of a step."""
+    """Return one difference of a step."""
     return Difference(tensor=name, position=position, left=left, right=right, kind="other")
 
 
 def result(check: str, left: str, right: str, differences: list[Difference]) -> CheckResult:
-    """The result of a check of two sides."""
+    """Return the result of a check of two sides."""
     findings = [Finding(left=left, right=right, differences=differences)] if differences else []
     return CheckResult(check=check, findings=findings)

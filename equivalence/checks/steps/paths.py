@@ -37,11 +37,11 @@ DIRECT_PADDING_ID = 1
 
 
 def check_paths(case: ModelCase, run: Run) -> CheckResult:
-    """The same sequences through both paths, in `global_valid_tokens`, with the multi-token prediction that the case has.
+    """Compare the same sequences through both paths, in `global_valid_tokens`, with the multi-token prediction of the case.
 
-    Token losses where a target counts, sums and counts of each microbatch and depth, and every gradient agree: to the bit in a dense model, within
-    R-MODEL-11's bounds with experts, which padding is dealt to as well. The direct path takes its depths from tables, the online one as the
-    case says, from tables or from megatron-core's own roll. Both are held against the reference, whose rows it squeezes and shifts itself.
+    Token losses where a target counts, sums and counts of each microbatch and depth, and every gradient agree: to the bit in a dense model,
+    within R-MODEL-11's bounds with experts, which also receive padding. The direct path takes its depths from tables, the online path as the
+    case says: from tables, or from megatron-core's own roll. Both are also compared with the reference, which squeezes and shifts the rows itself.
     """
     bins = rectangles(case)
     rows = [direct_row(case, number, each) for number, each in enumerate(bins)]
@@ -75,7 +75,7 @@ def check_paths(case: ModelCase, run: Run) -> CheckResult:
 
 
 def rectangles(case: ModelCase) -> list[Rectangle]:
-    """The bins: ids and masks of the case's rows, cut to true lengths and right-padded."""
+    """Return the bins: ids and masks of the case's rows, cut to true lengths and right-padded."""
     batch, factor = case.batch(), case.multiple
     found = []
     for row, lengths in enumerate(case.lengths):
@@ -97,7 +97,7 @@ def rectangles(case: ModelCase) -> list[Rectangle]:
 
 
 def direct_row(case: ModelCase, row: int, bin_: Rectangle) -> Batch:
-    """The same sequences as the direct path's row under `strict`: the format's pad id, -100 where no target follows."""
+    """Return the same sequences as the direct path's row under `strict`: with the format's pad id, and -100 where no target follows."""
     length = case.pack_length
     ids = torch.full((1, length), DIRECT_PADDING_ID)
     targets = torch.full((1, length), -100)
@@ -110,7 +110,7 @@ def direct_row(case: ModelCase, row: int, bin_: Rectangle) -> Batch:
 
 
 def reference_row(case: ModelCase, row: int, bin_: Rectangle) -> Batch:
-    """The row as the reference squeezes it (R-ONLINE-4), with the labels and masks that it shifts to its depths (R-ONLINE-7)."""
+    """Return the row as the reference squeezes it (R-ONLINE-4), with the labels and masks that are shifted to depths (R-ONLINE-7)."""
     squeezed = reference.squeeze(
         reference.Rectangle(
             input_ids=bin_.input_ids,
@@ -132,7 +132,7 @@ def _tokens(
     online: Sequence[RankOutcome],
     expected: Expected,
 ) -> list[Difference]:
-    """Token losses at every depth where a target counts: of both paths against each other, and of the online one against the reference."""
+    """Compare token losses at every depth where a target counts: of both paths with each other, and of the online path with the reference."""
     differences: list[Difference] = []
     for row, batch in enumerate(rows):
         boundaries, microbatch = case.boundaries[row], row // case.data_size

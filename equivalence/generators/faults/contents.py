@@ -228,7 +228,7 @@ def _(d: Draft) -> None:
 @fault(FAULTS, "unknown_role", "roles", "roles that no format knows",
        hits=lambda f, r: looked_at(r) and any(role.lower() not in ROLES for role in _roles(f)))  # fmt: skip
 def unknown_role(d: Draft) -> None:
-    """A role that is none of the four."""
+    """Set a role that is not one of the four."""
     d.message(d.one_of(("user", "assistant")))["role"] = d.one_of(("function", "developer", "", "ipython"))
 
 
@@ -309,7 +309,7 @@ def _(d: Draft) -> None:
 @fault(FAULTS, "number_content", "contents", "a number or a truth value as content",
        hits=_any_content(lambda m: isinstance(m.get("content"), (int, float))))  # fmt: skip
 def number_content(d: Draft) -> None:
-    """A content that has no length."""
+    """Set a content that has no length."""
     d.message(d.one_of(("assistant", "user")))["content"] = d.one_of((7, 0, 1.5, True, 10**20))
 
 
@@ -324,14 +324,14 @@ def _(d: Draft) -> None:
 @fault(FAULTS, "lone_surrogate", "contents", "half a surrogate pair, which cannot be encoded",
        hits=lambda f, r: looked_at(r) and any("\ud800" <= letter <= "\udfff" for text in f.rendered_texts for letter in text))  # fmt: skip
 def lone_surrogate(d: Draft) -> None:
-    """Text that no tokenizer encodes."""
+    """Insert text that no tokenizer encodes."""
     d.message(d.one_of(_CONTENT_ROLES))["content"] = d.one_of(texts.SURROGATES)
 
 
 @fault(FAULTS, "missing_role", "contents", "a message without a role",
        hits=lambda f, _: any(isinstance(m, dict) and "role" not in m for m in f.case.messages))  # fmt: skip
 def missing_role(d: Draft) -> None:
-    """A message without its role."""
+    """Remove a message's role."""
     del d.message(d.one_of(("user", "assistant")))["role"]
 
 

@@ -38,7 +38,7 @@ class FaultClass:
     """Share of the examples that a class usually gets; less where a row is expensive."""
 
     def applies(self, prompt_format: str) -> bool:
-        """Whether it can occur in a format."""
+        """Return whether the class can occur in a format."""
         return prompt_format not in self.not_in
 
 
@@ -69,17 +69,17 @@ def fault(
 
 
 def built(row: Row) -> bool:
-    """Whether the row was built."""
+    """Return whether the row was built."""
     return row.refusal is None
 
 
 def refused(row: Row, *kinds: str) -> bool:
-    """Whether the row was refused with one of these kinds."""
+    """Return whether the row was refused with one of these kinds."""
     return row.refusal is not None and row.refusal.kind in kinds
 
 
 def looked_at(row: Row) -> bool:
-    """Whether conversations were looked at: the row was not refused for its format or its ends."""
+    """Return whether conversations were read: the row was not refused for its format or its ends."""
     return not refused(row, "unsupported_format", "row_start", "row_end")
 
 
@@ -90,13 +90,13 @@ def undivided(draft: Draft) -> None:
 
 
 def lenient(draft: Draft) -> None:
-    """A preset that asks nothing of a row's ends."""
+    """Choose a preset that accepts any first and last role of a row."""
     if draft.semantics not in MEGATRON:
         draft.semantics = draft.one_of(MEGATRON)
 
 
 def at_least(draft: Draft, count: int) -> None:
-    """As many conversations, by repeating the last."""
+    """Raise the number of conversations to `count` by repeating the last."""
     while len(draft.conversations) < count:
         last = draft.conversations[-1] if draft.conversations else [{"role": "system", "content": "w0"}]
         draft.conversations.append([dict(m) if isinstance(m, dict) else m for m in last])

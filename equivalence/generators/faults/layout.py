@@ -134,7 +134,7 @@ def _(d: Draft) -> None:
 
 
 def empty_conversation(d: Draft) -> list[Mapping[str, Any]]:
-    """A conversation that renders no token; in the Nemotron formats it can only be the first."""
+    """Insert a conversation that renders no token; in the Nemotron formats only the first can be empty."""
     if d.prompt_format in NEMOTRON:
         return [{"role": d.one_of(("tool", "Tool")), "content": d.one_of(("w0", ""))}]
     d.tokenizer = d.one_of(("word", "huge-words", "only-unk") if d.prompt_format == DEFAULT else (d.tokenizer,))
@@ -215,7 +215,7 @@ def _too_many(f: Facts, row: Row) -> bool:
 
 @fault(FAULTS, "more_boundaries_than_p", "layout", "more segments than P has room for", hits=_too_many)
 def too_many_boundaries(d: Draft) -> None:
-    """One-token conversations, or an empty one before a row of one token."""
+    """Make one-token conversations, or an empty conversation before a row of one token."""
     d.context_parallel_size = 1
     preset = d.one_of(("megatron-lm-0.19", "megatron-lm-main"))
     d.semantics = d.one_of((preset, f"{preset},boundaries_beyond_pack_length=stop", f"{preset},exact_fill=stop"))
@@ -273,7 +273,7 @@ def _(d: Draft) -> None:
     hits=lambda f, r: built(r) and f.pack_length in f.ends[:-1] and f.pack_length > 0,
 )
 def after_exact_fill(d: Draft) -> None:
-    """The row is full where an inner conversation ends."""
+    """Make the row full at the end of an inner conversation."""
     at_least(d, 2)
     inner = d.one_of(range(len(d.conversations) - 1))
     d.pack = lambda _, ends: ends[min(inner, len(ends) - 1)]

@@ -62,7 +62,7 @@ def _(d: Draft) -> None:
 
 
 def _twins(d: Draft, first: str, second: str, tokenizers: Sequence[str]) -> None:
-    """Two messages of one role with these contents."""
+    """Give two messages of one role these contents."""
     lenient(d)
     at_least(d, 2)
     d.tokenizer = d.one_of(tokenizers)
@@ -74,7 +74,7 @@ def _twins(d: Draft, first: str, second: str, tokenizers: Sequence[str]) -> None
 
 
 def _are_twins(key: Callable[[str], str], *, beyond: int = 0) -> Callable[[Facts, Row], bool]:
-    """Whether two different contents, of more than `beyond` characters, have one key."""
+    """Return a detector of two different contents, longer than `beyond` characters, with equal keys."""
 
     def hits(f: Facts, row: Row) -> bool:
         texts = {text for text in f.rendered_texts if len(text) > beyond} if built(row) else set()
@@ -142,7 +142,7 @@ def _rendered(f: Facts) -> list[str]:
 
 
 def _ends(f: Facts) -> tuple[Any, ...]:
-    """First and last role of the first conversation, and the last of the row."""
+    """Return the first and last role of the first conversation, and the last role of the row."""
     first, last = f.conversations[0], f.conversations[-1]
     return first[0].get("role"), first[-1].get("role"), last[-1].get("role")
 

@@ -11,7 +11,7 @@ _EVERY = (contents.FAULTS, layout.FAULTS, numbers.FAULTS, settings.FAULTS)
 
 
 def classes() -> Mapping[str, FaultClass]:
-    """All classes by name, in the order of the report."""
+    """Return all classes by name, in the order of the report."""
     return _CLASSES
 
 

@@ -119,11 +119,11 @@ for _name, _what in (
     )(lambda d, name=_name: setattr(d, "tokenizer", name))  # type: ignore[misc]
 
 
-# Refusals: each kind of SPEC section 9 must come up.
+# Refusals: each kind of docs/SPEC.md#refusals must come up.
 
 
 def _checked(d: Draft) -> None:
-    """A preset under which this format's turns are checked."""
+    """Choose a preset that checks this format's turns."""
     d.tokenizer = "word"
     if d.prompt_format == DEFAULT:
         d.semantics = override("turn_rules=every_format")
@@ -154,7 +154,7 @@ def _bad_content(d: Draft) -> None:
 
 
 def _no_pad(d: Draft) -> None:
-    """Conversations of one turn, so that no turns merge before the pad token is missed."""
+    """Make conversations of one turn, so that no turns merge before the missing pad token is noticed."""
     d.tokenizer = "plain" if d.prompt_format != DEFAULT else "plain-template"
     d.semantics = d.one_of((*MEGATRON, "strict"))
     d.conversations = [[{"role": "system", "content": "w0"}] for _ in range(d.one_of((1, 2)))]

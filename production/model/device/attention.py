@@ -80,7 +80,7 @@ class SegmentAttention(torch.nn.Module):
         attention_bias: torch.Tensor | None = None,
         packed_seq_params: Any = None,
     ) -> torch.Tensor:
-        """Query [t, h, d], key [t, h_kv, d], value [t, h_kv, d_v] to [t, h · d_v], in the query's dtype.
+        """Attend: map query [t, h, d], key [t, h_kv, d], value [t, h_kv, d_v] to [t, h · d_v], in the query's dtype.
 
         t is the rank's share of the row, `h_kv` divides h, and `packed_seq_params` is a PackedSeqParams with the boundaries of the whole row.
         Raises PackproofError for rows that are not packed, a mask, a bias, boundaries of keys that are not those of

@@ -141,14 +141,14 @@ def _tiled_backward(
 def _wide(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Query as [b, h_kv, h / h_kv, m, d], key and value as [b, h_kv, 1, n, d], half precision in float32."""
+    """Return query as [b, h_kv, h / h_kv, m, d], key and value as [b, h_kv, 1, n, d], half precision in float32."""
     dtype = query.dtype if query.dtype == torch.float64 else torch.float32
     grouped = _unflatten(query, (key.shape[1], query.shape[1] // key.shape[1]))
     return grouped.to(dtype), key.unsqueeze(2).to(dtype), value.unsqueeze(2).to(dtype)
 
 
 def _unflatten(heads: torch.Tensor, groups: tuple[int, int]) -> torch.Tensor:
-    """[b, h, ...] to [b, h_kv, h / h_kv, ...]."""
+    """Return [b, h, ...] to [b, h_kv, h / h_kv, ...]."""
     return heads.reshape(heads.shape[0], *groups, *heads.shape[2:])
 
 

@@ -24,7 +24,7 @@ class Run:
     """Groups consecutive segments of one length: one call of a kernel for all of them."""
 
     start: int
-    """Where the first begins in the whole row, in tokens."""
+    """Start of the first position in the whole row, in tokens."""
     length: int
     """Tokens of each segment."""
     count: int
@@ -38,26 +38,26 @@ class OwnedChunk:
     run: Run
     """The run that the chunk's segments are of."""
     owned: tuple[int, int]
-    """How many chunks of a segment the rank owns, and which of them this is."""
+    """Number of chunks of a segment that the rank owns, and the number of this chunk."""
     chunk: int
     """Tokens of the chunk."""
     local_start: int
-    """Where the run begins in what the rank holds, in tokens."""
+    """Start of the run in the rank's tokens."""
     before: int
     """Tokens of the segment before the chunk."""
 
     def local(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The chunk's part of what the rank holds: [t, h, ...] to [count, h, chunk, ...]."""
+        """Return the chunk's part of what the rank holds: [t, h, ...] to [count, h, chunk, ...]."""
         owned, this = self.owned
         return self._blocks(tensor, self.local_start + this * self.chunk, owned * self.chunk, self.chunk)
 
     def whole(self, tensor: torch.Tensor, *, earlier: bool) -> torch.Tensor:
-        """The chunk's own keys, or all earlier ones, of the whole row: [T, h, ...] to [count, h, n, ...]."""
+        """Return the chunk's own keys, or all earlier ones, of the whole row: [T, h, ...] to [count, h, n, ...]."""
         start, length = (0, self.before) if earlier else (self.before, self.chunk)
         return self._blocks(tensor, self.run.start + start, self.run.length, length)
 
     def _blocks(self, tensor: torch.Tensor, start: int, step: int, length: int) -> torch.Tensor:
-        """A block of `length` tokens of each segment, from `start` and then every `step` tokens."""
+        """Return a block of `length` tokens of each segment, from `start` and then every `step` tokens."""
         # One call: with a thousand short segments in a row, a chain of views took as long as the kernel.
         tokens, heads, *rest = tensor.stride()
         return tensor.as_strided(

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import re
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -25,7 +24,16 @@ from torch.distributed.checkpoint.api import CheckpointException
 from production.errors import PackproofError
 from production.model.weights import unwrap
 from production.training.checkpoint.files import check_written, make_way, remove, sync, told, write
-from production.training.checkpoint.manifest import MANIFEST, CheckpointRefused, Manifest, digest, read_manifest, sealed
+from production.training.checkpoint.manifest import (
+    MANIFEST,
+    CheckpointRefused,
+    Manifest,
+    check_optimizer,
+    digest,
+    read_manifest,
+    sealed,
+    whole_checkpoints,
+)
 from production.training.checkpoint.megatron_state import (
     allocate,
     metadata,
@@ -34,11 +42,12 @@ from production.training.checkpoint.megatron_state import (
     set_random,
     set_steps,
     sharded_state,
+    single_optimizers,
 )
+from production.training.checkpoint.resharding import lay_out, structure_of, without_steps
 from production.training.engine import Engine
 from production.training.metrics.versions import versions
 
-_NAME = re.compile(r"step_(\d{8})")
 _Fault = tuple[str, str]
 """The fault and the fix."""
 _ROOM = "make room or lower checkpointing.keep_top_k, then start the job again: it goes on from its newest checkpoint"
@@ -193,7 +202,7 @@ class Checkpoints:
         """Return the error and free the space at once, since a full disk stays full otherwise."""
         if _is_first() and work is not None:
             shutil.rmtree(work, ignore_errors=True)
-        newest = max(self.whole(), default=None, key=_step)
+        newest = next(iter(self.whole()[::-1]), None)
         before = "no checkpoint was written before" if newest is None else f"the one before, {newest}, is as it was"
         return CheckpointFailed(
             what=f"{fault}; {before}",
@@ -203,16 +212,13 @@ class Checkpoints:
 
     def newest(self) -> Path | None:
         """Return the newest complete checkpoint, the same on all ranks; None where no complete checkpoint exists."""
-        found = [max(self.whole(), default=None, key=_step) if _is_first() else None]
+        found = [next(iter(self.whole()[::-1]), None) if _is_first() else None]
         distributed.broadcast_object_list(found, src=0)
         return found[0]
 
     def whole(self) -> list[Path]:
         """Return all complete checkpoints, oldest first."""
-        if not self.folder.is_dir():
-            return []
-        found = [path for path in self.folder.iterdir() if _NAME.fullmatch(path.name) and (path / MANIFEST).is_file()]
-        return sorted(found, key=_step)
+        return whole_checkpoints(self.folder)
 
     def incomplete(self) -> list[Path]:
         """Return incomplete checkpoint folders, which lack the manifest and are never read and never removed."""
@@ -267,20 +273,18 @@ def restore_resharded(path: Path, engine: Engine, manifest: Manifest) -> None:
 
 def _restore(path: Path, engine: Engine, manifest: Manifest, *, with_random: bool) -> None:
     """Load weights, optimizer and schedule, and the random states where asked for."""
-    if not manifest.has_optimizer:
-        raise CheckpointRefused(
-            what="it was written without the optimizer's state",
-            where=str(path),
-            mend="start from its weights in a new folder (model.initial=megatron, model.initial_path, checkpointing.checkpoint_dir)",
-        )
+    check_optimizer(path, manifest)
     with torch.no_grad(), engine.settled():
         allocate(engine.optimizer)
         wanted = sharded_state(engine, with_optimizer=True, sharding_type=manifest.sharding_type, loading=True)
         if not with_random:
             del wanted["random"]
+        own = None if with_random else structure_of(wanted["optimizer"])
         state = load_state(wanted, path)
         unwrap(engine.model).load_state_dict(state["model"])
-        engine.optimizer.load_state_dict(state["optimizer"])
+        optimizer = state["optimizer"] if own is None else lay_out(own, state["optimizer"])
+        with without_steps(single_optimizers(engine.optimizer)):
+            engine.optimizer.load_state_dict(optimizer)
         set_steps(engine.optimizer)
         engine.scheduler.load_state_dict(state["scheduler"])
         if with_random:
@@ -320,12 +324,6 @@ def _reasons(error: CheckpointException) -> str | None:
 
 def _name(step: int) -> str:
     return f"step_{step:08d}"
-
-
-def _step(path: Path) -> int:
-    match = _NAME.fullmatch(path.name)
-    assert match is not None
-    return int(match[1])
 
 
 def _is_first() -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,9 @@ from torch import distributed
 from production.errors import PackproofError
 
 MANIFEST = "packproof.json"
+RESHARDABLE = "fully_reshardable"
+"""megatron-core's name for a state by the names of the whole model's weights, which any layout can read."""
+_NAME = re.compile(r"step_(\d{8})")
 _CHUNK = 1 << 22
 
 
@@ -48,6 +52,14 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """Lines of the training files that `on_bad_row: skip` leaves out; None where it is not known."""
     versions: dict[str, str] = msgspec.field(default_factory=dict)
     """Versions of the packages that wrote the checkpoint."""
+
+
+def whole_checkpoints(folder: Path) -> list[Path]:
+    """Return all complete checkpoints of a folder, oldest first."""
+    if not folder.is_dir():
+        return []
+    found = [path for path in folder.iterdir() if _NAME.fullmatch(path.name) and (path / MANIFEST).is_file()]
+    return sorted(found, key=lambda path: path.name)
 
 
 def sealed(manifest: Manifest) -> bytes:
@@ -98,6 +110,16 @@ def verify(path: Path) -> Manifest:
         raise damaged(f"the checkpoint is damaged: {found}", path)
     assert manifest is not None
     return manifest
+
+
+def check_optimizer(path: Path, manifest: Manifest) -> None:
+    """Refuse a checkpoint that no run can be resumed from."""
+    if not manifest.has_optimizer:
+        raise CheckpointRefused(
+            what="it was written without the optimizer's state",
+            where=str(path),
+            mend="start from its weights in a new folder (model.initial=megatron, model.initial_path, checkpointing.checkpoint_dir)",
+        )
 
 
 def digest(path: Path) -> list[int]:

@@ -17,6 +17,8 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch import distributed
 
 from production.model.weights import unwrap
+from production.training.checkpoint.manifest import RESHARDABLE
+from production.training.checkpoint.resharding import with_padded_buckets
 from production.training.engine import Engine
 
 
@@ -27,9 +29,14 @@ def sharded_state(engine: Engine, *, with_optimizer: bool, sharding_type: str, l
     model = unwrap(engine.model).sharded_state_dict(metadata=metadata(sharding_type))
     state: dict[str, Any] = {"model": model, "random": _random()}
     if with_optimizer:
-        state["optimizer"] = engine.optimizer.sharded_state_dict(
-            model, is_loading=loading, metadata=metadata(sharding_type)
-        )
+        for each in single_optimizers(engine.optimizer):
+            if hasattr(each, "data_parallel_group_gloo") and distributed.get_backend() == "gloo":
+                each.data_parallel_group_gloo = each.data_parallel_group
+        padded = with_padded_buckets(single_optimizers(engine.optimizer)) if sharding_type == RESHARDABLE else None
+        with padded or contextlib.nullcontext():
+            state["optimizer"] = engine.optimizer.sharded_state_dict(
+                model, is_loading=loading, metadata=metadata(sharding_type)
+            )
         state["scheduler"] = engine.scheduler.state_dict()
     return state
 
@@ -85,7 +92,7 @@ def _wide(tensor: torch.Tensor) -> torch.dtype:
 
 def _states(optimizer: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """Return the tensors that the optimizer keeps: main weights and moments."""
-    for each in _single(optimizer):
+    for each in single_optimizers(optimizer):
         for group in each.optimizer.param_groups:
             yield from ((f"weight {number}", parameter) for number, parameter in enumerate(group["params"]))
         for number, state in enumerate(each.optimizer.state.values()):
@@ -100,7 +107,7 @@ def set_steps(optimizer: Any) -> None:
     megatron-core loads one tensor for all parameters, which torch then increments once for each parameter, and not at
     all where the state was allocated before (`dp_reshardable`). The saved count is in the parameter groups.
     """
-    for each in _single(optimizer):
+    for each in single_optimizers(optimizer):
         for group in each.optimizer.param_groups:
             saved = group.pop("step", None)
             for parameter in group["params"]:
@@ -109,7 +116,7 @@ def set_steps(optimizer: Any) -> None:
                     state["step"] = state["step"].clone() if saved is None else torch.tensor(float(saved))
 
 
-def _single(optimizer: Any) -> list[Any]:
+def single_optimizers(optimizer: Any) -> list[Any]:
     """Return the optimizers of a chain; megatron-core has one for dense and one for expert parameters."""
     return list(getattr(optimizer, "chained_optimizers", [optimizer]))
 
@@ -118,7 +125,7 @@ def allocate(optimizer: Any) -> None:
     """Allocate the state of a distributed optimizer that has not stepped: torch's Adam has no state to load into
     before that.
     """
-    for each in _single(optimizer):
+    for each in single_optimizers(optimizer):
         if hasattr(each, "_init_optimizer_states_with_dummy_values") and not each.optimizer.state:
             each._init_optimizer_states_with_dummy_values()  # noqa: SLF001 - what megatron-core itself calls for other formats
 
@@ -129,6 +136,8 @@ def metadata(sharding_type: str) -> dict[str, Any]:
         "distrib_optim_sharding_type": sharding_type,
         "singleton_local_shards": False,
         "chained_optim_avoid_prefix": True,
+        # NCCL's way gathers the shares of an optimizer through CUDA tensors; gloo gathers them where they are.
+        "distrib_optim_fully_reshardable_mem_efficient": distributed.get_backend() == "gloo",
     }
 
 

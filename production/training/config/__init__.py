@@ -1,4 +1,4 @@
-"""Load a job's YAML into strict frozen dataclasses, and refuse what must not run (SPEC section 18)."""
+"""Load a job's YAML into strict frozen dataclasses, and refuse what must not run (docs/spec-setup.md)."""
 
 from production.training.config.checks.machine import check_machine, check_writable, held_checkpoints, missing_packages
 from production.training.config.load_job import load

@@ -1,5 +1,5 @@
 """Take NeMo-RL's keys out of a configuration: keys without effect are listed with the reason, others become refusals
-(SPEC R-SETUP-23).
+(SPEC R-SETUP-24).
 """
 
 from __future__ import annotations

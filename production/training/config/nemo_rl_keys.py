@@ -1,5 +1,5 @@
 """List keys of NeMo-RL's SFT files that have no effect on this job's path, and keys that ask for what the job does
-not have (SPEC R-SETUP-23).
+not have (SPEC R-SETUP-24).
 
 `data.*` in a key stands for each dataset of both splits and for `data.default`.
 """

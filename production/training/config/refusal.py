@@ -23,7 +23,7 @@ class ConfigRefused(PackproofError):  # noqa: N818 - reads as the verdict it is
 
 
 class SetupRefused(ConfigRefused):
-    """A configuration can be read but must not run (SPEC section 18); the refusal comes before any model is built."""
+    """A configuration can be read but must not run (docs/spec-setup.md); the refusal comes before any model is built."""
 
 
 def nearest(name: str, names: Iterable[str], cutoff: float = 0.0) -> str | None:

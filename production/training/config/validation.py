@@ -1,5 +1,5 @@
 """Find everything for which a job must not run, before any model is built: `refusals` finds all, `validate` raises
-the first (SPEC section 18).
+the first (docs/spec-setup.md).
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ import torch
 
 from production.errors import PackproofError
 from production.files.file_state import is_there
-from production.files.manifest import other_files, read_manifest
+from production.files.manifest import Manifest, other_files, read_manifest
+from production.tokens.fingerprint import differences_from_json, fingerprint_tokenizer
+from production.tokens.folder import load_folder
 from production.training.config.checks.batches import check_batches, check_data, check_length
 from production.training.config.checks.layers import check_pattern
 from production.training.config.checks.megatron import (
@@ -70,7 +72,7 @@ def validate(job: Job, world_size: int, *, device: str | None = None) -> None:
 
 
 def refusals(job: Job, world_size: int, *, device: str | None = None) -> list[SetupRefused]:
-    """Return all reasons why a job must not run on `world_size` ranks, in the order of SPEC section 18; empty where
+    """Return all reasons why a job must not run on `world_size` ranks, in the order of docs/spec-setup.md; empty where
     it may run.
 
     A missing kernel package is not a reason on a machine without CUDA that the job does not run on: see `notes`.
@@ -129,10 +131,23 @@ def _otherwise(file: Path, trained: Mapping[str, tuple[Any, str]], tokenizer: Pa
         is_cut = name == "pack_length" and value < said
         yield told + (": what lies behind that in a row is cut off, and conversations there are lost" if is_cut else "")
     if tokenizer.name and tokenizer.is_dir() and (other := other_files(manifest, tokenizer)):
+        shifted = [] if manifest.tokenizer_fingerprint is None else _shifted(manifest, tokenizer)
+        if manifest.tokenizer_fingerprint is not None and not shifted:
+            return  # other files, and the same tokenizer
         yield (
             f"{file} was packed with another tokenizer than policy.tokenizer.name {tokenizer}: {', '.join(other)} "
             f"{'is' if len(other) == 1 else 'are'} not what its manifest says, so conversations may be longer than their places in a row"
+            + (f". {' '.join(shifted)}" if shifted else "")
         )
+
+
+def _shifted(manifest: Manifest, tokenizer: Path) -> list[str]:
+    """Return how a tokenizer behaves otherwise than the one that packed the rows; a folder that cannot be loaded is refused elsewhere."""
+    try:
+        now = fingerprint_tokenizer(load_folder(tokenizer))
+    except PackproofError:
+        return ["The tokenizer cannot be loaded here."]
+    return differences_from_json(manifest.tokenizer_fingerprint, now, name=str(manifest.path))
 
 
 def missing_files(job: Job) -> list[SetupRefused]:
@@ -146,6 +161,8 @@ def missing_files(job: Job) -> list[SetupRefused]:
     }
     if job.model.initial == "megatron" and job.model.initial_path is not None:
         wanted[job.model.initial_path] = "model.initial_path"
+    if job.data.certificate is not None:
+        wanted[job.data.certificate] = "data.certificate"
     template = job.policy.tokenizer.chat_template
     if template is not None and template.endswith(".jinja"):
         wanted[template] = "policy.tokenizer.chat_template"

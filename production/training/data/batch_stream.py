@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Self
 
 import torch
@@ -16,6 +18,7 @@ from production.online.chat import ChatTokenizer
 from production.online.padded_batch import Rectangle
 from production.parallel.sizes import RankCoordinates
 from production.rows.batch import Batch
+from production.rows.builder import RowSettings
 from production.rows.guards import BatchSettings
 from production.training.config import (
     Dataset,
@@ -24,15 +27,15 @@ from production.training.config import (
     multi_token_depths,
     order_settings,
     row_settings,
-    sizes,
 )
-from production.training.data.dataset import ConversationBatch, ConversationData, PackedData, Recipe
-from production.training.data.fingerprint import fingerprint
-from production.training.data.first_lines import look
+from production.training.data.dataset import ConversationBatch, ConversationData, PackedData, Recipe, row_facts
+from production.training.data.fingerprint import described, fed_identity
+from production.training.data.first_rows import check_first_rows
 from production.training.data.loader import Loader, LoaderSettings, Prepared
 from production.training.data.online_bins import bin_settings, pack_bins
 from production.training.data.order import Order, Sample, ValidationOrder
-from production.training.data.token_checks import check_tokens, message_keys
+from production.training.data.row_cache import RowCache
+from production.training.data.token_fit import message_keys
 from production.training.data.tokenizer import load_tokenizer
 from production.training.metrics.token_counts import RowCounts
 from production.training.step import split_rows
@@ -48,6 +51,8 @@ class StepBatch:
     """Padding of the online path in this step; None on the direct path."""
     counts: RowCounts
     """Token counts of this rank's rows."""
+    conversations_masked_out: int
+    """Conversations of the whole global batch that were too long (R-ONLINE-8); 0 on the direct path."""
     samples: tuple[Sample, ...]
     """This rank's rows; online, all conversations of the global batch."""
     consumed_samples: int
@@ -66,15 +71,16 @@ class BatchStream:
     def __init__(self, job: Job, place: RankCoordinates, *, consumed_samples: int = 0) -> None:
         """Open the files, the tokenizer and the loaders. Raises PackproofError for files that cannot be fed."""
         self._job, self._place = job, place
+        self._caches: dict[str, RowCache] = {}
         self.skipped_in_validation: list[SkippedRow] = []
         """Rows that the last validation skipped; `skipped` has those of training."""
         self.tokenizer = load_tokenizer(job)
-        found = look(job, self.tokenizer)
+        found = check_first_rows(job, self.tokenizer)
         for refusal in found.refusals:
             raise refusal
         self.notes = found.notes
-        self.token_notes = check_tokens(job, self.tokenizer)
-        """Notes on the tokens of all rows, whatever the rows hold (SPEC section 22)."""
+        self.token_notes = found.token_notes
+        """Notes on the tokens of all rows, whatever the rows hold (docs/spec-tokens.md)."""
         train = _as_one(job)
         self.sources = _open(job, train, apart=any(file.weight is not None for file in train.data_path))
         self._rows = row_settings(job, train)
@@ -89,6 +95,7 @@ class BatchStream:
             settings=self._loader_settings(job.policy.train_global_batch_size),
             consumed_samples=consumed_samples,
         )
+        self.notes += map(_stored, self._caches.values())
 
     def __enter__(self) -> Self:
         return self
@@ -97,8 +104,10 @@ class BatchStream:
         self.close()
 
     def close(self) -> None:
-        """Stop the loader's workers."""
+        """Stop the loader's workers, and let go of the row caches."""
         self._loader.close()
+        for cache in self._caches.values():
+            cache.close()
 
     @property
     def total_steps(self) -> int | None:
@@ -116,9 +125,8 @@ class BatchStream:
         """Return everything that decides what each rank is fed, with the layout; a resume is compared with it
         (R-ORDER-8).
         """
-        found = fingerprint(sources=self.sources, tokenizer=self.tokenizer, rows=self._rows, order=self._order_settings)
-        layout = {f"{name}_parallel_size": size for name, size in dataclasses.asdict(sizes(self._job)).items()}
-        return found | layout | {"path": "direct" if self._job.is_packed else "online"}
+        files, data = described(self.sources), self._place.data_size
+        return fed_identity(self._job, files, tokenizer=self.tokenizer, data_parallel_size=data)
 
     def provenance(self) -> dict[str, Any]:
         """Return plain values from which the same rows are rebuilt from the same files; `batch_dump` keeps them
@@ -211,7 +219,26 @@ class BatchStream:
             settings=settings,
             guards=guards,
             keys=message_keys(dataset, settings, self.tokenizer),
+            caches=self._caches_of(dataset, settings, sources),
         )
+
+    def _caches_of(
+        self, dataset: Dataset, settings: RowSettings, sources: Sequence[PackedSource]
+    ) -> tuple[RowCache, ...]:
+        """Return the row cache of each source, opened once; none without `data.cache_dir`."""
+        data = self._job.data
+        if data.cache_dir is None:
+            return ()
+        found = []
+        for source in sources:
+            facts = row_facts(source, self.tokenizer, settings, ignored=dataset.ignore_keys)
+            key = json.dumps(facts, sort_keys=True)
+            if key not in self._caches:
+                self._caches[key] = RowCache(
+                    Path(data.cache_dir), facts=facts, rows=len(source), limit_bytes=int(data.cache_limit_gb * 1e9)
+                )
+            found.append(self._caches[key])
+        return tuple(found)
 
     def _loader_settings(self, global_batch_size: int) -> LoaderSettings:
         """Return the loader's settings: `data.prefetch` counts microbatches, the loader counts global batches."""
@@ -223,17 +250,19 @@ class BatchStream:
         )
 
     def _step_batch(self, prepared: Prepared[Batch | ConversationBatch]) -> StepBatch:
-        batch, counts, padding = prepared.batch, prepared.counts, None
+        batch, counts, padding, masked_out = prepared.batch, prepared.counts, None, 0
         microbatches: list[Batch | Rectangle]
         if isinstance(batch, Batch):
             microbatches = [*split_rows(batch)]
         else:
             own = pack_bins(batch, self._bins, data_rank=self._place.data_rank)
             microbatches, padding, counts = [*own.rectangles], own.padding, own.counts
+            masked_out = batch.masked_out
         return StepBatch(
             microbatches=microbatches,
             padding=padding,
             counts=counts,
+            conversations_masked_out=masked_out,
             samples=prepared.samples,
             consumed_samples=prepared.consumed_samples,
             wait_seconds=prepared.wait_seconds,
@@ -268,10 +297,14 @@ def _as_one(job: Job) -> Dataset:
     return dataclasses.replace(first, data_path=tuple(file for each in job.data.train for file in each.data_path))
 
 
+def _stored(cache: RowCache) -> str:
+    return f"row cache {cache.path}: {cache.stored():,} of {cache.rows:,} rows are stored"
+
+
 def _open(job: Job, dataset: Dataset, *, apart: bool) -> list[PackedSource]:
     paths = [file.path for file in dataset.data_path]
     groups = [[path] for path in paths] if apart else [paths]
-    return [
+    sources = [
         open_source(
             group,
             chat_key=dataset.chat_key,
@@ -282,3 +315,7 @@ def _open(job: Job, dataset: Dataset, *, apart: bool) -> list[PackedSource]:
         )
         for group in groups
     ]
+    if dataset.is_packed:
+        for source in sources:
+            source.check_manifests()
+    return sources

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import msgspec
 import numpy as np
 import torch
 
@@ -22,9 +23,12 @@ from production.online.padded_batch import Conversation
 from production.refusals import refusal
 from production.rows.batch import Batch, BatchSettings, collate_checked
 from production.rows.builder import GROUP_TOKENS, Row, RowBuilder, RowSettings
-from production.rows.token_facts import ControlTokens
+from production.rows.token_facts import ControlTokens, prompt_messages
 from production.tokens.message_keys import MessageKeys
+from production.tokens.prompts import FORMATS
+from production.training.data.fingerprint import tokenizer_identity
 from production.training.data.order import Sample
+from production.training.data.row_cache import RowCache
 from production.training.metrics.token_counts import RowCounts
 
 Wire = Mapping[str, Any]
@@ -34,7 +38,7 @@ Wire = Mapping[str, Any]
 class BadRow(PackproofError):  # noqa: N818 - reads as the verdict it is
     """A row cannot be trained on; names the row's location.
 
-    `kind` is SPEC's (section 9), R-FILE's, `refused` or `unexpected`.
+    `kind` is SPEC's (docs/SPEC.md#refusals), R-FILE's, `refused` or `unexpected`.
     """
 
     kind: str
@@ -99,10 +103,12 @@ class PackedData:
         settings: RowSettings,
         guards: BatchSettings,
         keys: MessageKeys | None = None,
+        caches: Sequence[RowCache] = (),
     ) -> None:
         """`guards` are the job's; the number of rows is the order's affair and is not asked of a rank's share.
 
-        `keys` refuses rows with keys that no row honours; None: nothing is asked of them.
+        `keys` refuses rows with keys that no row honours; None: nothing is asked of them. `caches` keep the rows of each source, so
+        that a row is built once; they must have been opened with `row_facts` of the same source, tokenizer, settings and keys.
         """
         self.settings = settings
         self.rows = tuple(map(len, sources))
@@ -111,10 +117,22 @@ class PackedData:
         self._builder = RowBuilder(tokenizer=tokenizer, settings=settings)
         self._keys = keys
         self._control_tokens = ControlTokens(tokenizer)
+        self._trains_prompts = not FORMATS[settings.prompt_format].is_masked(settings.semantics)
         self._guards = dataclasses.replace(guards, global_batch_size=None, data_parallel_size=1)
+        self._caches = tuple(caches)
 
     def prepare(self, samples: Sequence[Sample]) -> list[Row | PackproofError]:
         """Return the row of each sample, or a BadRow."""
+        if not self._caches:
+            return self._build(samples)
+        stored = [self._caches[sample.source].get(sample.row) for sample in samples]
+        built = iter(self._build([sample for sample, row in zip(samples, stored, strict=True) if row is None]))
+        return [
+            next(built) if row is None else _placed(row, self._sources, sample)
+            for sample, row in zip(samples, stored, strict=True)
+        ]
+
+    def _build(self, samples: Sequence[Sample]) -> list[Row | PackproofError]:
         read = [_read(self._sources, sample, self._keys) for sample in samples]
         good = [messages for messages in read if not isinstance(messages, PackproofError)]
         try:
@@ -123,9 +141,15 @@ class PackedData:
             built = iter([self._build_alone(messages) for messages in good])
         built = map(self._counted, built, good)
         return [
-            found if isinstance(found, PackproofError) else _placed(next(built), self._sources, sample)
+            found if isinstance(found, PackproofError) else self._finished(next(built), sample)
             for found, sample in zip(read, samples, strict=True)
         ]
+
+    def _finished(self, row: Row | Exception, sample: Sample) -> Row | PackproofError:
+        """Store the row or its refusal where rows are cached, and return it with its location."""
+        if self._caches and isinstance(row, Row | RowRefused):
+            self._caches[sample.source].put(sample.row, row)
+        return _placed(row, self._sources, sample)
 
     def to_wire(self, item: Row) -> Wire:
         """Return the row as numpy arrays."""
@@ -150,7 +174,7 @@ class PackedData:
         return dataclasses.replace(batch, sample_mask=torch.tensor(list(weights), dtype=torch.float32)), counts
 
     def _counted(self, row: Row | Exception, messages: Sequence[Any]) -> Row | Exception:
-        """Return the row with suspicious tokens counted in its report (SPEC section 22)."""
+        """Return the row with suspicious tokens counted in its report (docs/spec-tokens.md)."""
         if isinstance(row, Exception):
             return row
         masked = 0
@@ -160,7 +184,11 @@ class PackedData:
             padding = (row.report["padding_tokens"] or 0) + 1
             masked = max(0, int(torch.count_nonzero(row.target_ids.eq(pad))) - padding)
         control = self._control_tokens.count(messages)
-        more: dict[str, int | None] = {"control_tokens": control, "labels_masked_as_padding": masked}
+        more: dict[str, int | None] = {
+            "control_tokens": control,
+            "labels_masked_as_padding": masked,
+            "prompt_messages_trained": prompt_messages(messages) if self._trains_prompts else 0,
+        }
         return dataclasses.replace(row, report=row.report | more)
 
     def _build_alone(self, messages: Sequence[Any]) -> Row | Exception:
@@ -170,14 +198,38 @@ class PackedData:
             return error
 
 
+def row_facts(
+    source: PackedSource, tokenizer: Any, settings: RowSettings, *, ignored: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Return all that decides a source's rows, besides the code, as plain values: the facts of a `RowCache`.
+
+    `ignored` are the keys of messages that are passed over (`ignore_keys`).
+    """
+    return {
+        "source": source.fingerprint,
+        "tokenizer": tokenizer_identity(tokenizer),
+        "settings": msgspec.to_builtins(settings),
+        "ignored": sorted(ignored),
+    }
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ConversationBatch:
-    """Holds the conversations of a whole global batch, which is packed as one (SPEC section 13)."""
+    """Holds the conversations of a whole global batch, which is packed as one (docs/SPEC.md#packing)."""
 
     conversations: tuple[Conversation, ...]
     """Tokenized conversations in order, not padded."""
     sample_mask: torch.Tensor
     """[conversations] float32."""
+
+    @property
+    def masked_out(self) -> int:
+        """Return how many conversations were too long; those that only fill the batch are not counted."""
+        return sum(
+            not each.weight
+            for each, counts in zip(self.conversations, self.sample_mask.tolist(), strict=True)
+            if counts
+        )
 
 
 class ConversationData:

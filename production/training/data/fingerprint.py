@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,6 +15,7 @@ import xxhash
 from production.errors import PackproofError
 from production.files.source import PackedSource
 from production.rows.builder import RowSettings
+from production.training.config import Job, order_settings, row_settings, sizes
 from production.training.order_settings import OrderSettings
 
 BUCKETS = "distributed_data_parallel_config.overlap_grad_reduce"
@@ -93,7 +95,7 @@ def fingerprint(
     The length of the run (`max_epochs`) is left out, except where the order permutes the whole run (`run_steps`).
     """
     return {
-        "files": [{"fingerprint": source.fingerprint, "rows": len(source)} for source in sources],
+        "files": described(sources),
         "tokenizer": tokenizer_identity(tokenizer),
         "semantics": msgspec.to_builtins(rows.semantics),
         "prompt_format": rows.prompt_format,
@@ -109,6 +111,24 @@ def fingerprint(
         "weights": None if order.weights is None else list(order.weights),
         **({} if order.run_steps is None else {"run_steps": order.run_steps}),
     }
+
+
+def described(sources: Sequence[PackedSource]) -> list[dict[str, Any]]:
+    """Return fingerprint and rows of each source."""
+    return [{"fingerprint": source.fingerprint, "rows": len(source)} for source in sources]
+
+
+def fed_identity(
+    job: Job, files: Sequence[Mapping[str, Any]], *, tokenizer: Any, data_parallel_size: int
+) -> dict[str, Any]:
+    """Return everything that decides what each rank is fed, with the layout (R-ORDER-8).
+
+    `files` holds the fingerprint and the rows of each source, as `fingerprint` has them.
+    """
+    rows, order = row_settings(job, job.data.train[0]), order_settings(job, data_parallel_size)
+    found = fingerprint(sources=(), tokenizer=tokenizer, rows=rows, order=order) | {"files": [*files]}
+    layout = {f"{name}_parallel_size": size for name, size in dataclasses.asdict(sizes(job)).items()}
+    return found | layout | {"path": "direct" if job.is_packed else "online"}
 
 
 def check_resume(saved: Mapping[str, Any], now: Mapping[str, Any], *, free: Sequence[str] = ()) -> list[str]:

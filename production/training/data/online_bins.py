@@ -1,4 +1,4 @@
-"""Pack the conversations of a global batch into the bins of each rank, on the online path of a job (SPEC section 15).
+"""Pack the conversations of a global batch into the bins of each rank, on the online path of a job (docs/SPEC.md#online-path).
 
 Every rank packs the whole global batch, so that nothing is sent between ranks; each rank tokenizes all conversations
 in return.

@@ -1,4 +1,4 @@
-"""Decide which row comes when (SPEC section 19): `consumed_samples` alone gives the next row, on every rank alike and
+"""Decide which row comes when (docs/SPEC.md#order): `consumed_samples` alone gives the next row, on every rank alike and
 without a message.
 
 A shuffled epoch costs 8 bytes and 0.2 µs a row when the epoch begins; a cyclic run costs 8 bytes a sample of the

@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from production.errors import PackproofError
 from production.files.file_state import is_there
 from production.online.padded_batch import round_up
+from production.tokens.folder import CONFIG, folder_fault, folder_faults, missing_file
 from production.training.config import Job
 
-_CONFIG = "tokenizer_config.json"
-_MEND = f"give a folder with tokenizer.json and {_CONFIG}, or a Hugging Face name that can be reached"
-_VOCABULARIES = (
-    "tokenizer.json", "tokenizer.model", "tekken.json", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model",
-)  # fmt: skip
-"""Vocabulary files, of which a tokenizer has at least one."""
-_OTHERS = ("special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "config.json")
-"""Files that a tokenizer may have beside its configuration."""
+_MEND = f"give a folder with tokenizer.json and {CONFIG}, or a Hugging Face name that can be reached"
 
 
 def load_tokenizer(job: Job) -> Any:
@@ -31,8 +23,8 @@ def load_tokenizer(job: Job) -> Any:
     from transformers import AutoTokenizer  # noqa: PLC0415 - takes seconds to import
 
     given = job.policy.tokenizer
-    if given.name and Path(given.name).is_dir() and not (Path(given.name) / _CONFIG).is_file():
-        raise _refused(job, _missing(Path(given.name), _CONFIG))
+    if given.name and Path(given.name).is_dir() and not (Path(given.name) / CONFIG).is_file():
+        raise _refused(job, missing_file(Path(given.name), CONFIG))
     try:
         tokenizer = AutoTokenizer.from_pretrained(given.name)
     except Exception as error:  # a damaged tokenizer.json raises Exception itself, others of its parts what they like
@@ -62,11 +54,6 @@ def check_tokenizer(job: Job) -> list[PackproofError]:
     else:
         why = _absent(name) if name and _is_a_path(name) and not is_there(name) else None
     return [] if why is None else [_refused(job, why)]
-
-
-def folder_fault(folder: Path) -> str | None:
-    """Return the missing or damaged file for which a folder is not a tokenizer; None where no fault is seen."""
-    return _missing(folder, _CONFIG) if not (folder / _CONFIG).is_file() else next(_faults(folder), None)
 
 
 def vocabulary_size(job: Job, tokenizer: Any) -> int:
@@ -100,7 +87,7 @@ def _fault(name: str, error: Exception) -> str:
     """
     said = str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
     if name and Path(name).is_dir():
-        return next(_faults(Path(name)), f"one of its files is damaged: {type(error).__name__}: {said}")
+        return next(folder_faults(Path(name)), f"one of its files is damaged: {type(error).__name__}: {said}")
     if name and Path(name).exists():
         return "it is a file, and no folder"
     absent = _absent(name)
@@ -114,56 +101,6 @@ def _absent(name: str) -> str:
 def _is_a_path(name: str) -> bool:
     """Return whether a name is a path: Hugging Face's names are at most `owner/name`."""
     return name.count("/") > 1 or name.startswith((".", "~", "/")) or name.endswith("/")
-
-
-def _faults(folder: Path) -> Iterator[str]:
-    """Return the tokenizer's files that are missing or damaged."""
-    if not any((folder / each).is_file() for each in _VOCABULARIES):
-        yield _missing(folder, "tokenizer.json")
-    for name in (_CONFIG, *_VOCABULARIES, *_OTHERS):
-        why = _damage(folder / name) if (folder / name).exists() else None
-        if why is not None:
-            yield f"{name} is damaged: {why}"
-
-
-def _missing(folder: Path, name: str) -> str:
-    there = sorted(each.name + "/" * each.is_dir() for each in folder.iterdir())
-    more = f" and {len(there) - 8} more" if len(there) > 8 else ""
-    return f"{name} is missing; the folder has {', '.join(there[:8]) or 'nothing'}{more}"
-
-
-def _damage(path: Path) -> str | None:
-    """Return the fault of one of its files; None where no fault is seen."""
-    if path.suffix not in (".json", ".jinja"):
-        return None
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        return str(error)
-    if path.suffix == ".jinja":
-        return None
-    if not text.strip():
-        return "it is empty"
-    try:
-        return _no_tokenizer(text) if path.name == "tokenizer.json" else _no_object(text)
-    except json.JSONDecodeError as error:
-        return f"it is no JSON: {error}"
-
-
-def _no_object(text: str) -> str | None:
-    return None if isinstance(json.loads(text), dict) else "it is no JSON object"
-
-
-def _no_tokenizer(text: str) -> str | None:
-    from tokenizers import Tokenizer  # noqa: PLC0415 - as transformers
-
-    if (why := _no_object(text)) is not None:
-        return why
-    try:
-        Tokenizer.from_str(text)
-    except Exception as error:  # noqa: BLE001 - it raises nothing narrower
-        return f"the tokenizers library refuses it: {error}"
-    return None
 
 
 def _template(path: Path, where: str) -> str:

@@ -42,6 +42,10 @@ class Record:
     """Values by name (`StepNumbers.values`; of a validation, `validation_loss` and the like)."""
 
 
+MLFLOW_TAG = "packproof.run"
+"""Tag of a run of MLflow that names the job's run."""
+
+
 class Logger(Protocol):
     """A destination of records."""
 
@@ -81,8 +85,8 @@ class MlflowSettings:
     """A server, or `file:///…`; None: the folder `mlruns` below the run's."""
     run_name: str | None = None
     """Name of the run; None: MLflow makes a name."""
-    run_id: str | None = None
-    """Identifier of a run to continue."""
+    run: str | None = None
+    """Name of a job's run, which is kept as a tag: a run of MLflow with this tag is continued; None begins one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -260,7 +264,7 @@ class Wandb:
 
 
 class Mlflow:
-    """Logs to an MLflow tracking server, or to its folder of files."""
+    """Logs to an MLflow tracking server, or to its folder of files; steps that run again get a second value."""
 
     def __init__(self, settings: MlflowSettings, folder: Path, run: Mapping[str, Value]) -> None:
         """Begin or continue a run, in an experiment that is made if it does not exist."""
@@ -270,13 +274,24 @@ class Mlflow:
             place = (folder / "mlruns").resolve().as_uri()
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # MLflow 3 keeps files only where told so
         self._client = self._mlflow.MlflowClient(tracking_uri=place)
-        self._id = settings.run_id
-        if self._id is None:
-            found = self._client.get_experiment_by_name(settings.experiment)
-            number = self._client.create_experiment(settings.experiment) if found is None else found.experiment_id
-            self._id = self._client.create_run(number, run_name=settings.run_name).info.run_id
-            parameters = [self._mlflow.entities.Param(name, str(value)) for name, value in run.items()]
-            self._client.log_batch(self._id, params=parameters)
+        found = self._client.get_experiment_by_name(settings.experiment)
+        number = self._client.create_experiment(settings.experiment) if found is None else found.experiment_id
+        self._id = self._begun(number, settings.run)
+        if self._id is not None:
+            self._client.update_run(self._id, status="RUNNING")
+            return  # the facts of a run are kept as they began: MLflow refuses other values
+        tags = {} if settings.run is None else {MLFLOW_TAG: settings.run}
+        self._id = self._client.create_run(number, run_name=settings.run_name, tags=tags).info.run_id
+        parameters = [self._mlflow.entities.Param(name, str(value)) for name, value in run.items()]
+        self._client.log_batch(self._id, params=parameters)
+
+    def _begun(self, experiment: str, run: str | None) -> Any:
+        """Return the identifier of the run with this tag; None where there is none."""
+        if run is None:
+            return None
+        wanted = f"tags.`{MLFLOW_TAG}` = '{run}'"
+        runs = self._client.search_runs([experiment], filter_string=wanted, max_results=1)
+        return runs[0].info.run_id if runs else None
 
     def log(self, record: Record) -> None:
         """Log numbers at their step."""
@@ -305,7 +320,7 @@ def read_records(path: Path) -> Iterator[Record]:
             try:
                 values = json.loads(line)
                 kind, step = values.pop("kind"), values.pop("step")
-            except (ValueError, KeyError, AttributeError, TypeError) as error:
+            except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
                 raise BadInput(
                     kind="bad_record",
                     what=f"no record of a run: {error!r}",

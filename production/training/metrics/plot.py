@@ -1,4 +1,4 @@
-"""Draw line plots as SVG text, without a plotting library: a run's losses, or two runs' over each other."""
+"""Draw line plots and histograms as SVG text, without a plotting library: a run's losses, two runs' over each other, a file's lengths."""
 
 from __future__ import annotations
 
@@ -67,6 +67,53 @@ def draw(
             f'<text transform="translate(14 {(frame.top + frame.bottom) / 2:g}) rotate(-90)" text-anchor="middle">{escape(y_title)}</text>',
             *itertools.chain.from_iterable(_strokes(line, frame) for line in lines),
             *legend,
+            "</svg>\n",
+        ]
+    )
+
+
+def draw_bars(
+    labels: Sequence[str],
+    values: Sequence[float],
+    *,
+    title: str,
+    x_title: str,
+    y_title: str,
+    colour: str = "#316dca",
+    width: int = WIDTH,
+) -> str:
+    """Return a histogram as one `<svg>` element: one bar a value, each from its label to the next label.
+
+    `labels` are the edges of the bars, one more than there are values; as many are written as there is room for.
+    """
+    y_ticks = ticks(0.0, max([*values, 1.0]), whole=True)
+    frame = _Frame(x_low=0, x_high=max(len(values), 1), y_low=0.0, y_high=y_ticks[-1], width=width, top=TOP)
+    step = math.ceil(len(labels) * TICK_ROOM / (width - LEFT - RIGHT))
+    marks = [(frame.x(at), labels[at]) for at in range(0, len(labels), step)]
+    bars = (
+        f'<rect x="{frame.x(at) + 0.5:.1f}" y="{frame.y(value):.1f}" width="{frame.x(1) - frame.x(0) - 1:.1f}" '
+        f'height="{frame.bottom - frame.y(value):.1f}" fill="{colour}"><title>{escape(labels[at])} to {escape(labels[at + 1])}: {value:,g}</title></rect>'
+        for at, value in enumerate(values)
+        if value
+    )
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {HEIGHT}" role="img" aria-label="{escape(title)}" class="packproof-lines">',
+            _STYLE,
+            f'<rect class="back" width="{width}" height="{HEIGHT}"/>',
+            f'<text class="title" x="{LEFT}" y="20">{escape(title)}</text>',
+            *_axes(frame, [], y_ticks),
+            *(
+                f'<line class="tick" x1="{x:.1f}" x2="{x:.1f}" y1="{frame.bottom}" y2="{frame.bottom + 4}"/>'
+                for x, _ in marks
+            ),
+            *(
+                f'<text x="{x:.1f}" y="{frame.bottom + 17}" text-anchor="middle">{escape(label)}</text>'
+                for x, label in marks
+            ),
+            f'<text x="{(LEFT + width - RIGHT) / 2:g}" y="{HEIGHT - 8}" text-anchor="middle">{escape(x_title)}</text>',
+            f'<text transform="translate(14 {(frame.top + frame.bottom) / 2:g}) rotate(-90)" text-anchor="middle">{escape(y_title)}</text>',
+            *bars,
             "</svg>\n",
         ]
     )

@@ -224,6 +224,7 @@ class StepMetrics:
             conversations_masked_out=counts.masked_out_conversations,
             control_tokens=counts.control_tokens,
             labels_masked_as_padding=counts.labels_masked_as_padding,
+            prompt_messages_trained=counts.prompt_messages_trained,
             slowest_rank=ranks.slowest,
             slowest_rank_place=self._group.place(ranks.slowest),
             slowest_rank_behind_seconds=ranks.behind_seconds,

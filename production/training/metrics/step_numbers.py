@@ -60,6 +60,8 @@ class StepNumbers:
     """Control tokens that stand in contents of the global batch as text (SPEC R-TOLD-2)."""
     labels_masked_as_padding: int = 0
     """Labels of contents that do not count because they are the pad token's id (SPEC R-TOLD-2)."""
+    prompt_messages_trained: int = 0
+    """Messages of the system, users and tools in the global batch that are trained, since the format masks none (SPEC R-TOLD-2)."""
     slowest_rank: int
     """The rank, of the whole world, with the longest `Timing.own_seconds`. Ranks of one replica wait for each other within the
     passes (tp, cp, ep, pp), so that a slow one makes its replica slow: the replica is what is certain."""

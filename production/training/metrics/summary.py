@@ -63,6 +63,8 @@ class Summary:
     control_tokens: int
     """Control tokens that stood in contents as text, of all steps together."""
     labels_masked_as_padding: int
+    """Labels of contents that did not count, since they are the pad token's id."""
+    prompt_messages_trained: int
     """Labels of contents that did not count because they are the pad token's id, of all steps together."""
     notes: Sequence[str]
     """Notes of the run's first record on all its rows."""
@@ -209,6 +211,7 @@ def _summary(
         conversations_masked_out=int(sum(of("conversations_masked_out"))),
         control_tokens=int(sum(of("control_tokens"))),
         labels_masked_as_padding=int(sum(of("labels_masked_as_padding"))),
+        prompt_messages_trained=int(sum(of("prompt_messages_trained"))),
         notes=notes,
         tflops_per_second=statistics.median(found) if (found := of("tflops_per_second")) else None,
         mfu=statistics.median(found) if (found := of("mfu")) else None,
@@ -250,6 +253,9 @@ def _lines(summary: Summary) -> list[tuple[str, str]]:
         lines.append(
             ("labels masked as padding", f"{summary.labels_masked_as_padding:,}, since contents hold the pad token")
         )
+    if summary.prompt_messages_trained:
+        count = f"{summary.prompt_messages_trained:,} messages of the system, users and tools"
+        lines.append(("prompts trained", f"{count}, since the format masks none"))
     lines += [("note", note) for note in summary.notes]
     if summary.slowest_rank_behind_seconds > 0:  # else there is one rank
         where = f"{summary.slowest_rank} ({summary.slowest_rank_place}) at {summary.slowest_rank_steps:,} steps"

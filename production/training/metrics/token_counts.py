@@ -17,7 +17,7 @@ LIMBS = 5
 
 @dataclass(frozen=True, kw_only=True)
 class RowCounts:
-    """Counts of rows (SPEC section 6), which can be added."""
+    """Counts of rows (docs/SPEC.md#report), which can be added."""
 
     rows: int = 0
     """Rows counted."""
@@ -37,6 +37,8 @@ class RowCounts:
     """Control tokens that stand in contents as text (SPEC R-TOLD-2)."""
     labels_masked_as_padding: int = 0
     """Labels of contents that do not count because they are the pad token's id (SPEC R-TOLD-2)."""
+    prompt_messages_trained: int = 0
+    """Messages of the system, users and tools in rows of a format that masks none of them (SPEC R-TOLD-2)."""
     square_sum: int = 0
     """Σ L² over segments without their padding, which is the cost of attention (`flops.segment_squares`)."""
 
@@ -53,6 +55,7 @@ class RowCounts:
             dropped_conversations=report["dropped"],
             control_tokens=report.get("control_tokens", 0),
             labels_masked_as_padding=report.get("labels_masked_as_padding", 0),
+            prompt_messages_trained=report.get("prompt_messages_trained", 0),
             square_sum=segment_squares(row.cu_seqlens, report["padding_tokens"]),
         )
 

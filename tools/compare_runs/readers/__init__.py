@@ -7,6 +7,7 @@ from pathlib import Path
 
 from equivalence.errors import InputError
 from production.errors import PackproofError
+from production.files.file_state import is_there
 from tools.compare_runs.readers.event_files import PATTERN, read_events
 from tools.compare_runs.readers.lines import read_lines
 from tools.compare_runs.readers.megatron_log import read_log
@@ -20,17 +21,21 @@ KINDS = (
     "a Megatron-LM log, a run's folder or its metrics.jsonl, TensorBoard event files or their folder, "
     "or an export of W&B (.csv, .json, .jsonl)"
 )
-"""What can be read."""
+"""Kinds of files that can be read."""
 
 
 def read_run(path: Path, names: Names) -> Run:
-    """The run of this file or folder, whatever wrote it.
+    """Read the run of a file or folder, whichever program wrote it.
 
-    A folder is a run's of packproof (`metrics.jsonl`) or one of event files. Raises InputError for what is neither, and
-    for a run without a loss; PackproofError where it is not there or cannot be read.
+    A folder is a run of packproof (`metrics.jsonl`), or holds event files. Raises InputError for any other file or folder and for a run
+    without a loss; PackproofError for a path that does not exist or cannot be read.
     """
-    if not path.exists():
+    if not is_there(path):
         raise PackproofError(what="there is no such file or folder", where=str(path), mend=f"give {KINDS}")
+    if not path.is_dir() and not path.is_file():
+        raise PackproofError(
+            what="it is neither a regular file nor a folder, and may have no end", where=str(path), mend=f"give {KINDS}"
+        )
     try:
         return _read(path, names)
     except UnknownKindError as error:
@@ -71,6 +76,6 @@ def _is_ours(path: Path) -> bool:
     with path.open(encoding="utf-8", errors="replace") as file:
         try:
             first = json.loads(file.readline())
-        except ValueError:
+        except (ValueError, RecursionError):
             return True  # whose reader says which line it is
     return isinstance(first, dict) and "kind" in first

@@ -12,7 +12,7 @@ PATTERN = "events.out.tfevents.*"
 
 
 def read_events(path: Path, names: Names) -> Run:
-    """The run of an event file, or of all in one folder. Raises InputError where no loss is there."""
+    """Read the run of an event file, or of all event files in one folder. Raises InputError for a run without a loss."""
     # It pulls in gRPC and protobuf: a second that the other readers need not wait.
     from tensorboard.backend.event_processing import event_accumulator  # noqa: PLC0415
 
@@ -43,7 +43,7 @@ def read_events(path: Path, names: Names) -> Run:
 
 
 def _values(events: Any, tag: str, meaning: Meaning) -> dict[int, float]:
-    """A step that was written twice counts as it was written last."""
+    """Return the values by step; for a step that was written twice, the last value."""
     if tag in events.Tags()["scalars"]:
         return {event.step + meaning.shift: float(event.value) * meaning.factor for event in events.Scalars(tag)}
     from tensorboard.util.tensor_util import make_ndarray  # noqa: PLC0415

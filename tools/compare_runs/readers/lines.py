@@ -12,7 +12,7 @@ SOURCE = "packproof JSON lines"
 
 
 def read_lines(path: Path, names: Names) -> Run:
-    """The run of a `metrics.jsonl`. Raises BadInput for a line that is no record, InputError where no loss is there."""
+    """Read the run of a `metrics.jsonl`. Raises BadInput for a line that is not a record, InputError for a run without a loss."""
     records = list(read_records(path))
     recorded = {name for record in records if record.kind in ("step", "validation") for name in record.values}
     found = names.find(recorded)

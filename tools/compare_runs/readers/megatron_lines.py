@@ -1,4 +1,4 @@
-"""The lines of a Megatron-LM log: whole ones told from broken ones, restarts from copies of other processes."""
+"""Parse the lines of a Megatron-LM log: separate whole lines from broken lines, and restarts from copies by other processes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ITERATION = re.compile(r"(?:\[(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)(\.\d+)?\]\s+)?\bi
 VALIDATION = re.compile(r"\bvalidation loss at iteration (\d+)(?: on (\w+) set)? \|(.*)")
 VALIDATED = re.compile(r" lm loss value: (\S+) \|")
 BEGINS = re.compile(r"(?:^|[\s:\]])training \.\.\.\s*$")
-"""What the driver prints before the first iteration of a process."""
+"""Line that the driver prints before the first iteration of a process."""
 SKIPPED, SECONDS = "number of skipped iterations", "elapsed time per iteration (ms)"
 
 
@@ -30,19 +30,19 @@ class Line:
     keeps_sums: bool
     """Whether the driver that printed it goes on summing after a run's first line: those since 0.16 do, whose times have fractions of a second."""
     text: str
-    """What follows the iteration's number."""
+    """Text behind the iteration's number."""
     fields: Mapping[str, str]
     """By name, as they were written. Empty where the line is broken."""
 
     @property
     def is_whole(self) -> bool:
-        """Whether nothing of the line is missing."""
+        """Return whether the line is complete."""
         return bool(self.fields)
 
 
 @dataclass(kw_only=True)
 class Session:
-    """What one start of the driver printed."""
+    """Lines of one start of the driver."""
 
     lines: list[Line] = field(default_factory=list)
     """Rising by step."""
@@ -52,7 +52,7 @@ class Session:
 
 @dataclass(kw_only=True)
 class Log:
-    """What was read of a file."""
+    """Lines of a file by start."""
 
     sessions: list[Session] = field(default_factory=list)
     broken: list[int] = field(default_factory=list)
@@ -90,10 +90,10 @@ def _fields(text: str) -> dict[str, str]:
 
 
 def whole(lines: Sequence[Line], used: Collection[str]) -> list[Line]:
-    """Return the lines, those without fields that were cut, or into which another process printed.
+    """Return the lines, except lines with a truncated field and lines into which another process printed.
 
-    `used` are the names that are compared. A line must end with a bar after the field with which the lines of this log end, and
-    each name that is compared must stand alone, once, with a number.
+    `used` names the compared values. A line must end with a bar after the field that ends the lines of this log, and each compared name must
+    appear alone, once, with a number.
     """
     counts = Counter(name for line in lines for name in line.fields)
     usual = {name for name, count in counts.items() if count > 1 or len(lines) < 3}
@@ -170,7 +170,7 @@ def _validations(log: Log, at: int, validations: Sequence[tuple[int, int, str | 
 
 
 def _is_copy(first: Line, second: Line) -> bool:
-    """Whether two lines of one iteration are too close to each other for the iteration to have been run again."""
+    """Return whether two lines of one iteration are too close in time for the iteration to have been run again."""
     if first.at is None or second.at is None:
         return first.step == second.step and first.is_whole and first.fields == second.fields
     took = (to_number(second.fields.get(SECONDS)) or 0.0) / 1000
@@ -178,7 +178,7 @@ def _is_copy(first: Line, second: Line) -> bool:
 
 
 def _same(path: Path, first: Line, second: Line) -> None:
-    """Raises InputError where the two say other numbers; times may differ, and a line that is not whole says nothing."""
+    """Raise InputError if two lines have different numbers; times may differ, and an incomplete line is ignored."""
     if not (first.is_whole and second.is_whole):
         return
     for name in {**first.fields, **second.fields}:

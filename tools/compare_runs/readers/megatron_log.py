@@ -1,7 +1,7 @@
-"""What Megatron-LM prints: one line an iteration, one a validation, whatever a launcher puts before them.
+"""Read Megatron-LM's console log: one line for an iteration, one for a validation, after any prefix of a launcher.
 
-Its numbers are read as the driver means them: the learning rate is that of the step after; losses and times are means over the
-iterations since the last line; the first line of each start is, since 0.16, in the sums of the second too.
+The reader follows the driver's meaning: the learning rate is that of the next step; losses and times are means over the iterations since
+the last line; since 0.16 the first line of each start is also part of the sums of the second line.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tools.compare_runs.run import FLOAT32_BITS, Gathered, Run, is_mean, seen, t
 
 
 def read_log(path: Path, names: Names) -> Run:
-    """Return the run of a log. Raises InputError where it has no iteration, or none of them a loss, or for several processes' prints."""
+    """Return the run of a log. Raises InputError for a log without an iteration or without a loss, or with the output of several processes."""
     lines, validations, begins = read_lines_of(path)
     if not lines:
         raise UnknownKindError(f"{path}: no line of Megatron-LM such as ' iteration        3/     200 | …'")
@@ -43,7 +43,7 @@ class _Span:
 
     @property
     def width(self) -> int:
-        """Iterations that are this line's own."""
+        """Number of iterations that only this line covers."""
         return self.count - (self.first is not None)
 
 
@@ -96,7 +96,7 @@ class _Reader:
                     self._gathered.put(meaning.series, step, number * meaning.factor, text=line.fields[name])
 
     def _put_mean(self, span: _Span, name: str, meaning: Meaning) -> None:
-        """Take a line's mean; the iteration of the first line is taken out of it where its sums held that one too."""
+        """Store a line's mean, without the first line's iteration where the sums included it."""
         is_loss = meaning.series.endswith("loss")
         line, first = span.line, span.first
         # Losses are summed over iterations that the optimizer did not skip; times over all.
@@ -164,7 +164,7 @@ class _Reader:
 
 
 def _interval(log: Log) -> int:
-    """The driver's `--log-interval`: every line but the first of a start is at a multiple."""
+    """Return the driver's `--log-interval`: every line except the first of a start is at a multiple of the interval."""
     later = [line.step for session in log.sessions for line in session.lines[1:]]
     return math.gcd(*later) if later else math.gcd(*(line.step for session in log.sessions for line in session.lines))
 
@@ -202,10 +202,10 @@ def _half(text: str, value: float) -> float:
 
 
 def _loose(text: str, value: float, count: int, before: int) -> float:
-    """What a mean may be off beside the rounding of its own digits.
+    """Return the possible error of a mean beyond the rounding of its own digits.
 
-    The driver adds `count` losses in float32, each sum rounded to half a unit in its last place; taking `before` of them out
-    again makes what is off larger by count / (count - before).
+    The driver adds `count` losses in float32, rounding each sum by up to half a unit in its last place. Subtracting `before` of the losses
+    enlarges the error by count / (count - before).
     """
     summed = abs(value) * math.ldexp(1.0, -FLOAT32_BITS) * (count + 1) / 2
     rest = count - before

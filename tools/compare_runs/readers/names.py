@@ -1,4 +1,4 @@
-"""What the series of a comparison are called elsewhere."""
+"""Map the names of other programs to the series of a comparison."""
 
 from __future__ import annotations
 
@@ -36,24 +36,24 @@ _GIVEN = re.compile(r"(?:([AB]):)?([^=]+)=(.*)", re.DOTALL)
 
 
 class Meaning(NamedTuple):
-    """What a recorded name is."""
+    """Meaning of a recorded name."""
 
     series: str
     factor: float = 1.0
-    """What a value is multiplied by."""
+    """Factor of a value."""
     shift: int = 0
     """Added to a value's step."""
 
 
 class UnknownKindError(InputError):
-    """What was given is none of the kinds that can be read."""
+    """Error for input of an unknown kind."""
 
 
 class Names:
-    """Which recorded name is which series."""
+    """Mapping from recorded names to series."""
 
     def __init__(self, given: Sequence[str] = (), *, side: str = "") -> None:
-        """`given` are choices such as `loss=train/ce`, which go before what is known, or `A:loss=train/ce` for one run; `side` is this run's letter.
+        """`given` are choices such as `loss=train/ce`, which override the known names, or `A:loss=train/ce` for one run; `side` is this run's letter.
 
         Raises InputError for another form.
         """
@@ -89,12 +89,12 @@ class Names:
 
 
 def validation_of(found: Mapping[str, Meaning]) -> str:
-    """Return what the validation loss is a mean of, as far as its recorded name tells."""
+    """Return what a validation loss averages over, if its recorded name says so."""
     return next((_VALIDATIONS.get(name, "") for name, each in found.items() if each.series == "validation_loss"), "")
 
 
 def no_loss(place: object, recorded: Collection[str]) -> InputError:
-    """That none of the recorded names is a loss."""
+    """Return the error for a run without a recorded name of a loss."""
     return InputError(f"{place}: no loss among {_some(recorded)}; name it with --names loss=NAME")
 
 

@@ -10,16 +10,17 @@ from pathlib import Path
 from typing import Any
 
 from equivalence.errors import InputError
+from production.files.file_state import read_regular
 from tools.compare_runs.readers.names import Names, UnknownKindError, no_loss, validation_of
 from tools.compare_runs.run import Gathered, Run, to_number
 
 STEPS = ("_step", "Step", "step", "trainer/global_step", "train/global_step")
-"""What the column of steps is called; the first that is there counts."""
+"""Names of the column of steps; the first one present counts."""
 _CHART_ENDS = ("__MIN", "__MAX")
 
 
 def read_csv(path: Path, names: Names) -> Run:
-    """The run of a CSV export. Raises InputError for a chart of several runs, and as `read_json`."""
+    """Read the run of a CSV export. Raises InputError for a chart of several runs, and in the cases of `read_json`."""
     with path.open(encoding="utf-8-sig", newline="") as file:
         try:
             rows = [row for row in csv.DictReader(file, strict=True) if None not in row.values()]  # a cut row is no row
@@ -29,17 +30,17 @@ def read_csv(path: Path, names: Names) -> Run:
 
 
 def read_json(path: Path, names: Names) -> Run:
-    """The run of a JSON export. Raises InputError where there is no column of steps, or no loss."""
-    text = path.read_text(encoding="utf-8")
+    """Read the run of a JSON export. Raises InputError for an export without a column of steps or without a loss."""
+    text = read_regular(path).decode()
     try:
         content = json.loads(text, parse_float=Decimal)  # which keeps the digits that were written
-    except ValueError:
+    except (ValueError, RecursionError):
         lines = [line for line in text.split("\n") if line.strip()]
         if len(lines) > 1 and not text.endswith("\n") and not lines[-1].rstrip().endswith("}"):
             lines.pop()  # it was cut, and a line that is not whole is no line
         try:
             content = [json.loads(line, parse_float=Decimal) for line in lines]
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise UnknownKindError(f"{path}: neither JSON nor one JSON object a line: {error}") from error
     rows = list(_columns(path, content)) if isinstance(content, dict) and not _is_row(content) else content
     if isinstance(rows, dict):
@@ -54,7 +55,7 @@ def _is_row(content: Mapping[str, Any]) -> bool:
 
 
 def _columns(path: Path, content: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Rows of columns that are lists, or objects by index, as pandas writes them."""
+    """Yield rows from columns that are lists, or objects by index, as pandas writes them."""
     columns = {name: list(values.values()) if isinstance(values, dict) else values for name, values in content.items()}
     if not all(isinstance(values, list) for values in columns.values()):
         raise InputError(f"{path}: some columns are lists and some are not")
@@ -65,7 +66,7 @@ def _columns(path: Path, content: Mapping[str, Any]) -> Iterator[dict[str, Any]]
 
 
 def _charted(path: Path, row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row without what a chart's export adds: `RUN - NAME`, and two columns of extremes."""
+    """Remove the additions of a chart's export from a row: the prefix `RUN - NAME`, and two columns of extremes."""
     found: dict[str, Any] = {}
     owners: dict[str, str] = {}
     for column, value in row.items():

@@ -20,20 +20,20 @@ from tools.diff_row.errors import BadInput
 from tools.diff_row.row.inspection import DTYPES, IGNORE_INDEX, Flaw
 
 RANK_FILE = r"rank_(\d+)\.safetensors$"
-"""What a job calls a rank's file of a dumped step; `--fed` reads its folder."""
+"""Name of a rank's file in a job's dump of a step; `--fed` reads its folder."""
 ZIP = b"PK\x03\x04"
-"""What files of torch.save and numpy.savez begin with."""
+"""First bytes of files of torch.save and numpy.savez."""
 FIELDS = tuple(NAMES["packproof"])
-"""What a row is made of: input_ids, target_ids, token_mask, position_ids, cu_seqlens, max_seqlen."""
+"""Fields of a row: input_ids, target_ids, token_mask, position_ids, cu_seqlens, max_seqlen."""
 NEEDED = ("input_ids", "target_ids")
-"""Fields that nothing else in a dump tells."""
+"""Fields that cannot be derived from other tensors of a dump."""
 LABELS = ("shifted", "unshifted")
 """Label conventions: position i of shifted labels holds what position i predicts; of unshifted labels, its own token."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Conventions:
-    """What the user says of a dump that its tensors do not say themselves."""
+    """User's options about a dump that its tensors do not contain."""
 
     names: Mapping[str, str] = field(default_factory=dict)
     """Tensor in the file to the field of a row that it is, such as labels to target_ids."""
@@ -48,13 +48,13 @@ class Dump:
     """One row of a dumped batch."""
 
     row: Row
-    """Its tensors, in the dtypes of SPEC section 1 where that changes no value; boundaries without their filling."""
+    """Its tensors, in the dtypes of docs/SPEC.md#tensors where that changes no value; boundaries without their filling."""
     names: str
-    """Whose names the file uses: packproof, megatron_lm, or "your" where some were mapped."""
+    """Source of the file's names: packproof, megatron_lm, or "your" if some were mapped."""
     rows: int
-    """How many rows the batch has."""
+    """Number of rows in the batch."""
     notes: tuple[Flaw, ...] = ()
-    """What was cast, shifted, derived or split, one note each."""
+    """Notes on tensors that were cast, shifted, derived or split."""
 
 
 def read_dump(path: str | Path, row: int = 0, conventions: Conventions | None = None) -> Dump:
@@ -64,7 +64,7 @@ def read_dump(path: str | Path, row: int = 0, conventions: Conventions | None = 
     chosen, found, unread = _named_tensors(path, conventions)
     notes: list[Flaw] = []
     if unread:
-        notes.append(_note(f"not read: {', '.join(unread)} (--name TENSOR=FIELD says what a tensor is)", "section 1"))
+        notes.append(_note(f"not read: {', '.join(unread)} (--name TENSOR=FIELD says what a tensor is)", "#tensors"))
     tensors = _split_flattened(found, conventions.pack_length, notes)
     count = _count(tensors["input_ids"], path)
     if not 0 <= row < count:
@@ -88,7 +88,7 @@ def read_dump(path: str | Path, row: int = 0, conventions: Conventions | None = 
         for name in DTYPES
         if one[name].dtype != cast[name].dtype
     ]:
-        notes.append(_note(f"{', '.join(told)}; values are compared", "section 1"))
+        notes.append(_note(f"{', '.join(told)}; values are compared", "#tensors"))
     return Dump(
         row=Row(
             input_ids=cast["input_ids"],
@@ -105,7 +105,7 @@ def read_dump(path: str | Path, row: int = 0, conventions: Conventions | None = 
 
 
 def field_of(name: str) -> str:
-    """The field that a name means, by packproof's or Megatron-LM's names or the field's own. Raises BadInput for another word."""
+    """Return the field of a name: one of packproof's or Megatron-LM's names, or the field's own. Raises BadInput for another word."""
     for fields in ({one: one for one in FIELDS}, *NAMES.values()):
         for one, called in fields.items():
             if name == called:
@@ -114,7 +114,7 @@ def field_of(name: str) -> str:
 
 
 def _refuse_other_files(path: Path) -> None:
-    """Name what the path is where it is no safetensors file, and the line that makes one of it."""
+    """Refuse a file that is not safetensors; name its format and the line that converts it."""
     folder, name = (path, None) if path.is_dir() else (path.parent, re.match(RANK_FILE, path.name))
     if path.is_dir() and not (next(path.glob("rank_*.safetensors"), None) or next(path.glob("step_*"), None)):
         raise BadInput(f"{path} is a folder: give a safetensors file, such as write_dump makes")
@@ -138,7 +138,7 @@ def _refuse_other_files(path: Path) -> None:
 
 
 def _named_tensors(path: Path, conventions: Conventions) -> tuple[dict[str, str], dict[str, torch.Tensor], list[str]]:
-    """The name in the file of each field, the tensors by field, and the names of tensors that are none of a row's."""
+    """Return the name in the file of each field, the tensors by field, and the names of tensors that belong to no row."""
     try:
         with safe_open(str(path), framework="pt") as file:
             present = list(file.keys())
@@ -155,7 +155,7 @@ def _named_tensors(path: Path, conventions: Conventions) -> tuple[dict[str, str]
 
 
 def _choose_names(present: Iterable[str], path: Path, mapped: Mapping[str, str]) -> dict[str, str]:
-    """Field to name in the file: a mapped name, else the one name of the field that packproof or Megatron-LM uses and the file has."""
+    """Return the name in the file of each field: a mapped name, else the one name of packproof or Megatron-LM that the file has."""
     present = set(present)
     by_field = {field_of(meant): name for name, meant in mapped.items()}
     if len(by_field) < len(mapped):
@@ -178,7 +178,7 @@ def _choose_names(present: Iterable[str], path: Path, mapped: Mapping[str, str])
 
 
 def _whose(chosen: Mapping[str, str]) -> str:
-    """Whose names a dump uses: packproof, megatron_lm, or "your" where it has some of each or mapped ones."""
+    """Return the source of a dump's names: packproof, megatron_lm, or "your" for a mixture or mapped names."""
     for names, fields in NAMES.items():
         if all(fields[one] == name for one, name in chosen.items()):
             return names
@@ -188,7 +188,7 @@ def _whose(chosen: Mapping[str, str]) -> str:
 def _split_flattened(
     tensors: dict[str, torch.Tensor], pack_length: int | None, notes: list[Flaw]
 ) -> dict[str, torch.Tensor]:
-    """Rows [B, P] of a batch that was flattened for THD (R-BATCH-2), where one sequence holds several pack lengths."""
+    """Split a batch that was flattened for THD (R-BATCH-2) into rows [B, P], if one sequence holds several pack lengths."""
     ids = tensors["input_ids"]
     total = ids.numel()
     one_sequence = ids.dim() == 1 or (ids.dim() == 2 and ids.shape[0] == 1)
@@ -222,7 +222,7 @@ def _count(tokens: torch.Tensor, path: Path) -> int:
 
 
 def _row_of(tensor: torch.Tensor, name: str, row: int, count: int, path: Path) -> torch.Tensor:
-    """One row of a field; a field without a batch dimension belongs to the only row."""
+    """Return one row of a field; a field without a batch dimension belongs to the only row."""
     per_row = 1 if name == "max_seqlen" else 2
     if tensor.dim() >= per_row and tensor.shape[0] == count:
         return tensor[row].reshape(-1) if name != "max_seqlen" else tensor[row]
@@ -232,7 +232,7 @@ def _row_of(tensor: torch.Tensor, name: str, row: int, count: int, path: Path) -
 
 
 def _without_filling(cu_seqlens: torch.Tensor, length: int) -> torch.Tensor:
-    """Boundaries up to the first one at the end of the row (R-CU-1). Without one, -1 at the end is filling (R-BATCH-1)."""
+    """Return the boundaries up to the first one at the end of the row (R-CU-1); without such a boundary, remove -1 at the end (R-BATCH-1)."""
     flat = cu_seqlens.reshape(-1)
     ends = (flat == length).nonzero()
     if len(ends):
@@ -280,7 +280,7 @@ def _derive(one: dict[str, torch.Tensor], path: Path, notes: list[Flaw]) -> None
 
 
 def _cast(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor in the dtype of SPEC section 1, where that changes no value: sides are compared by value."""
+    """Cast the tensor to the dtype of docs/SPEC.md#tensors if no value changes, because sides are compared by value."""
     cast = tensor.to(DTYPES[name])
     return cast if torch.equal(cast.to(torch.float64), tensor.to(torch.float64)) else tensor
 

@@ -45,7 +45,7 @@ class Match:
         return self.shared == self.length
 
     def note(self, *, asked_row: int | None) -> Flaw:
-        """What is said of the match: that it was found, or which row it is instead of the one that was asked for."""
+        """Return the note on the match: the row was found, or another row matches than the requested one."""
         if not self.exact:
             what = f"no row of the file has the dump's ids: row {self.row} is nearest, with {self.shared:,} of {self.length:,} equal (another tokenizer, format or file?)"
         elif asked_row in (None, self.row):
@@ -63,9 +63,9 @@ class Match:
 
 
 def find_row(ids: torch.Tensor, file: Path, tokenizer: Any, settings: RowSettings, *, chat_key: str) -> Match:
-    """Build every row of the file for `settings` and return the one whose ids [P] are nearest to `ids` [P].
+    """Build every row of the file for `settings` and return the row whose ids [P] are nearest to `ids` [P].
 
-    All rows are looked at, since several may be equal. Rows that are refused match nothing. Raises BadInput if the file
+    All rows are compared, because several may be equal. A refused row never matches. Raises BadInput if the file
     cannot be read or none of its rows can be built.
     """
     wanted = ids.reshape(-1).to(torch.int64)
@@ -91,7 +91,7 @@ def find_row(ids: torch.Tensor, file: Path, tokenizer: Any, settings: RowSetting
 def _rows(
     file: Path, tokenizer: Any, settings: RowSettings, chat_key: str
 ) -> Iterator[tuple[int, torch.Tensor | None]]:
-    """Number and ids of every row; None for a refused one. Says on the error stream how far it is."""
+    """Yield number and ids of every row, None for a refused row; print the progress to standard error."""
     told = time.monotonic()
     try:
         with open_source([file], chat_key=chat_key) as source:

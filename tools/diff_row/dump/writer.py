@@ -34,7 +34,7 @@ NAMES = {
 }
 """The names that a batch's tensors have, by whose they are (R-BATCH-1; Megatron-LM's get_batch)."""
 NO_BOUNDARY = -1
-"""What fills ragged rows of `packed_cu_seqlens`."""
+"""Filling of ragged rows of `packed_cu_seqlens`."""
 
 
 def write_dump(

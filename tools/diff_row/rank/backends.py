@@ -1,6 +1,6 @@
-"""The ways from a built row to a rank's share: the reference's, production's, and the installed Megatron-LM's.
+"""Cut a built row to a rank's share by three backends: the reference, production, and the installed Megatron-LM.
 
-A side that is none of these three and has no `cut_row` of its own takes the reference's way, so that only its row can differ.
+Any other side without a `cut_row` of its own uses the reference's backend, so that only its row can differ.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Way = Mapping[str, Has]
 
 @dataclass(frozen=True, kw_only=True)
 class Cut:
-    """What a row is cut for."""
+    """Settings for cutting a row."""
 
     rank: int
     """Among the cp ranks."""
@@ -40,7 +40,7 @@ class Cut:
 
 
 def walk(side: str, row: Row, cut: Cut, subject: Any = None) -> tuple[str, Way]:
-    """Who goes on from the side's row, and what it makes. A subject may have its own `cut_row(row, cut) -> Way`."""
+    """Return the backend that continues from the side's row, and its tensors. A subject may have its own `cut_row(row, cut) -> Way`."""
     own = getattr(subject, "cut_row", None)
     if own is not None:
         try:
@@ -59,7 +59,7 @@ def walk(side: str, row: Row, cut: Cut, subject: Any = None) -> tuple[str, Way]:
 
 
 def reference_way(row: Row, cut: Cut) -> Way:
-    """By `reference.process_microbatch`, once for the whole row and once for the rank."""
+    """Cut by `reference.process_microbatch`, once for the whole row and once for the rank."""
     batch = reference_batches.collate([row])  # type: ignore[list-item] # the same five fields
     whole = reference.process_microbatch(
         batch, rank=0, context_parallel_size=1, depths=cut.depths, layout="zigzag"
@@ -93,7 +93,7 @@ def _reference_tensors(made: reference.Microbatch) -> dict[str, torch.Tensor]:
 
 
 def _production(row: Row, cut: Cut) -> Way:
-    """By `production.process_microbatch`, once for the whole row and once for the rank."""
+    """Cut by `production.process_microbatch`, once for the whole row and once for the rank."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # megatron-core's import says what it lacks
         from production.parallel import microbatches as production  # noqa: PLC0415 - heavy, and needed only here
@@ -139,7 +139,7 @@ def _production_tensors(made: Any, name: str, deeper: str) -> dict[str, Has]:
 
 
 def _megatron(row: Row, cut: Cut) -> Way:
-    """By megatron-core's roll of the whole row and the index of its rotary embedding, in pure torch."""
+    """Cut by megatron-core's roll of the whole row and the index of its rotary embedding, in pure torch."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from megatron.core.packed_seq_params import PackedSeqParams  # noqa: PLC0415
@@ -182,7 +182,7 @@ def _megatron(row: Row, cut: Cut) -> Way:
 
 
 def _ended(cut: Cut, why: Refused) -> dict[str, Has]:
-    """The same reason at each step that a share would be at."""
+    """Return the same reason for each step of a share."""
     ended: dict[str, Has] = {"share": why}
     return ended | {f"share, depth {depth}": why for depth in range(1, cut.depths + 1)}
 

@@ -1,4 +1,4 @@
-"""The online path's bins as the reference packs them, for what a rank of a job fed (SPEC section 15).
+"""The online path's bins as the reference packs them, for what a rank of a job fed (docs/SPEC.md#online-path).
 
 One packing holds for the whole global batch, so all its conversations are made before the first bin is known.
 """
@@ -34,7 +34,7 @@ class Bin:
     findings: Findings
     """Of its row, the conversations end to end."""
     ways: Mapping[str, Mapping[str, Has]]
-    """Side to what it makes of the row."""
+    """Tensors of the row by side."""
     members: tuple[int, ...]
     """Its conversations as the reference packs them, by their place in the global batch."""
 
@@ -51,7 +51,7 @@ class ReferenceBins:
         tokenizer_name: str,
         layout: str,
     ) -> None:
-        """`lines` are the objects of `dumped.rows`. Raises BadInput where the reference refuses a conversation that was fed."""
+        """`lines` are the objects of `dumped.rows`. Raises BadInput if the reference refuses a conversation of the dump."""
         settings, chat_settings = dumped.said.made_with.bins, dumped.said.made_with.chat
         assert settings is not None  # of the online path
         assert chat_settings is not None
@@ -86,11 +86,11 @@ class ReferenceBins:
             ) from error
 
     def count(self, data_rank: int) -> int:
-        """Bins of a data-parallel rank."""
+        """Return the number of bins of a data-parallel rank."""
         return len(packing.bins_of_rank(self._bins, data_rank, self._settings.data_parallel_size))
 
     def compare(self, dumped: Dumped, number: int, *, name: str) -> Bin:
-        """Bin `number` of this rank beside what the rank fed there; the side of the latter is called `name`."""
+        """Compare bin `number` of this rank with the rank's dump, whose side is called `name`."""
         own = packing.bins_of_rank(self._bins, dumped.place.data_rank, self._settings.data_parallel_size)
         theirs = self._fed(dumped, number, name)
         members = tuple(own[number]) if number < len(own) else ()
@@ -124,7 +124,7 @@ class ReferenceBins:
         return packing.PACKERS[self._settings.algorithm](lengths, self._settings.capacity)
 
     def _padding(self, lengths: Sequence[int], data_rank: int) -> reference.Padding:
-        """Of a data-parallel rank: its own longest bin decides (R-ONLINE-5). Raises PaddingError."""
+        """Return a data-parallel rank's padding, which its own longest bin decides (R-ONLINE-5). Raises PaddingError."""
         settings = self._settings
         own = packing.bins_of_rank(self._bins, data_rank, settings.data_parallel_size)
         return reference.padding(
@@ -139,7 +139,7 @@ class ReferenceBins:
         )
 
     def _pieces(self, number: int) -> list[chat.MessageTokens]:
-        """The tokens of each message of a conversation. Raises BadInput."""
+        """Return the tokens of each message of a conversation. Raises BadInput."""
         try:
             return chat.tokenize_messages(
                 self._messages[number], self._prompt, adapt(self._tokenizer), self._chat, self._tools[number]
@@ -153,7 +153,7 @@ class ReferenceBins:
             ) from refused
 
     def _weighted(self, number: int, max_length: int) -> tuple[list[int], list[int], float]:
-        """Tokens, mask and weight of a conversation; where each message ends is kept for its turns. Raises BadInput."""
+        """Return tokens, mask and weight of a conversation; keep the end of each message for its turns. Raises BadInput."""
         pieces = self._pieces(number)
         tokens, mask, weight = chat.weighted(pieces, max_length)
         kept = [len(piece.tokens) for piece in pieces]
@@ -163,13 +163,13 @@ class ReferenceBins:
         return tokens, mask, weight
 
     def _turns(self, number: int) -> tuple[tuple[str, ...], Ints]:
-        """Roles of a conversation, and the message of each of its tokens."""
+        """Return the roles of a conversation, and the message of each of its tokens."""
         lengths = self._lengths[number]
         turns: Ints = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
         return tuple(str(message["role"]) for message in self._messages[number]), turns
 
     def _made(self, dumped: Dumped, members: Sequence[int]) -> tuple[Row, dict[str, Has]]:
-        """The reference's row of these conversations, and what this rank is given of it."""
+        """Return the reference's row of these conversations, and this rank's tensors."""
         batch = reference.take(self._rectangle, members)
         place, depths = dumped.place, dumped.said.depths
         how = self._paddings[place.data_rank]
@@ -232,7 +232,7 @@ class ReferenceBins:
 
 
 def _batch(dumped: Dumped, number: int) -> dict[str, torch.Tensor]:
-    """The dumped rectangle, and what its row has beside what is compared as a row: the tokens' own mask, true lengths added up."""
+    """Return the dumped padded batch, and the tensors of its row that are not compared as a row: the tokens' own mask, sums of true lengths."""
     squeezed = dumped.of(number, "squeezed", ("token_mask", "cu_seqlens"))
     return dumped.of(number, "row", ("input_ids", "token_mask", "sample_mask", "input_lengths")) | {
         "own_mask": squeezed["token_mask"].reshape(-1),
@@ -241,5 +241,5 @@ def _batch(dumped: Dumped, number: int) -> dict[str, torch.Tensor]:
 
 
 def _none(why: str) -> Row:
-    """A bin that a side has not."""
+    """Return the row of a bin that a side does not have."""
     return Row(refusal=Refusal(kind="no_bin", message=why))

@@ -1,6 +1,6 @@
-"""`--fed FOLDER`: what each rank of a job really fed in a step (its dump), beside what the reference makes of the same rows.
+"""Compare the dump of each rank of a job in a step with the reference's tensors of the same rows: `--fed FOLDER`.
 
-Rows of the direct path one by one; on the online path the whole global batch, since its bins are packed as one.
+Rows of the direct path are compared one by one, the online path's global batch as a whole, because its bins are packed as one.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Fed:
     line: int | None
     """In its file, from 1; None for a bin."""
     told: str
-    """Where the row stands, or the conversations of the bin, in words."""
+    """Place of the row, or of the bin's conversations, in words."""
     equal: bool
     first: str
     """The first step and tensor that differ; empty if all is equal."""
@@ -64,7 +64,7 @@ class FedFindings:
 
     @property
     def equal(self) -> bool:
-        """Whether all ranks fed what the reference makes."""
+        """Whether all ranks fed the reference's tensors."""
         return all(each.equal for each in self.looked_at)
 
 
@@ -108,7 +108,7 @@ def find_fed(request: RankRequest, microbatch: int | None = None) -> FedFindings
 
 
 def _check_all_there(folder: Path, ranks: Sequence[int], size: int) -> None:
-    """A rank whose file is lost is no equal one."""
+    """Check that no rank's file is missing: a missing file is never equal."""
     if lost := sorted({*range(size)} - {*ranks}):
         told = ", ".join(map(str, lost[:8])) + (" and more" if len(lost) > 8 else "")
         raise problem(
@@ -119,7 +119,7 @@ def _check_all_there(folder: Path, ranks: Sequence[int], size: int) -> None:
 
 
 def _check(request: RankRequest) -> None:
-    """What contradicts a dump."""
+    """Refuse options that contradict a dump."""
     sizes = (("tp", request.tp), ("cp", request.cp), ("dp", request.dp), ("pp", request.pp))
     if given := [f"--{name}" for name, size in sizes if size is not None]:
         raise problem("the dump says its own layout", where=", ".join(given), mend="leave them out with --fed")
@@ -162,7 +162,7 @@ class _Rows:
         )
 
     def compared(self, dumped: Dumped, wanted: int | None) -> Iterator[tuple[int, RankFindings]]:
-        """Microbatches of a rank and what is found of them. Raises BadInput."""
+        """Yield the microbatches of a rank with their findings. Raises BadInput."""
         for number in dumped.chosen(wanted):
             with _of_a_row(dumped, number):
                 found = self._compare(dumped, number)
@@ -220,7 +220,7 @@ class _Bins:
         self._bins = ReferenceBins(dumped, lines, tokenizer=tokenizer, tokenizer_name=name, layout=request.layout)
 
     def compared(self, dumped: Dumped, wanted: int | None) -> Iterator[tuple[int, RankFindings]]:
-        """Bins of a rank, those that one side has alone too, and what is found of them. Raises BadInput."""
+        """Yield the bins of a rank, also bins that only one side has, with their findings. Raises BadInput."""
         every = range(max(dumped.microbatches, self._bins.count(dumped.place.data_rank)))
         for number in every if wanted is None else dumped.chosen(wanted):
             with _of_a_row(dumped, number):
@@ -240,7 +240,7 @@ class _Bins:
 
 @contextlib.contextmanager
 def _of_a_row(dumped: Dumped, number: int) -> Iterator[None]:
-    """Tensors of shapes that no row has are bad input."""
+    """Context manager that reports tensors in shapes that no row has as bad input."""
     try:
         yield
     except (IndexError, RuntimeError, ValueError, TypeError) as error:
@@ -254,7 +254,7 @@ def _of_a_row(dumped: Dumped, number: int) -> Iterator[None]:
 
 
 def _named(request: RankRequest, dumped: Dumped) -> RankRequest:
-    """The request with the job's tokenizer, where none is given, and its chat key."""
+    """Return the request with the job's tokenizer, if none is given, and its chat key."""
     made = dumped.said.made_with
     row = replace(request.row, tokenizer=request.row.tokenizer or made.tokenizer, chat_key=made.chat_key)
     return replace(request, row=row)
@@ -265,7 +265,7 @@ def _stop_at(request: RankRequest, dumped: Dumped) -> str:
 
 
 def _at_line(file: Path, line: int, dumped: Dumped) -> tuple[int, dict[str, Any]]:
-    """The row that stands at a line, and its object: lines without a row are counted in one and not in the other."""
+    """Return the row at a line, and its object: rows are numbered without lines that hold no row."""
     if not file.is_file():
         raise problem(
             f"there is no file {file}",

@@ -1,10 +1,13 @@
-"""Which rank is looked at, and what it does with a row: its place in each dimension, its pipeline stage, its slice."""
+"""Define the rank to show: its coordinate in each dimension, its pipeline stage, its slice."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from tools.diff_row.errors import BadInput
+
+MOST_RANKS = 1 << 20
+"""Ranks of the largest layout that is followed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +29,7 @@ class RankPlace:
 
     @property
     def ranks(self) -> int:
-        """All ranks of the job."""
+        """Number of ranks of the job."""
         return self.tp * self.cp * self.dp * self.pp
 
     @property
@@ -51,12 +54,12 @@ class RankPlace:
 
     @property
     def is_last_stage(self) -> bool:
-        """Whether this rank computes losses, those of multi-token prediction too."""
+        """Whether this rank computes losses, including those of multi-token prediction."""
         return self.pipeline_rank == self.pp - 1
 
     @property
     def stage(self) -> str:
-        """What this pipeline stage does with the microbatch, which every stage is given whole."""
+        """Role of this pipeline stage; every stage receives the whole microbatch."""
         if self.pp == 1:
             return "the only stage: embeds tokens, computes losses"
         if self.pipeline_rank == 0:
@@ -67,7 +70,7 @@ class RankPlace:
 
     @property
     def same_data(self) -> str:
-        """Which ranks hold the same share as this one: those of other tp and pp places."""
+        """Ranks that hold the same share as this one: those of other tp and pp coordinates."""
         others = [
             place
             for place in range(self.ranks)
@@ -81,11 +84,17 @@ class RankPlace:
 
 
 def find_place(*, tp: int, cp: int, dp: int, pp: int, rank: int, sequence_parallel: bool = True) -> RankPlace:
-    """The place of a rank. Raises BadInput for a size below 1 and a rank that the layout has not."""
+    """Return the coordinates of a rank. Raises BadInput for a size below 1 and for a rank outside the layout."""
     for name, size in (("tp", tp), ("cp", cp), ("dp", dp), ("pp", pp)):
         if size < 1:
             raise problem(f"{size} is no size", where=f"--{name}", mend="give at least 1")
     ranks = tp * cp * dp * pp
+    if ranks > MOST_RANKS:
+        raise problem(
+            f"{ranks:,} ranks, where no machine has more than {MOST_RANKS:,}",
+            where="--tp, --cp, --dp, --pp",
+            mend="give smaller sizes",
+        )
     if not 0 <= rank < ranks:
         sizes = f"tp {tp} · cp {cp} · dp {dp} · pp {pp} = {ranks} rank{'s' if ranks > 1 else ''}"
         raise problem(
@@ -97,5 +106,5 @@ def find_place(*, tp: int, cp: int, dp: int, pp: int, rank: int, sequence_parall
 
 
 def problem(what: str, *, where: str, mend: str) -> BadInput:
-    """A refusal that says what is wrong, where, and how to mend it."""
+    """Return a refusal with fault, place and fix."""
     return BadInput(f"{where}: {what}. To mend it: {mend}")

@@ -1,6 +1,6 @@
-"""What a side's values at a step are instead of the right ones: another rank's chunk, another depth, a shift across segments.
+"""Diagnose a side's wrong values at a step: another rank's chunk, another depth, a shift across segments.
 
-Each is tried in turn on the side's own row, so that a fault of the row is not taken for one of the cut; the first that fits is told.
+Each cause is tried on the side's own row, so that a fault of the row is not mistaken for a fault of the cut; the first match is reported.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Guess = tuple[str, Callable[[], torch.Tensor | None]]
 def cause(
     tensor: str, found: torch.Tensor, *, whole: Mapping[str, torch.Tensor], depth: int, cut: Cut, is_share: bool
 ) -> str | None:
-    """Which fault makes `found` of the row's tensors `whole` [P] at this depth; None if none of those that are known.
+    """Return the fault that gives `found` from the row's tensors `whole` [P] at this depth; None if no known fault does.
 
     `tensor` is one of TENSORS, or `positions`, the index of a share.
     """
@@ -64,7 +64,7 @@ def _guesses(
 
 
 def _index_guesses(cu: Sequence[int], cut: Cut) -> Iterator[Guess]:
-    """Indices that a faulty cut has: chunks in another order, those of another rank, another layout, no segments."""
+    """Yield indices of faulty cuts: chunks in another order, chunks of another rank, another layout, no segments."""
     yield "this rank's two chunks in the other order", lambda: _swapped(cu, cut)
     for rank in range(min(cut.size, MOST_RANKS)):
         if rank != cut.rank:
@@ -88,7 +88,7 @@ def _owned_of(value: torch.Tensor, cu: Sequence[int], depth: int, cut: Cut, *, i
 
 
 def shifted(value: torch.Tensor, cu: Sequence[int], depth: int) -> torch.Tensor:
-    """`x[i + depth]` inside the segment of `i`, else 0, without a loop: it is tried often."""
+    """Return `x[i + depth]` inside the segment of `i`, else 0, without a loop, because it is tried often."""
     ends = torch.repeat_interleave(torch.tensor(cu[1:]), torch.tensor(cu).diff())
     source = torch.arange(len(value)) + depth
     return value[source.clamp(max=len(value) - 1)].masked_fill(source >= ends, 0)
@@ -123,7 +123,7 @@ def _swapped(cu: Sequence[int], cut: Cut) -> torch.Tensor | None:
 
 
 def _chunks(cu: Sequence[int], pair: tuple[int, int], cut: Cut) -> torch.Tensor | None:
-    """The positions of two chunks of each segment, in that order."""
+    """Return the positions of two chunks of each segment, in that order."""
     chunks = 2 * cut.size
     if cut.layout != "zigzag" or any((end - start) % chunks for start, end in itertools.pairwise(cu)):
         return None

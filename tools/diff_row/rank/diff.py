@@ -1,4 +1,4 @@
-"""What differs between the sides at a step, to the bit, each tensor with its first place and what is there instead."""
+"""Compare the sides at a step to the bit; report each differing tensor with its first place and the value there."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def differences_of(
     wholes: Mapping[str, Mapping[str, torch.Tensor]] | None = None,
     cut: Cut | None = None,
 ) -> tuple[StepDifference, ...]:
-    """What differs of each side from the first one, in the tensors that both have."""
+    """Return the differences of each side from the first side, in the tensors that both have."""
     found: list[StepDifference] = []
     (base, left), *others = sides.items()
     for side, right in others:
@@ -47,7 +47,7 @@ def differences_of(
 
 
 def first_place(found: StepDifference) -> tuple[float, int]:
-    """The order in which differences of a step are told: a refusal first, then the index of the share, which explains the rest, then by place."""
+    """Return the sort key of a step's differences: a refusal first, then the index of the share, which explains the rest, then the place."""
     if found.tensor in ("refusal", "positions"):
         return (-1.0, 0)
     order = ORDER.index(found.tensor) if found.tensor in ORDER else len(ORDER)
@@ -84,7 +84,7 @@ def _compared(
     origin: torch.Tensor | None,
     own: torch.Tensor | None,
 ) -> StepDifference | None:
-    """To the bit, dtype and shape included; a NaN equals nothing."""
+    """Compare to the bit, dtype and shape included; NaN equals nothing."""
     known: dict[str, Any] = {"left": base, "right": side, "tensor": tensor}
     if left.shape != right.shape or left.dtype != right.dtype:
         shapes = [f"{str(each.dtype).removeprefix('torch.')} {list(each.shape)}" for each in (left, right)]

@@ -23,7 +23,7 @@ Rank = Annotated[int, Meta(ge=0)]
 
 
 class DumpedCoordinates(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a rank stands in its job (`production.parallel.sizes.RankCoordinates`)."""
+    """Coordinates of a rank in its job (`production.parallel.sizes.RankCoordinates`)."""
 
     rank: Rank
     world_size: Size
@@ -57,7 +57,7 @@ class RowsMadeWith(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BinsMadeWith(msgspec.Struct, frozen=True, kw_only=True):
-    """How the online path packs and pads (`production.training.data.online_bins.BinSettings`)."""
+    """Settings for packing and padding on the online path (`production.training.data.online_bins.BinSettings`)."""
 
     make_sequence_length_divisible_by: Size
     capacity: Size
@@ -73,7 +73,7 @@ class BinsMadeWith(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChatMadeWith(msgspec.Struct, frozen=True, kw_only=True):
-    """How the online path makes tokens of a line (`production.online.chat.ChatSettings`)."""
+    """Settings for tokenizing a line on the online path (`production.online.chat.ChatSettings`)."""
 
     prompt_format: str
     add_bos: bool
@@ -86,7 +86,7 @@ class ChatMadeWith(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MadeWith(msgspec.Struct, frozen=True, kw_only=True):
-    """What it takes to make the rows again (`BatchStream.provenance`)."""
+    """Facts needed to build the rows again (`BatchStream.provenance`)."""
 
     tokenizer: str
     chat_template: str | None
@@ -126,11 +126,11 @@ class Dumped:
 
     @property
     def microbatches(self) -> int:
-        """How many this rank fed."""
+        """Number of microbatches that this rank fed."""
         return len({name.partition(".")[0] for name in self.tensors})
 
     def chosen(self, wanted: int | None) -> Sequence[int]:
-        """All microbatches, or the one that is wanted. Raises BadInput."""
+        """Return all microbatches, or the requested one. Raises BadInput."""
         if wanted is None:
             return range(self.microbatches)
         if not 0 <= wanted < self.microbatches:
@@ -142,7 +142,7 @@ class Dumped:
         return [wanted]
 
     def of(self, number: int, what: str, names: Sequence[str]) -> dict[str, torch.Tensor]:
-        """Tensors of microbatch `number`: `what` is row, squeezed, share or depth_K. Raises BadInput where one is missing."""
+        """Return tensors of microbatch `number`: `what` is row, squeezed, share or depth_K. Raises BadInput for a missing tensor."""
         try:
             return {name: self.tensors[f"microbatch_{number}.{what}.{name}"] for name in names}
         except KeyError as error:
@@ -153,7 +153,7 @@ class Dumped:
             ) from error
 
     def way(self, number: int) -> dict[str, dict[str, torch.Tensor]]:
-        """What this rank's model was given, by step: the share and its depths."""
+        """Return the input of this rank's model by step: the share and its depths."""
         names = ("input_ids", "target_ids", "target_mask", "cu_seqlens")
         found = self.of(number, "share", names)
         given = [name for name in TENSORS if name != "position_ids" or not self.is_online]  # R-ONLINE-7
@@ -167,7 +167,7 @@ class Dumped:
 
 
 def ranks_of(folder: Path, rank: int | None) -> list[int]:
-    """The ranks whose files lie in the folder, or the one that is asked for. Raises BadInput."""
+    """Return the ranks with files in the folder, or the requested rank. Raises BadInput."""
     if (number := re.match(RANK_FILE, folder.name)) and folder.is_file():
         raise problem(
             f"{folder} is one rank's file of a dump",
@@ -196,7 +196,7 @@ def ranks_of(folder: Path, rank: int | None) -> list[int]:
 
 
 def read_rank(folder: Path, rank: int, *, sequence_parallel: bool) -> Dumped:
-    """What a rank dumped. Raises BadInput with what is wrong with its files."""
+    """Read the dump of a rank. Raises BadInput with the fault of its files."""
     rows, tensors = folder / f"rank_{rank}.rows.json", folder / f"rank_{rank}.safetensors"
     try:
         said = msgspec.json.decode(rows.read_bytes(), type=Said)

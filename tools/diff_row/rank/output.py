@@ -1,4 +1,4 @@
-"""What machines get of the way of a row to a rank: `--json`, and every tensor of every step with `--write-dump`.
+"""Write the trace of a row to a rank for machines: `--json`, and every tensor of every step with `--write-dump`.
 
 JSON, schema `packproof.diff_row.ranks/1`: `equal`; `row` (as `tools.diff_row.render.json_output` describes it); `place` (rank, tp, cp, dp,
 pp, the rank's place in each, stage); `layout`, `depths`, `ways` (side to who made its share), `notes`; `segments`, a list: number,
@@ -29,7 +29,7 @@ SCHEMA = "packproof.diff_row.ranks/1"
 
 
 def as_json(findings: RankFindings, fed: FedFindings | None = None) -> str:
-    """The findings as JSON text, ASCII only."""
+    """Return the findings as JSON text, ASCII only."""
     described = describe(findings)
     if fed is not None:
         described["equal"] = fed.equal
@@ -42,7 +42,7 @@ def as_json(findings: RankFindings, fed: FedFindings | None = None) -> str:
 
 
 def describe(findings: RankFindings) -> dict[str, Any]:
-    """The findings as plain values, as the module says."""
+    """Return the findings as plain values, as the module says."""
     place = findings.place
     return {
         "schema": SCHEMA,
@@ -71,7 +71,7 @@ def describe(findings: RankFindings) -> dict[str, Any]:
 
 
 def write_steps(path: Path, findings: RankFindings) -> None:
-    """Every tensor of every side at every step, in one safetensors file. Raises OSError."""
+    """Write every tensor of every side at every step to one safetensors file. Raises OSError."""
     tensors: dict[str, torch.Tensor] = {}
     for step in findings.steps:
         name = step.label.replace(", ", "_").replace(" ", "_")

@@ -16,7 +16,7 @@ Value = int | float
 
 @dataclass(frozen=True, kw_only=True)
 class OwnedSegment:
-    """A segment of the row, and what of it the rank owns."""
+    """Segment of the row, with the parts that the rank owns."""
 
     number: int
     start: int
@@ -31,13 +31,13 @@ class Followed:
 
     step: Step
     place: int | None
-    """Where it stands in the tensors of the step; None where this rank has it not."""
+    """Index in the tensors of the step; None if this rank does not have the position."""
     values: Mapping[str, Mapping[str, Value]]
     """Side to tensor to value there."""
 
 
 def owned_runs(findings: RankFindings) -> list[OwnedSegment]:
-    """By the first side's share; empty where there is none."""
+    """Return the runs by the first side's share; empty without a share."""
     share = findings.share
     if share is None or share.origin is None or not findings.row.built:
         return []
@@ -54,7 +54,7 @@ def owned_runs(findings: RankFindings) -> list[OwnedSegment]:
 
 
 def follow(findings: RankFindings) -> list[Followed]:
-    """The position `findings.at` at every step that has places; empty if none is followed."""
+    """Return the position `findings.at` at every step that has places; empty if none is followed."""
     if findings.at is None:
         return []
     found = []
@@ -69,7 +69,7 @@ def follow(findings: RankFindings) -> list[Followed]:
 
 
 def value_at(tensor: torch.Tensor, place: int) -> Value | None:
-    """A value of a flat tensor, whole where it is whole; None beyond its end."""
+    """Return a value of a flat tensor, whole where it is whole; None beyond its end."""
     flat = tensor.reshape(-1)
     if place >= len(flat):
         return None

@@ -24,7 +24,7 @@ MOST_RUNS = 4000
 
 
 def render_rank_page(findings: RankFindings, fed: FedFindings | None = None) -> str:
-    """The page as text. Raises ValueError if no side built the row."""
+    """Return the page as text. Raises ValueError if no side built the row."""
     steps = [step for step in findings.steps if step.view is not None]
     shown = next((n for n, step in enumerate(steps) if step.differences), None)
     if shown is None:
@@ -71,7 +71,7 @@ def _head(findings: RankFindings, fed: FedFindings | None) -> dict[str, Any]:
 
 
 def _grid(place: RankPlace) -> dict[str, Any]:
-    """The ranks as rectangles: a line for each pp and dp, in it cp after cp, each with its tp ranks side by side."""
+    """Return the ranks as rectangles: a line for each pp and dp, in it cp after cp, each with its tp ranks side by side."""
     if place.ranks > MOST_RANKS or place.ranks == 1:
         return {"ranks": [], "grid_width": 0, "grid_height": 0, "grid_labels": []}
     ranks, labels = [], []
@@ -99,7 +99,7 @@ def _grid(place: RankPlace) -> dict[str, Any]:
 
 
 def _strip(findings: RankFindings) -> tuple[list[dict[str, Any]], list[float]]:
-    """What the rank owns of the row, as runs of a line 1,000 wide; what its tp slice holds has a kind of its own."""
+    """Return what the rank owns of the row, as runs of a line 1,000 wide; what its tp slice holds has a kind of its own."""
     share, total = findings.share, findings.row.length
     segments = owned_runs(findings)
     if share is None or share.origin is None or sum(len(each.runs) for each in segments) > MOST_RUNS:

@@ -17,14 +17,14 @@ SHORT = {
     "mean_of_means": "means",
     "global_valid_tokens": "global",
 }
-"""What tensors without a column of their own are called in the last one."""
+"""Heading of the last column, for tensors without a column of their own."""
 
 ROOM, NARROW, WIDE = 22, 12, 100
 """Columns of a token with its text, on a terminal of at least WIDE columns and on a narrower one."""
 
 
 def followed_lines(findings: RankFindings, width: int) -> Iterator[Text]:
-    """One position at every step: each side that has other values than the first gets a line of its own."""
+    """Yield one position at every step: each side that has other values than the first gets a line of its own."""
     followed = follow(findings)
     if not followed or findings.at is None:
         return
@@ -86,7 +86,7 @@ def followed_lines(findings: RankFindings, width: int) -> Iterator[Text]:
 
 
 def _merged(groups: list[tuple[list[str], dict[str, object]]]) -> list[tuple[list[str], dict[str, object]]]:
-    """A side that has fewer tensors, and the same values in those, stands with the one that has more."""
+    """Return a side that has fewer tensors, and the same values in those, stands with the one that has more."""
     found: list[tuple[list[str], dict[str, object]]] = []
     for sides, values in groups:
         for others, theirs in found:

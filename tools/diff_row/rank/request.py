@@ -14,10 +14,12 @@ from tools.diff_row.rank.steps import STOPS, RankFindings
 from tools.diff_row.rank.trace import travel, with_step
 from tools.diff_row.rank.weights import GlobalBatch, weights_step
 
+_MOST_DEPTHS = 1024
+
 
 @dataclass(frozen=True, kw_only=True)
 class RankRequest:
-    """Which rank, and how far."""
+    """Options that choose the rank and the last step."""
 
     row: Request
     tp: int | None = None
@@ -40,13 +42,13 @@ class RankRequest:
 
     @property
     def is_asked(self) -> bool:
-        """Whether any of it was given."""
+        """Whether any option was given."""
         given = (self.tp, self.cp, self.dp, self.pp, self.rank, self.depth, self.stop_at, self.at, self.fed)
         return any(each is not None for each in (*given, self.global_batch_size))
 
 
 def find_rank(request: RankRequest) -> RankFindings:
-    """The way of the row to the rank. Raises BadInput."""
+    """Follow the row to the rank. Raises BadInput."""
     place = find_place(
         tp=_or(request.tp, 1),
         cp=_or(request.cp, 1),
@@ -80,10 +82,14 @@ def find_rank(request: RankRequest) -> RankFindings:
 
 
 def checked(request: RankRequest) -> tuple[int, str]:
-    """How many depths, and where to stop. Raises BadInput for what contradicts itself."""
+    """Return the number of depths, and the last step. Raises BadInput for contradictory options."""
     depths = _or(request.depth, 0)
     if depths < 0:
         raise problem(f"{depths} depths", where="--depth", mend="give 1 or more, or leave it out")
+    if depths > _MOST_DEPTHS:
+        raise problem(
+            f"{depths:,} depths", where="--depth", mend=f"give at most {_MOST_DEPTHS:,}, more than any model has"
+        )
     if request.stop_at is not None and request.stop_at not in STOPS:
         raise problem(
             f"no step is called {request.stop_at!r}", where="--stop-at", mend=f"choose one of {', '.join(STOPS)}"
@@ -108,12 +114,12 @@ def checked(request: RankRequest) -> tuple[int, str]:
 
 
 def _last_of_the_way(request: RankRequest) -> str:
-    """The slice where tp ranks have one each, else the share; weights come behind either."""
+    """Return the last step before weights: the slice if each tp rank has one, else the share."""
     return "slice" if request.sequence_parallel and _or(request.tp, 1) > 1 else "share"
 
 
 def for_cp(request: Request, cp: int) -> Request:
-    """Rows are built for the cp that they are cut for, unless something else was said."""
+    """Build rows for the cp of the cut, unless another cp was given."""
     if any(name == "context_parallel_size" for name, _ in request.settings):
         return request
     return replace(request, settings=(*request.settings, ("context_parallel_size", cp)))
@@ -133,7 +139,7 @@ def _notes(request: RankRequest, place: RankPlace, built_for: int | None) -> tup
 
 
 def _global_batch(request: RankRequest, place: RankPlace, subjects: Mapping[str, Any]) -> GlobalBatch:
-    """The rows around the one that is looked at: G of them, from a multiple of G on (R-ORDER-1)."""
+    """Return the global batch of the row: G rows, from a multiple of G (R-ORDER-1)."""
     size, row = request.global_batch_size or place.dp, request.row.row
     if size % place.dp or size < 1:
         raise problem(f"{size} rows over dp {place.dp}", where="--global-batch-size", mend="give a multiple of dp")

@@ -11,9 +11,9 @@ from tools.diff_row.rank.coordinates import RankPlace
 from tools.diff_row.row.findings import Findings
 
 STOPS = ("row", "batch", "microbatch", "depth", "share", "slice", "weights")
-"""Where `--stop-at` can stop, in the order of the way."""
+"""Steps at which `--stop-at` can stop, in order."""
 TENSORS = ("input_ids", "target_ids", "token_mask", "position_ids")
-"""What is cut, shifted and shared out."""
+"""Tensors that are cut, shifted and shared."""
 ABOUT = {
     "row": ("conversations laid out, labels shifted", "R-LAYOUT, R-SHIFT-1, R-MASK-1, R-CU-1"),
     "batch": ("collated, ragged boundaries filled with -1", "R-BATCH-1"),
@@ -23,7 +23,7 @@ ABOUT = {
     "slice": ("what this tp rank holds after embedding", "megatron-core's scatter"),
     "weights": ("what each token's loss weighs in the gradient of the step", "R-LOSS-2 to R-LOSS-4"),
 }
-"""What happens at a step, and the rules of SPEC that say so."""
+"""Description of each step, and its rules in SPEC."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,9 +31,9 @@ class Refused:
     """A side that refuses at a step, or one that has nothing there."""
 
     kind: str | None
-    """SPEC's kind; None where the side is no witness of the step or ends before it."""
+    """SPEC's kind; None if the side is no witness of the step or ends before it."""
     message: str
-    """What is wrong, where, how to mend it; or why the side has nothing."""
+    """Fault, place and fix; or the reason for which the side has no value."""
 
 
 Has = Mapping[str, torch.Tensor] | Refused
@@ -51,13 +51,13 @@ class StepDifference:
     place: int | None
     """The first of them, in the tensor of this step."""
     position: int | None
-    """Where that place lies in the whole row, as the left side has it; None for what has no place in the row."""
+    """Position of that place in the whole row, on the left side; None for a value without a place in the row."""
     right_position: int | None
     """The same as the right side says, where it says so and says otherwise."""
     left_value: object
     right_value: object
     cause: str
-    """What the right side's values are instead, where that could be told; else the class of the difference."""
+    """Identity of the right side's values, if known; else the class of the difference."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -76,18 +76,18 @@ class Step:
     view: Findings | None
     """The four tensors of the sides at this step in the terms of the row's findings, by place; None where it has not four."""
     note: str = ""
-    """What one must know to read it."""
+    """Note for reading the step."""
 
     @property
     def label(self) -> str:
-        """How it is called on the screen."""
+        """Name of the step on the screen."""
         if self.name == "depth":
             return f"depth {self.depth}"
         return f"{self.name}, depth {self.depth}" if self.depth else self.name
 
     @property
     def refused(self) -> bool:
-        """Whether a side refuses here."""
+        """Whether a side refuses at this step."""
         return any(isinstance(has, Refused) and has.kind is not None for has in self.sides.values())
 
 
@@ -97,9 +97,9 @@ class RankFindings:
 
     place: RankPlace
     row: Findings
-    """What the tool finds of the row itself: its sides, conversations and texts."""
+    """Findings on the row itself: its sides, conversations and texts."""
     layout: str
-    """How a row is cut among cp ranks."""
+    """Cut of a row among cp ranks."""
     depths: int
     """K: depths that were taken."""
     ways: Mapping[str, str]
@@ -108,21 +108,21 @@ class RankFindings:
     at: int | None
     """The position of the row that is followed through the steps."""
     notes: tuple[str, ...] = ()
-    """What one must know of the row on this rank."""
+    """Notes on the row on this rank."""
 
     @property
     def first(self) -> Step | None:
-        """The first step at which sides differ."""
+        """First step at which sides differ."""
         return next((step for step in self.steps if step.differences), None)
 
     @property
     def equal(self) -> bool:
-        """Whether all sides agree at every step that was gone."""
+        """Whether all sides agree at every step."""
         return self.first is None
 
     @property
     def without(self) -> Mapping[str, tuple[str, ...]]:
-        """By side, the labels of the steps at which it has nothing, so that it is not compared there; only sides with such steps."""
+        """By side, the labels of steps without values, which are not compared; only sides with such steps."""
         found = {
             side.name: tuple(step.label for step in self.steps if not isinstance(step.sides.get(side.name), Mapping))
             for side in self.row.sides
@@ -131,5 +131,5 @@ class RankFindings:
 
     @property
     def share(self) -> Step | None:
-        """The step that says which positions this rank owns; None where the way ended before."""
+        """Step that holds the positions of this rank; None if the trace ended before."""
         return next((step for step in self.steps if step.name == "share" and step.origin is not None), None)

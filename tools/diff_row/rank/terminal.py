@@ -1,4 +1,4 @@
-"""The screen of a row's way to a rank: where the rank stands, what it owns, every step with its verdict, the first difference."""
+"""Print the trace of a row to a rank: the rank's coordinates, its positions, every step with its verdict, the first difference."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from tools.diff_row.render.terminal import flaws, header, refusals
 from tools.diff_row.tokens import fit, visible
 
 MOST_SEGMENTS = 4
-"""Segments whose runs are told."""
+"""Largest number of segments whose runs are printed."""
 MOST_LINES = 10
-"""Tensors of the first step that differs whose cause is told."""
+"""Largest number of tensors of the first differing step whose cause is printed."""
 MOST_FED = 12
 """Microbatches of a dump that are listed."""
 
@@ -142,7 +142,7 @@ def _owned(findings: RankFindings, width: int) -> Iterator[Text]:
 
 
 def _strip(findings: RankFindings, columns: int) -> Iterator[Text]:
-    """The row from left to right: what this rank owns is full, and of it what its tp slice holds is bright."""
+    """Draw the row from left to right: this rank's positions are full, and the positions of its tp slice bright."""
     share, total = findings.share, findings.row.length
     assert share is not None
     assert share.origin is not None
@@ -284,7 +284,7 @@ def _first(findings: RankFindings, width: int) -> Iterator[Text]:
 
 
 def _uncompared(findings: RankFindings) -> str:
-    """The steps among them that a side has not, so that it is not compared there."""
+    """Name the steps that a side does not have, at which it is not compared."""
     told = [f"{visible(name)} has no {', '.join(labels)}" for name, labels in findings.without.items()]
     return f" ({'; '.join(told)}: not compared there)" if told else ""
 

@@ -30,10 +30,10 @@ def travel(
     ways: Mapping[str, tuple[str, Way]] | None = None,
     notes: Sequence[str] = (),
 ) -> RankFindings:
-    """The way of a row whose sides are built, up to and with `stop_at` (not `weights`, which wants a global batch).
+    """Trace a row whose sides are built, up to and including `stop_at` (not `weights`, which needs a global batch).
 
-    `subjects` collate, by side; a side without one is collated by the reference; None for a bin, which no one collates. `ways` are given for sides that have
-    gone theirs already (a dump of a job). Raises BadInput where a slice is asked for that does not divide.
+    `subjects` collate, by side; a side without one is collated by the reference; None for a bin, which nobody collates. `ways` hold the tensors
+    of sides that were cut already (a dump of a job). Raises BadInput for a requested slice that does not divide.
     """
     cut = Cut(rank=place.context_rank, size=place.cp, layout=layout, depths=depths)
     last = STOPS.index(stop_at)
@@ -69,12 +69,12 @@ def travel(
 
 
 def with_step(findings: RankFindings, step: Step) -> RankFindings:
-    """The same with one step more."""
+    """Return the findings with one more step."""
     return dataclasses.replace(findings, steps=(*findings.steps, step))
 
 
 def _row_step(row: Findings) -> Step:
-    """What the tool finds of the row, in the terms of steps: the first difference of each tensor of each pair with the first side."""
+    """Return the findings on the row as a step: the first difference of each tensor of each pair with the first side."""
     sides: dict[str, Has] = {}
     for side in row.sides:
         refusal = side.row.refusal
@@ -120,7 +120,7 @@ def _row_tensors(row: Row) -> dict[str, torch.Tensor]:
 
 
 def _batch_step(row: Findings, subjects: Mapping[str, Any]) -> Step:
-    """The row as a batch of one: one row is one microbatch (R-BATCH-3)."""
+    """Return the row as a batch of one: one row is one microbatch (R-BATCH-3)."""
     from equivalence.subjects import load  # noqa: PLC0415
 
     settings = row.settings or RowSettings(pack_length=row.length)
@@ -143,7 +143,7 @@ def _batch_step(row: Findings, subjects: Mapping[str, Any]) -> Step:
 
 
 def _bin_step(ways: Mapping[str, Way]) -> Step:
-    """The conversations of a bin before they are squeezed into a row (R-ONLINE-2)."""
+    """Return the conversations of a bin before they are squeezed into a row (R-ONLINE-2)."""
     missing = Refused(kind=None, message="this side has nothing here")
     sides = {side: way.get("batch", missing) for side, way in ways.items()}
     return Step(
@@ -187,7 +187,7 @@ def _way_step(name: str, row: Findings, ways: Mapping[str, Way], cut: Cut) -> St
 
 
 def _slice_step(share: Step, place: RankPlace) -> Step:
-    """The run of the share whose embedded tokens this tp rank holds. Raises BadInput where they do not divide."""
+    """Return the part of the share whose embedded tokens this tp rank holds. Raises BadInput if tp does not divide the share."""
     assert share.origin is not None
     total = len(share.origin)
     parts = place.tp if place.sequence_parallel else 1
@@ -219,7 +219,7 @@ def _slice_step(share: Step, place: RankPlace) -> Step:
 
 
 def _split(side: str, tensor: torch.Tensor, place: RankPlace, start: int, end: int) -> torch.Tensor:
-    """A contiguous run; on production's and Megatron-LM's side by megatron-core's own split of the first dimension."""
+    """Return a contiguous part; production's and Megatron-LM's side use megatron-core's own split of the first dimension."""
     if side not in ("production", "megatron_lm") or not place.sequence_parallel:
         return tensor[start:end]
     from megatron.core.tensor_parallel import mappings  # noqa: PLC0415
@@ -230,7 +230,7 @@ def _split(side: str, tensor: torch.Tensor, place: RankPlace, start: int, end: i
 
 
 class _Group:
-    """What megatron-core asks of a process group where nothing is sent."""
+    """Process group for megatron-core where nothing is sent."""
 
     def __init__(self, *, size: int, rank: int) -> None:
         self.size = lambda: size
@@ -238,7 +238,7 @@ class _Group:
 
 
 def view_of(step: Step, row: Findings) -> Findings | None:
-    """The four tensors of the sides at a step as findings by place, so that the screen and the page can show their neighbourhood."""
+    """Return the four tensors of the sides at a step as findings by place, so that screen and page can show their surroundings."""
     if step.origin is None or len(step.origin) == 0 or int(step.origin.max()) >= len(row.map.conversation_at):
         return None
     sides = []
@@ -272,7 +272,7 @@ def view_of(step: Step, row: Findings) -> Findings | None:
 
 
 def _as_row(tensors: Mapping[str, torch.Tensor], origin: torch.Tensor, row_map: RowMap) -> Row:
-    """Boundaries by place: where the conversation changes, or the row is left and entered again further on is none."""
+    """Return boundaries by place: where the conversation changes. A place at which the row is left and entered again further on is not a boundary."""
     at = torch.from_numpy(row_map.conversation_at)[origin]
     inner = (at.diff() != 0).nonzero().reshape(-1) + 1
     ends = torch.tensor([0, *inner.tolist(), len(origin)], dtype=torch.int32)
@@ -300,7 +300,7 @@ def _sliced(row_map: RowMap, origin: torch.Tensor) -> RowMap:
 
 
 def _followed(steps: Sequence[Step], at: int | None, row: Findings) -> int | None:
-    """The position to follow: the one that was asked for, that of the first difference, or the first trained one that this rank owns."""
+    """Return the position to follow: the requested one, the first difference, or the first trained position of this rank."""
     if not row.built:
         return None
     if at is not None:

@@ -1,7 +1,7 @@
-"""What each token of the share weighs in the gradient of a step, in all three normalizations (R-LOSS-2 to R-LOSS-4).
+"""Compute the weight of each token of the share in the gradient of a step, in all three normalizations (R-LOSS-2 to R-LOSS-4).
 
-Reference: its formula. Production and Megatron-LM: the gradient of production's loss through megatron-core's own schedule, and
-what data parallelism and the count of tokens make of it. All dp x cp ranks of the global batch are walked in this process.
+The reference has its formula. Production and Megatron-LM have the gradient of production's loss through megatron-core's own schedule, after
+data parallelism and the division by tokens. All dp x cp ranks of the global batch run in this process.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ class GlobalBatch:
 
     @property
     def size(self) -> int:
-        """G."""
+        """G, the global batch size."""
         return len(next(iter(self.rows.values())))
 
 
 def weights_step(
     findings: RankFindings, batch: GlobalBatch, subjects: Mapping[str, Any], *, depths_left_out: bool
 ) -> Step:
-    """The weights of the share's tokens. Raises BadInput where this row is another data-parallel rank's."""
+    """Return the weights of the share's tokens. Raises BadInput for a row of another data-parallel rank."""
     place, share = findings.place, findings.share
     if share is None or share.origin is None:
         raise problem("no share was made, so nothing weighs", where="--stop-at weights", mend="mend the cut first")
@@ -80,7 +80,7 @@ def weights_step(
 
 
 def _masks(side: str, rows: Sequence[Row], findings: RankFindings, subject: Any) -> list[list[torch.Tensor]] | Refused:
-    """`[rank][microbatch]` masks of the shares, ranks over dp x cp, cp fastest."""
+    """Return `[rank][microbatch]` masks of the shares, ranks over dp x cp, cp fastest."""
     place = findings.place
     found: list[list[torch.Tensor]] = []
     for rank in range(place.dp * place.cp):
@@ -102,7 +102,7 @@ def _from_formula(name: str, masks: list[list[torch.Tensor]], size: int) -> list
 
 
 def _from_gradients(name: str, masks: list[list[torch.Tensor]], size: int) -> list[list[torch.Tensor]]:
-    """By the gradient of losses that are all 1: a token's loss has no part in its own weight."""
+    """Return weights as the gradient of losses that are all 1, because a token's loss does not change its own weight."""
     from equivalence.checks.cuts.schedule import finalized, gradient_of, loss_settings, schedule  # noqa: PLC0415 - heavy
     from equivalence.generators.online import LossCase  # noqa: PLC0415
     from production.loss import direct_loss  # noqa: PLC0415
@@ -124,7 +124,7 @@ def _from_gradients(name: str, masks: list[list[torch.Tensor]], size: int) -> li
 
 
 def _differences(sides: Mapping[str, Has], origin: torch.Tensor) -> tuple[StepDifference, ...]:
-    """Beyond rounding; a constant factor between the two sides is told."""
+    """Return the differences beyond rounding; name a constant factor between the two sides."""
     found = []
     (base, left), *others = sides.items()
     for side, right in others:

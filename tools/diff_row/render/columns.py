@@ -17,15 +17,15 @@ class Column:
 
     title: str
     right: bool = False
-    """Whether its cells stand to the right."""
+    """Whether cells are aligned to the right."""
 
     def needed(self, cells: Sequence[Text]) -> int:
-        """The width that it needs."""
+        """Return the width that the column needs."""
         return max([cell_len(self.title), *(cell_len(cell.plain) for cell in cells)])
 
 
 def draw(columns: Sequence[Column], lines: Sequence[list[Text] | str], width: int) -> Iterator[Text]:
-    """A header, then one line each; a text among the lines runs across (one that begins with `─` is drawn out)."""
+    """Draw a header, then one line for each row; a text among the rows spans all columns (a text that begins with `─` is extended)."""
     cells = [line for line in lines if not isinstance(line, str)]
     widths = [column.needed([line[n] for line in cells]) for n, column in enumerate(columns)]
     total = min(width, sum(widths) + GAP * len(widths))

@@ -28,7 +28,7 @@ class ContextPosition:
 
 
 def context_window(findings: Findings, position: int, reach: int = REACH) -> list[ContextPosition]:
-    """The positions from `reach` before to `reach` after one, cut at the ends of the row."""
+    """Return the positions from `reach` before to `reach` after a position, cut at the ends of the row."""
     ends = {side.name: boundary_set(side.row) for side in findings.built}
     places = []
     for at in range(max(0, position - reach), min(findings.length, position + reach + 1)):
@@ -53,7 +53,7 @@ def context_window(findings: Findings, position: int, reach: int = REACH) -> lis
 
 
 def groups(places: list[ContextPosition], tensor: str) -> list[tuple[str, ...]]:
-    """The sides, those together that have the same values of a tensor all through these places."""
+    """Group the sides that have the same values of a tensor at all of these places."""
     found: dict[tuple[str, ...], list[str]] = {}
     for side in places[0].values[tensor] if places else ():
         found.setdefault(tuple(repr(place.values[tensor][side]) for place in places), []).append(side)

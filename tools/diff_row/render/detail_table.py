@@ -18,9 +18,9 @@ SHORT = {"input_ids": "id", "target_ids": "target", "token_mask": "mask", "posit
 
 
 def closeup(findings: Findings, position: int, width: int, *, origin: Sequence[int] | None = None) -> Iterator[Text]:
-    """The positions around one. A column that all sides share is shown once, others once for each group of sides.
+    """Draw the positions around one. A column that all sides share is shown once, other columns once for each group of sides.
 
-    With `origin` positions are places in a part of the row, and `origin[place]` is where each stands in the row.
+    With `origin`, positions are places in a part of the row, and `origin[place]` is the position in the row.
     """
     places = context_window(findings, position)
     if not places:

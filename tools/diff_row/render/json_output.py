@@ -5,7 +5,7 @@
   bin of the online path), settings_from (by setting, where it comes from if nobody gave it). `settings`: RowSettings by field, null if only a dump is looked at.
   `tokenizer`: its name or folder, or null.
 - `sides`, a list: name, version, refusal (null, or kind, message, conversation, turn), pack_length, boundaries,
-  max_seqlen, trained_tokens, report (SPEC section 6, or null), flaws (a list: what, rule, count, position, note).
+  max_seqlen, trained_tokens, report (docs/SPEC.md#report, or null), flaws (a list: what, rule, count, position, note).
 - `conversations`, a list: number, roles, tokens, start, end, padding, trained, state; null for what is unknown.
 - `first`: null, or left, right, tensor, class, position, left_value, right_value, where, conversation, turn, role,
   rules, and neighbourhood, a list: position, where, boundary (sides), tokens (by side), values (by tensor, then by
@@ -31,12 +31,12 @@ SCHEMA = "packproof.diff_row/1"
 
 
 def as_json(findings: Findings) -> str:
-    """The findings as JSON text, ASCII only, so that no terminal or log can garble it."""
+    """Return the findings as JSON text, ASCII only, so that no terminal or log can garble it."""
     return json.dumps(finite(describe(findings)), indent=1, ensure_ascii=True, allow_nan=False, default=str)
 
 
 def describe(findings: Findings) -> dict[str, Any]:
-    """The findings as plain values, as the module says."""
+    """Return the findings as plain values, in the schema of the module's docstring."""
     return {
         "schema": SCHEMA,
         "equal": findings.equal,
@@ -115,7 +115,7 @@ def _first(findings: Findings) -> dict[str, Any] | None:
 
 
 def finite(value: Any) -> Any:
-    """The same with what JSON cannot say as text."""
+    """Replace values that JSON cannot hold by text."""
     if isinstance(value, dict):
         return {key: finite(each) for key, each in value.items()}
     if isinstance(value, (list, tuple)):

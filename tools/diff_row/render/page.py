@@ -37,7 +37,7 @@ class View:
     """Findings whose positions are places in a part of the row, as one of several that a page can show."""
 
     label: str
-    """What it is called where one chooses."""
+    """Name in the list of views."""
     findings: Findings
     origin: Values | None
     """[n] the position in the row of each place; None where they are the same."""
@@ -45,7 +45,7 @@ class View:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Part:
-    """What a page has beyond the row's own: a part of its head, and views to choose from."""
+    """Parts of a page beyond the row's own: a part of its head, and views to choose from."""
 
     head: Markup
     views: Sequence[View]
@@ -56,7 +56,7 @@ class Part:
 
 
 def render_page(findings: Findings, part: Part | None = None) -> str:
-    """The page as text. Raises ValueError if no side built the row."""
+    """Render the page as text. Raises ValueError if no side built the row."""
     if not findings.built:
         raise ValueError("no side built the row, so a page has no token to show")
     blobs: dict[str, str] = {}
@@ -87,7 +87,7 @@ def render_page(findings: Findings, part: Part | None = None) -> str:
 
 
 def _facts(findings: Findings, *, origin: Values | None = None) -> tuple[dict[str, Any], dict[str, str]]:
-    """What a script needs to show one view, and its arrays."""
+    """Return the data and the arrays from which a script shows one view."""
     arrays, blobs = _arrays(findings)
     if origin is not None:
         arrays["origin"], blobs["origin"] = encode(origin)
@@ -108,7 +108,7 @@ _PARTS = {"style": "page.css", "data_script": "page_data.js", "script": "page.js
 
 @functools.cache
 def environment() -> jinja2.Environment:
-    """Of the templates beside this module: everything is escaped."""
+    """Return the environment of the templates beside this module, which escapes everything."""
     made = jinja2.Environment(
         loader=jinja2.FunctionLoader(read_part),
         autoescape=True,
@@ -123,17 +123,17 @@ def environment() -> jinja2.Environment:
 
 @functools.cache
 def read_part(name: str) -> str:
-    """A file beside this module."""
+    """Read a file beside this module."""
     return (files(__package__) / name).read_text(encoding="utf-8")
 
 
 def _script_json(value: object) -> str:
-    """JSON that may stand in a script element: ASCII, and with no `<` that could end it."""
+    """Return JSON for a script element: ASCII, and without a `<` that could end the element."""
     return json.dumps(value, ensure_ascii=True, separators=(",", ":")).replace("<", "\\u003c")
 
 
 def _arrays(findings: Findings) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
-    """What each array is (type, coding) and its deflated base64, by name."""
+    """Return the type and coding of each array, and its deflated base64, by name."""
     described: dict[str, dict[str, Any]] = {}
     blobs: dict[str, str] = {}
 
@@ -162,7 +162,7 @@ def _arrays(findings: Findings) -> tuple[dict[str, dict[str, Any]], dict[str, st
 
 
 def encode(values: Values, *, like: str | None = None, base: Values | None = None) -> tuple[dict[str, Any], str]:
-    """An array as its description and deflated base64, little-endian.
+    """Return an array as its description and deflated base64, little-endian.
 
     `like` names an array of the same length, `base`, to which the integers are differences modulo 2^32; those that
     stand alone are differences to the value before. Both are zeros nearly everywhere, which deflate takes to nothing.
@@ -177,7 +177,7 @@ def encode(values: Values, *, like: str | None = None, base: Values | None = Non
 
 
 def _fits(values: Values) -> bool:
-    """Whether all values are integers of 32 bits; a poisoned mask or a wild id is not."""
+    """Return whether all values are integers of 32 bits; a poisoned mask or a wild id is not."""
     whole = bool(np.all(np.isfinite(values))) and bool(np.all(values == np.floor(values)))
     return whole and (not len(values) or (values.min() >= -(2**31) and values.max() < 2**31))
 
@@ -205,7 +205,7 @@ def _union(findings: Findings) -> Values:
 
 
 def _alike(listed: Sequence[Found]) -> list[list[Found]]:
-    """Differences that are one to the eye: the same values at the same place, of other sides."""
+    """Group differences that look the same: the same values at the same place, on different sides."""
     groups: dict[str, list[Found]] = {}
     for found in listed:
         values = (found.position, found.tensor, found.kind, found.left_value, found.right_value)
@@ -214,7 +214,7 @@ def _alike(listed: Sequence[Found]) -> list[list[Found]]:
 
 
 def _line(alike: Sequence[Found], findings: Findings) -> dict[str, Any]:
-    """A row of the table of differences, with the sides that share it."""
+    """Return a row of the table of differences, with the sides that share it."""
     found = alike[0]
     tokens: Iterable[str] = ()
     if found.position is not None and found.tensor != "cu_seqlens":

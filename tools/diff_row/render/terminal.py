@@ -39,7 +39,7 @@ def show(findings: Findings, console: Console, *, page: str | None = None) -> No
 
 
 def header(findings: Findings, width: int) -> Iterator[Text]:
-    """Where the row comes from, what it is built for, and the sides with their letters."""
+    """Print the source of the row, its settings, and the sides with their letters."""
     source, settings = findings.source, findings.settings
     what = Text()
     if source.file is not None:
@@ -111,7 +111,7 @@ def _conversations(findings: Findings, width: int) -> Iterator[Text]:
 
 
 def pick(findings: Findings) -> list[Conversation]:
-    """The conversations to show: all if few, else the first ones, those around the difference, and the last."""
+    """Return the conversations to show: all if few, else the first ones, those around the difference, and the last."""
     every = findings.map.conversations
     if len(every) <= MOST_CONVERSATIONS:
         return list(every)
@@ -129,7 +129,7 @@ def pick(findings: Findings) -> list[Conversation]:
 
 
 def _losses(findings: Findings, width: int) -> Iterator[Text]:
-    """The report's counts that are not zero, of the first side that counts; the table below says what others differ in."""
+    """Print the report's counts that are not zero, of the first side that counts; the table below shows differing counts."""
     counting = [side for side in findings.built if side.row.report is not None]
     if counting:
         report = counting[0].row.report
@@ -141,7 +141,7 @@ def _losses(findings: Findings, width: int) -> Iterator[Text]:
 
 
 def refusals(findings: Findings, width: int) -> Iterator[Text]:
-    """The sides that refuse the row, and what the others built."""
+    """Print the sides that refuse the row, and the results of the others."""
     refused = [side for side in findings.sides if side.row.refusal is not None]
     for side in refused:
         refusal = side.row.refusal
@@ -214,7 +214,7 @@ def _equal(findings: Findings) -> Iterator[Text]:
 
 
 def flaws(findings: Findings, width: int) -> Iterator[Text]:
-    """What is wrong with a side's row in itself, in words."""
+    """Print the flaws of a side's row in words."""
     for side in findings.sides:
         found = findings.flaws.get(side.name, ())
         if side.name == "dump" and all(flaw.note for flaw in found):
@@ -247,7 +247,7 @@ def _counts(findings: Findings, width: int) -> Iterator[Text]:
 def _alike(
     findings: Findings,
 ) -> Iterator[tuple[str, dict[str, Mapping[str, int]], Mapping[str, tuple[object, object]]]]:
-    """Pairs with the same counts together, tensors and reports apart: not every side counts what it lost."""
+    """Group pairs with the same counts, tensors and reports apart, because not every side counts its losses."""
     found: dict[str, tuple[list[str], dict[str, Mapping[str, int]], Mapping[str, tuple[object, object]]]] = {}
     for pair in findings.pairs:
         reports = {tensor: classes for tensor, classes in pair.counts.items() if tensor.startswith("report.")}
@@ -259,7 +259,7 @@ def _alike(
 
 
 def _names(pair: Pair, findings: Findings) -> str:
-    """Two sides by name; by letter where there are more, or the lines would not fit."""
+    """Name two sides; by letter if there are more than two, or the lines would not fit."""
     letter = findings.letters
     left, right = (visible(side) if len(findings.sides) == 2 else letter[side] for side in (pair.left, pair.right))
     return f"{left} {'≠' if pair.counts else '='} {right}"
@@ -268,7 +268,7 @@ def _names(pair: Pair, findings: Findings) -> str:
 def _next(findings: Findings, page: str | None) -> Text:
     line = Text("next  ", "dim")
     if findings.first is not None:
-        line.append(f"docs/SPEC.md {RULES.get(findings.first.kind, 'sections 4 and 5')}; ")
+        line.append(f"docs/SPEC.md {RULES.get(findings.first.kind, '#targets-and-turns, #row')}; ")
     return line.append(f"all tokens: {page}" if page else "all tokens: the same command with --html FILE")
 
 

@@ -1,4 +1,4 @@
-"""What was found about one row: its sides, what differs between which of them, and where to look first.
+"""Hold the findings about one row: its sides, their differences, and the place to look at first.
 
 All three outputs (terminal, JSON, page) show this value and compute nothing of their own.
 """
@@ -26,7 +26,7 @@ REACH = 4
 MOST_LISTED = 200
 """Differences that are listed one by one; all are counted."""
 MOST_LINES = 12
-"""Lines of a bin's conversations that are told."""
+"""Largest number of a bin's conversations whose lines are printed."""
 WHOLE = ("max_seqlen", "report", "dtype_or_shape", "refusal")
 """Classes of what differs as a whole and not at a position."""
 RULES = {
@@ -42,23 +42,23 @@ RULES = {
     "boundary": "R-SPLIT-1, R-LAYOUT-2 to R-LAYOUT-6, R-CU-1",
     "max_seqlen": "R-CU-1",
     "report": "R-REPORT-1 to R-REPORT-3",
-    "refusal": "section 9, and R-TURN-1 for turns",
-    "dtype_or_shape": "section 1",
-    "other": "sections 4 and 5",
+    "refusal": "#refusals, and R-TURN-1 for turns",
+    "dtype_or_shape": "#tensors",
+    "other": "#targets-and-turns, #row",
 }
-"""Where SPEC speaks of a class of differences."""
+"""Rules and headings of SPEC for a class of differences."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """Where the row comes from."""
+    """Source of the row."""
 
     file: str | None = None
     """The packed file or the saved case."""
     row: int | None = None
     """Its row in the packed file, from 0."""
     line: int | None = None
-    """The line on which it stands, from 1."""
+    """Line of the row, from 1."""
     case: bool = False
     """Whether `file` is a saved case."""
     dump: str | None = None
@@ -68,11 +68,11 @@ class Source:
     bin: tuple[tuple[str, int], ...] = ()
     """File and line (from 1) of each conversation, where the row is a bin of the online path."""
     settings_from: Mapping[str, str] = field(default_factory=dict)
-    """Where settings come from that nobody gave, by name."""
+    """Source of each setting that nobody gave, by name."""
 
     @property
     def place(self) -> str:
-        """The row in its file, in words that cannot be read from the wrong end: rows count from 0, lines from 1. Empty where it has none."""
+        """Place of the row in its file, in unambiguous words, because rows count from 0 and lines from 1; empty without a file."""
         if self.bin:
             return _bin_in_words(self.bin)
         if self.row is None:
@@ -86,7 +86,7 @@ class Side:
 
     name: str
     version: str
-    """What was run, empty if it does not say."""
+    """Version of the side's code; empty if the side does not say."""
     row: Row
 
 
@@ -103,7 +103,7 @@ class Pair:
 
     @property
     def total(self) -> int:
-        """All differences of the pair."""
+        """Number of differences of the pair."""
         return sum(count for classes in self.counts.values() for count in classes.values())
 
 
@@ -140,16 +140,16 @@ class Findings:
     differing: Mapping[str, npt.NDArray[np.int64]]
     """Tensor to the sorted positions at which any two sides differ; boundaries as positions of the row."""
     flaws: Mapping[str, Sequence[Flaw]]
-    """What is wrong with a dump, or with any row, in itself: by side, only sides that have flaws."""
+    """Flaws of a dump, or of any row, in itself: by side, only sides that have flaws."""
 
     @property
     def first(self) -> Found | None:
-        """The first difference, over all pairs."""
+        """First difference over all pairs."""
         return self.listed[0] if self.listed else None
 
     @property
     def letters(self) -> Mapping[str, str]:
-        """The letter that stands for each side where there is little room."""
+        """Letter of each side, for narrow columns."""
         return {side.name: chr(ord("a") + number % 26) for number, side in enumerate(self.sides)}
 
     @property
@@ -164,14 +164,14 @@ class Findings:
 
     @property
     def equal(self) -> bool:
-        """Whether all sides agree, and a lone dump agrees with itself."""
+        """Whether all sides agree, and a lone dump is consistent."""
         lone_flaws = len(self.sides) == 1 and any(not f.note for flaws in self.flaws.values() for f in flaws)
         return not lone_flaws and not any(pair.counts for pair in self.pairs)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Comparison:
-    """What differs between the sides of a row."""
+    """Differences between the sides of a row."""
 
     pairs: tuple[Pair, ...]
     listed: tuple[Found, ...]
@@ -202,14 +202,14 @@ def compare(sides: Sequence[Side]) -> Comparison:
 
 
 def boundary_set(row: Row) -> set[int]:
-    """The boundaries of a row inside it, without 0 and P."""
+    """Return the boundaries inside a row, without 0 and P."""
     if row.cu_seqlens is None or row.input_ids is None:
         return set()
     return {int(value) for value in row.cu_seqlens.reshape(-1)} - {0, row.input_ids.numel()}
 
 
 def _bin_in_words(members: Sequence[tuple[str, int]]) -> str:
-    """Conversations in the order in which they lie in the bin; a file's name where there are several."""
+    """Describe the conversations in the order of the bin, with file names if there are several files."""
     several = len({file for file, _ in members}) > 1
     lines = [f"{file} {line}" if several else str(line) for file, line in members]
     told = ", ".join(lines[:MOST_LINES]) + (f" and {len(lines) - MOST_LINES} more" if len(lines) > MOST_LINES else "")
@@ -217,7 +217,7 @@ def _bin_in_words(members: Sequence[tuple[str, int]]) -> str:
 
 
 def _place(difference: Difference, left: Row, right: Row) -> int | None:
-    """The position in the row of a difference, None if it has none."""
+    """Return the position of a difference in the row; None if the difference has no position."""
     if difference.tensor in TOKEN_TENSORS:
         return difference.position if isinstance(difference.position, int) else None
     if difference.tensor == "cu_seqlens":
@@ -246,7 +246,7 @@ CAUSES = ("input_ids", "cu_seqlens", "target_ids", "token_mask", "position_ids")
 
 
 def _order(found: Found) -> tuple[float, int]:
-    """By position, what has none last; at one position causes before what follows from them. A refusal comes before all."""
+    """Return the sort key: a refusal first, then by position, causes before consequences, differences without a position last."""
     if found.tensor == "refusal":
         return (-1, 0)
     order = CAUSES.index(found.tensor) if found.tensor in CAUSES else len(CAUSES)

@@ -1,6 +1,6 @@
-"""Whether a row is consistent in itself: labels are shifted ids, boundaries restart positions, the mask fits the labels.
+"""Check that a row is consistent in itself: labels are shifted ids, boundaries restart positions, the mask fits the labels.
 
-It needs no messages and no other side; what all presets have in common is asked (SPEC sections 1, 5 and 8).
+The check needs no messages and no other side; it covers what all presets have in common (docs/SPEC.md#tensors, #row and #batch).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Flaw:
     rule: str
     """The rule of SPEC that it goes against."""
     count: int
-    """How many positions or entries."""
+    """Number of positions or entries."""
     position: int | None
     """The first one."""
     note: bool = False
@@ -40,12 +40,12 @@ class Flaw:
 
 
 def inspect(row: Row, context_parallel_size: int | None = None) -> list[Flaw]:
-    """All flaws of a built row, in the order in which they explain each other. A refused row has none."""
+    """Return all flaws of a built row, causes before consequences; empty for a refused row."""
     tensors = {name: getattr(row, name) for name in DTYPES}
     if any(tensor is None for tensor in tensors.values()):
         return []
     flaws = [
-        Flaw(what=f"{name} is {_kind(tensor)}, not {_kind(DTYPES[name])}", rule="section 1", count=1, position=None)
+        Flaw(what=f"{name} is {_kind(tensor)}, not {_kind(DTYPES[name])}", rule="#tensors", count=1, position=None)
         for name, tensor in tensors.items()
         if tensor.dtype != DTYPES[name]
     ]
@@ -99,7 +99,7 @@ def _positions(positions: torch.Tensor, ends: list[int]) -> list[Flaw]:
 
 
 def _labels(ids: torch.Tensor, targets: torch.Tensor) -> list[Flaw]:
-    """A label that is not ignored is the next token; the last one of a row is padding, which nothing can tell."""
+    """Check that a label that is not ignored is the next token; the last label of a row is padding, which cannot be checked."""
     labelled = (targets != IGNORE_INDEX).nonzero().reshape(-1)
     labelled = labelled[labelled < len(ids) - 1]
     wrong = labelled[targets[labelled] != ids[labelled + 1]]
@@ -116,7 +116,7 @@ def _labels(ids: torch.Tensor, targets: torch.Tensor) -> list[Flaw]:
 
 
 def _mask(targets: torch.Tensor, mask: torch.Tensor, ends: list[int]) -> list[Flaw]:
-    """The mask is 0 or 1, 0 on -100, and 0 elsewhere only on padding, whose label is the last one of the row."""
+    """Check that the mask is 0 or 1, 0 on -100, and elsewhere 0 only on padding, whose label is the last label of the row."""
     ignored, pad = targets == IGNORE_INDEX, targets[-1] if len(targets) else 0
     cases = [
         ((mask != 0) & (mask != 1), "token_mask is neither 0 nor 1"),

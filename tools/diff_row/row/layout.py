@@ -1,6 +1,6 @@
-"""Where things stand in a row: which conversation and turn each position belongs to, what is padding, what was lost.
+"""Map a row for display: the conversation and turn of each position, padding, and lost conversations.
 
-For display only: it follows the boundaries that a side built and the texts of the messages, and judges nothing.
+The map follows the boundaries of a side and the texts of the messages, and judges nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from reference import prompts
 from reference.refusals import RowRefused
 
 NO_TURN = -1
-"""In `turn_at`: padding, or a turn that could not be told."""
+"""Value in `turn_at` for padding, or for an unknown turn."""
 
 Ints = npt.NDArray[np.int32]
 Flags = npt.NDArray[np.bool_]
@@ -27,7 +27,7 @@ Flags = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, kw_only=True)
 class Conversation:
-    """A conversation of the row, and what became of it."""
+    """Conversation of the row, with its outcome."""
 
     number: int
     """From 0, in the order of the row."""
@@ -58,16 +58,16 @@ class RowMap:
     padded: Flags
     """Positions that hold padding."""
     padding_known: bool
-    """False where padding was told from its ids alone, because only a dump is known."""
+    """False if padding was inferred from ids alone, because only a dump is known."""
 
     def role(self, position: int) -> str | None:
-        """The role of the turn at a position."""
+        """Return the role of the turn at a position."""
         turn = int(self.turn_at[position])
         roles = self.conversations[int(self.conversation_at[position])].roles
         return roles[turn] if 0 <= turn < len(roles) else None
 
     def place(self, position: int) -> str:
-        """`1·2 assistant`: conversation, turn, role; or what there is instead of a turn."""
+        """Return `1·2 assistant`: conversation, turn, role; or a word for a position outside of turns."""
         if not 0 <= position < len(self.conversation_at):
             return ""
         conversation = int(self.conversation_at[position])
@@ -97,7 +97,7 @@ def map_conversations(conversations: Sequence[tuple[tuple[str, ...], Ints]], row
 
 
 def boundaries(row: Row) -> list[int]:
-    """The boundaries of a built row, 0 first, in order, P last; [0, P] if those that it has make no sense."""
+    """Return the boundaries of a built row, from 0 to P in order; [0, P] if its own boundaries are not valid."""
     assert row.input_ids is not None
     length = int(row.input_ids.shape[-1])
     found = [] if row.cu_seqlens is None else [int(value) for value in row.cu_seqlens.reshape(-1)]
@@ -125,7 +125,7 @@ def _map_messages(messages: Messages, tokenizer: Any, settings: RowSettings, row
 
 
 def token_turns(conversation: prompts.Conversation, tokenizer: Any, settings: RowSettings) -> Ints | None:
-    """The turn of each of a conversation's tokens; None if it has no text, NO_TURN where the text does not say.
+    """Return the turn of each token of a conversation; None for a conversation without text, NO_TURN where the text does not decide.
 
     A token belongs to the turn in which its first character lies, which also holds where tokens merge across turns.
     """
@@ -149,7 +149,7 @@ def token_turns(conversation: prompts.Conversation, tokenizer: Any, settings: Ro
 def _turn_ends(
     conversation: prompts.Conversation, prompt: prompts.Prompt, tokenizer: prompts.Tokenizer, text: str
 ) -> list[int] | None:
-    """Where each turn's text ends. A chat template tells only if the render of each beginning begins the whole one."""
+    """Return the end of each turn's text. A chat template gives it only if the rendering of each beginning begins the whole rendering."""
     if prompt.format != "default":
         lengths = [len(prompts.render_message(message, prompt.format)) for message in conversation]
         return list(np.cumsum(lengths))
@@ -194,7 +194,7 @@ def _conversation(
 
 
 def _state(own: int | None, kept: int | None) -> str:
-    """What became of a conversation (R-REPORT-1)."""
+    """Return the outcome of a conversation (R-REPORT-1)."""
     if own is None or kept is None:
         return "unknown"
     if own == 0:
@@ -203,7 +203,7 @@ def _state(own: int | None, kept: int | None) -> str:
 
 
 def _map_dump(row: Row) -> RowMap:
-    """A dump knows segments only. The last label of a row is always the pad id, and padding ends a segment in a run."""
+    """Map a dump, which has segments only. The last label of a row is always the pad id, and padding is a run at the end of a segment."""
     assert row.input_ids is not None
     ids = row.input_ids.reshape(-1).numpy()
     pad = None if row.target_ids is None or not row.target_ids.numel() else int(row.target_ids.reshape(-1)[-1])

@@ -148,6 +148,12 @@ def _check_order(setup: Setup) -> Iterator[SetupRefused]:
     if job.data.num_workers < 0 or job.data.prefetch < 1:
         key = "data.num_workers" if job.data.num_workers < 0 else "data.prefetch"
         yield setup.refuse("order", key, "is too small", "give num_workers 0 or more, prefetch 1 or more")
+    if job.data.cache_dir is not None and not job.is_packed:
+        what = "a cache of built rows with conversations that are packed during training: they have no rows to keep"
+        yield setup.refuse("order", "data.cache_dir", what, "leave data.cache_dir out, or train on packed rows")
+    if job.data.cache_limit_gb <= 0:
+        what = f"must be more than 0, got {job.data.cache_limit_gb:g}"
+        yield setup.refuse("order", "data.cache_limit_gb", what, "give gigabytes, or leave data.cache_dir out")
     files = [
         (f"{job.dataset_key('train', index)}.data_path", file)
         for index, dataset in enumerate(job.data.train) for file in dataset.data_path

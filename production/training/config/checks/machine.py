@@ -69,6 +69,8 @@ def _folders(job: Job) -> dict[str, Path]:
         found["checkpointing.checkpoint_dir"] = Path(job.checkpointing.checkpoint_dir)
     if job.data.cache_folder is not None:
         found["data.cache_folder"] = Path(job.data.cache_folder)
+    if job.data.cache_dir is not None:
+        found["data.cache_dir"] = Path(job.data.cache_dir)
     return found
 
 

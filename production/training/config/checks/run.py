@@ -171,12 +171,13 @@ def check_checkpoints(setup: Setup) -> Iterator[SetupRefused]:
         mend = "set it to false, or take one stage, or set checkpointing.enabled to false"
         yield setup.refuse("checkpoint", "model.tie_embeddings", what, mend)
     if saved.save_optimizer and uses_distributed_optimizer(job) and setup.device == "cpu":
-        if saved.optimizer_format != "dp_reshardable":
-            what = f"{saved.optimizer_format} of the distributed optimizer, which fails over gloo"
-            yield setup.refuse("checkpoint", "checkpointing.optimizer_format", what, "set it to dp_reshardable")
-        elif job.megatron.pipeline_model_parallel_size > 1:
-            what = "the distributed optimizer's state over several pipeline stages, which fails over gloo"
-            mend = f"take the plain optimizer ({_OPTIMIZER}.use_distributed_optimizer=false), or one stage"
+        if saved.optimizer_format == "fully_sharded_model_space":
+            what = "fully_sharded_model_space of the distributed optimizer, which fails over gloo"
+            mend = "set it to dp_reshardable or fully_reshardable"
+            yield setup.refuse("checkpoint", "checkpointing.optimizer_format", what, mend)
+        elif saved.optimizer_format == "dp_reshardable" and job.megatron.pipeline_model_parallel_size > 1:
+            what = "the distributed optimizer's state over several pipeline stages, which fails over gloo as dp_reshardable"
+            mend = f"set checkpointing.optimizer_format to fully_reshardable, take the plain optimizer ({_OPTIMIZER}.use_distributed_optimizer=false), or one stage"
             yield setup.refuse("checkpoint", f"{_OPTIMIZER}.use_distributed_optimizer", what, mend)
 
 

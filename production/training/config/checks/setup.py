@@ -31,8 +31,8 @@ _OF_THE_LAUNCHER = {
 }  # fmt: skip
 """Variables that torchrun sets for each process."""
 _PATHS = (
-    "logger.log_dir", "checkpointing.checkpoint_dir", "data.cache_folder", "policy.tokenizer.name", "model.initial_path",
-    "policy.tokenizer.chat_template",
+    "logger.log_dir", "checkpointing.checkpoint_dir", "data.cache_folder", "data.cache_dir", "policy.tokenizer.name",
+    "model.initial_path", "policy.tokenizer.chat_template",
 )  # fmt: skip
 _MOST_RANKS = 1 << 24
 _DIMENSIONS = [
@@ -66,7 +66,7 @@ class Setup:
 
 
 def check_nemo_rl(setup: Setup) -> Iterator[SetupRefused]:
-    """Refuse what a file of NeMo-RL asks for and this job does not have (R-SETUP-23)."""
+    """Refuse what a file of NeMo-RL asks for and this job does not have (R-SETUP-24)."""
     job = setup.job
     yield from job.unsupported
     if job.policy.model_name is not None and "model.initial" not in job.sources:

@@ -34,9 +34,9 @@ class DatasetDefaults:
     on_bad_row: Literal["error", "skip"] = "error"
     """Treatment of an unreadable line: stop the job, or leave the line out, count and list it (SPEC R-FILE-8)."""
     semantics: str = "megatron-lm-0.19"
-    """Preset of SPEC section 7, optionally with overrides: `strict,lost_conversations=refuse`."""
+    """Preset of docs/SPEC.md#presets, optionally with overrides: `strict,lost_conversations=refuse`."""
     megatron_sft_prompt_format: Literal["nemotron-nano-v2", "nemotron-h-aligned", "identity", "default"] | None = None
-    """Prompt format of SPEC section 3; required for packed rows."""
+    """Prompt format of docs/SPEC.md#prompts; required for packed rows."""
     megatron_sft_pad_token: str | None = None
     """Pad token; None: the format's."""
     megatron_sft_assistant_prefix_len: int | None = None
@@ -65,9 +65,9 @@ class Dataset:
     on_bad_row: Literal["error", "skip"] = "error"
     """Treatment of an unreadable line (SPEC R-FILE-8)."""
     semantics: str = "megatron-lm-0.19"
-    """Preset of SPEC section 7, optionally with overrides."""
+    """Preset of docs/SPEC.md#presets, optionally with overrides."""
     megatron_sft_prompt_format: Literal["nemotron-nano-v2", "nemotron-h-aligned", "identity", "default"] | None = None
-    """Prompt format of SPEC section 3; None only where the dataset is not packed (then the tokenizer's chat template)."""
+    """Prompt format of docs/SPEC.md#prompts; None only where the dataset is not packed (then the tokenizer's chat template)."""
     megatron_sft_pad_token: str | None = None
     """Pad token; None: the format's."""
     megatron_sft_assistant_prefix_len: int | None = None
@@ -101,7 +101,7 @@ class Data:
     seed: int | None = None
     """Seed of the shuffle, 0 or more; None: derived, `sft.seed`."""
     order: Literal["sequential", "shuffle", "megatron-cyclic", "megatron-cyclic-sharded"] | None = None
-    """Order of SPEC section 19; None: derived from `shuffle`. `megatron-cyclic`: what Megatron-LM's driver draws with `--dataloader-type cyclic`, one permutation of
+    """Order of docs/SPEC.md#order; None: derived from `shuffle`. `megatron-cyclic`: what Megatron-LM's driver draws with `--dataloader-type cyclic`, one permutation of
     the samples of all `sft.max_num_steps`; `megatron-cyclic-sharded`: with `--data-sharding` too. Both need `last_batch: wrap` and `sft.max_num_epochs: null`."""
     last_batch: Literal["drop", "wrap", "stop"] = "drop"
     """Where an epoch ends inside a global batch: its last rows are left out and the next epoch begins (`drop`), the next epoch fills it up (`wrap`, Megatron-LM's
@@ -112,6 +112,13 @@ class Data:
     """Microbatches prepared ahead per rank."""
     cache_folder: str | None = None
     """Folder of the files' indices; None: beside the file, else the user's cache (SPEC R-FILE-3)."""
+    cache_dir: str | None = None
+    """Direct: folder in which built rows are kept for later epochs, runs and the other ranks of the machine; None: rows are built each time. The rows are the same to the bit."""
+    cache_limit_gb: float = 100.0
+    """Gigabytes that `cache_dir` may take; caches that nobody uses are removed for new ones, the longest unused first, and then no more rows are stored."""
+    certificate: str | None = None
+    """Path of the `check.json` that `packproof check` wrote for this job: the run refuses to start where files, tokenizer or
+    configuration are not those of the certificate (SPEC R-SETUP-23). None: the run starts, and says once how to make one."""
     verify_files: bool = False
     """Whether an index is compared with all bytes of its file, not only size, time and samples (SPEC R-FILE-4)."""
     max_input_seq_length: int | None = None

@@ -51,7 +51,7 @@ class Job:
     sources: Mapping[str, Source] = field(default_factory=dict)
     """Dotted key of each value (lists as `[0]`) to its source."""
     without_effect: Mapping[str, str] = field(default_factory=dict)
-    """Dotted key of NeMo-RL's that no section has and that has no effect here, to the reason (SPEC R-SETUP-23)."""
+    """Dotted key of NeMo-RL's that no section has and that has no effect here, to the reason (SPEC R-SETUP-24)."""
     unsupported: tuple[SetupRefused, ...] = ()
     """Refusals of what the files ask for in NeMo-RL's keys and this job does not have; `validate` raises them."""
 

@@ -50,7 +50,7 @@ class SequencePacking:
     algorithm: Literal[
         "concatenative", "first_fit_decreasing", "first_fit_shuffle", "modified_first_fit_decreasing"
     ] = "modified_first_fit_decreasing"
-    """Packer of SPEC section 13."""
+    """Packer of docs/SPEC.md#packing."""
     sequence_length_round: int | None = None
     """Not read, as in NeMo-RL: lengths are rounded up to `make_sequence_length_divisible_by`."""
 
@@ -88,7 +88,7 @@ class Fp8:
     fp8: Literal["e4m3", "hybrid"] = "e4m3"
     """Format."""
     fp8_recipe: Literal["tensorwise", "delayed", "mxfp8", "blockwise"] = "blockwise"
-    """Scaling; decides what the online path pads a row to (SPEC section 15)."""
+    """Scaling; decides what the online path pads a row to (docs/SPEC.md#online-path)."""
     fp8_param: bool = False
     """Whether parameters are kept in fp8."""
 

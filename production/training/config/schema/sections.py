@@ -70,7 +70,7 @@ class Checkpointing:
     resume: bool = True
     """Whether to go on from the newest checkpoint in `checkpoint_dir`, if there is one."""
     reshard: bool = False
-    """Whether a resume may have another number of data-parallel ranks or, with the plain optimizer, another tensor parallel size (docs/checkpoints.md)."""
+    """Whether a resume may have another number of ranks and another layout, where no number depends on them (docs/checkpoints.md)."""
 
 
 @dataclass(frozen=True, kw_only=True)

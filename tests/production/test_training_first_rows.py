@@ -9,7 +9,7 @@ import pytest
 from equivalence.generators import tokenizers
 from production.training.__main__ import main
 from production.training.config import load
-from production.training.data.first_lines import look
+from production.training.data.first_rows import check_first_rows
 
 BASE = Path(__file__).parent / "jobs" / "base.yaml"
 TOKENIZER = Path(__file__).parents[2] / "examples" / "tokenizers" / "nemotron-mini"
@@ -38,7 +38,7 @@ def looked(tmp_path):
         path.write_bytes(gzip.compress(text.encode()) if name.endswith(".gz") else text.encode())
         if manifest:
             (tmp_path / f"{name}.manifest.json").write_text("{}")
-        found = look(load(BASE, [f"data.train.data_path={path}", *overrides]), tokenizer)
+        found = check_first_rows(load(BASE, [f"data.train.data_path={path}", *overrides]), tokenizer)
         assert not list(tmp_path.glob("*.index*")), "nothing is written"
         return [str(each) for each in found.refusals], found.notes
 

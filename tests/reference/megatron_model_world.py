@@ -1,20 +1,16 @@
-"""Runs megatron-core's models on one CPU rank and saves what they gave: a process of its own, since it has the CPU shim entered.
-
-python megatron_model_process.py FOLDER: reads FOLDER/cases.pt, writes FOLDER/results.pt and makes its file store there.
-"""
-
-import os
-import sys
-from pathlib import Path
-
-os.environ.update(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
+"""Runs megatron-core's models on one CPU rank of a world: a process of its own, since the CPU shim is entered there."""
 
 import torch
-from torch import distributed
 
 from production.model.device.shim import cpu_shim
 from production.model.model import ModelSettings, build_model
 from production.parallel.sizes import ParallelSizes, parallel
+
+
+def run_all(cases, _worker):
+    """All cases, in one parallel state of one rank."""
+    with cpu_shim(), parallel(ParallelSizes()):
+        return [run(case) for case in cases]
 
 
 def run(case):
@@ -62,16 +58,3 @@ def run(case):
         "gradients": {name: weight.grad for name, weight in model.named_parameters()},
         "tokens": [each.detach()[0] for each in [losses[-1], *losses[:-1]]],
     }
-
-
-def main(folder):
-    """All cases, in one parallel state of one rank."""
-    cases = torch.load(folder / "cases.pt")
-    store = distributed.FileStore(str(folder / "store"), 1)
-    distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    with cpu_shim(), parallel(ParallelSizes()):
-        torch.save([run(case) for case in cases], folder / "results.pt")
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

@@ -1,0 +1,154 @@
+"""Hold a job to the certificate that `packproof check` wrote for it: files, tokenizer and configuration must still be
+those that were checked (SPEC R-SETUP-23).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from production.errors import PackproofError
+from production.files.source import open_source
+from production.tokens.fingerprint import TokenizerFingerprint, fingerprint_tokenizer, tokenizer_differences
+from production.training.config.fingerprint import ConfigFingerprint, config_differences, fingerprint_config
+from production.training.config.refusal import SetupRefused
+from production.training.config.schema.job import Job
+
+FORMAT = "packproof-check/1"
+"""Value of `format` in a certificate; raised when an old certificate can no longer be read as it was meant."""
+HELD = ("proven", "partial")
+"""Verdicts of which a job may start: everything that was checked is equal. `partial` leaves parts of the check out."""
+KEY = "data.certificate"
+_MOST_SHOWN = 6
+
+
+def fingerprints(job: Job, tokenizer: Any, ranks: int, *, verify: bool = False) -> dict[str, Any]:
+    """Return what a certificate holds a job to, as plain JSON: ranks, tokenizer, files of each dataset, configuration.
+
+    A file is known by the hash of its index, which is built where it is missing or where size, time or samples of the
+    file have changed; `verify` reads every byte again. Raises BadInput for a file that cannot be opened.
+    """
+    return {
+        "ranks": ranks,
+        "tokenizer": fingerprint_tokenizer(tokenizer).to_json(),
+        "files": [_files(job, split, index, verify=verify) for split, index in _datasets(job)],
+        "config": fingerprint_config(job).to_json(),
+    }
+
+
+def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Return, in words, where two results of `fingerprints` differ; empty where they are the same.
+
+    Raises PackproofError for fingerprints that cannot be read.
+    """
+    told = [] if saved["ranks"] == now["ranks"] else [f"ranks: {saved['ranks']} were checked, now {now['ranks']}"]
+    try:
+        tokenizers = [TokenizerFingerprint.from_json(each["tokenizer"]) for each in (saved, now)]
+        configs = [ConfigFingerprint.from_json(each["config"]) for each in (saved, now)]
+        told += [f"tokenizer: {each}" for each in tokenizer_differences(*tokenizers)]
+        told += _other_files(saved["files"], now["files"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise PackproofError(
+            what=f"its fingerprints cannot be read: {error}", where="certificate", mend=_MEND
+        ) from error
+    keys = [f"configuration: {each}" for each in config_differences(*configs)]
+    more = len(keys) - _MOST_SHOWN
+    return [*told, *keys[:_MOST_SHOWN], *([f"configuration: {more} more keys differ"] if more > 0 else [])]
+
+
+def read_certificate(path: Path, where: str = "") -> dict[str, Any]:
+    """Return the certificate of a file. PackproofError names the file (or `where`) and what is wrong with it."""
+    place = where or str(path)
+    try:
+        read = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise PackproofError(
+            what=f"the certificate {path} cannot be read ({error})", where=place, mend=_MEND
+        ) from error
+    if not isinstance(read, dict) or read.get("format") != FORMAT:
+        found = read.get("format") if isinstance(read, dict) else type(read).__name__
+        raise PackproofError(
+            what=f"{path} is no certificate of the format {FORMAT}: it has {found!r}", where=place, mend=_MEND
+        )
+    held = read.get("fingerprints")
+    kinds = {"ranks": int, "tokenizer": dict, "files": list, "config": dict}
+    if not isinstance(held, dict) or any(type(held.get(name)) is not kind for name, kind in kinds.items()):
+        what = f"the certificate {path} has no fingerprints of ranks, tokenizer, files and configuration"
+        raise PackproofError(what=what, where=place, mend=_MEND)
+    return read
+
+
+def check_certificate(job: Job, tokenizer: Any, ranks: int) -> None:
+    """Refuse a job that is not the one its certificate was made for; do nothing without `data.certificate`.
+
+    Raises SetupRefused (kind `certificate`), alike on every rank.
+    """
+    if job.data.certificate is None:
+        return
+    try:
+        read = read_certificate(Path(job.data.certificate), job.where(KEY))
+    except PackproofError as error:
+        raise _refused(job, error.what, error.mend) from error
+    if read.get("verdict") not in HELD:
+        raise _refused(job, f"its verdict is {read.get('verdict')!r}: {read.get('summary', 'no summary')}", _MEND)
+    told = differences(read["fingerprints"], fingerprints(job, tokenizer, ranks, verify=job.data.verify_files))
+    if told:
+        mend = (
+            f"give the job the file, tokenizer and configuration that were checked, or check it anew ({_command(job)})"
+        )
+        raise _refused(job, "; ".join(told), mend)
+
+
+def without_certificate(job: Job) -> list[str]:
+    """Return the note of a packed job that names no certificate: how to make one."""
+    if job.data.certificate is not None or not job.is_packed:
+        return []
+    how = f"{_command(job)} compares rows of this file with Megatron-LM's"
+    return [f"this job has no certificate: {how}, and {KEY}: check/check.json then holds the job to what was checked"]
+
+
+_MEND = "make it anew with packproof check JOB.yaml --out DIR, or take data.certificate out"
+
+
+def _command(job: Job) -> str:
+    place = job.sources.get("data.train.data_path") or job.sources.get("policy.train_global_batch_size")
+    file = place.place.rpartition(":")[0] if place is not None and place.kind == "file" else ""
+    return f"packproof check {file or 'JOB.yaml'} --out check"
+
+
+def _refused(job: Job, what: str, mend: str) -> SetupRefused:
+    return SetupRefused(kind="certificate", key=KEY, what=what, where=job.where(KEY), mend=mend)
+
+
+def _datasets(job: Job) -> Iterator[tuple[str, int]]:
+    for split, datasets in (("train", job.data.train), ("validation", job.data.validation)):
+        yield from ((split, index) for index in range(len(datasets)))
+
+
+def _files(job: Job, split: str, index: int, *, verify: bool) -> dict[str, Any]:
+    dataset = (job.data.train if split == "train" else job.data.validation)[index]
+    with open_source(
+        [file.path for file in dataset.data_path],
+        chat_key=dataset.chat_key,
+        on_bad_row=dataset.on_bad_row,
+        cache_folder=job.data.cache_folder,
+        verify=verify,
+        takes_tool_calls=not dataset.is_packed,
+    ) as source:
+        return {
+            "dataset": job.dataset_key(split, index),
+            "names": [file.path for file in dataset.data_path],
+            "rows": len(source),
+            "fingerprint": source.fingerprint,
+        }
+
+
+def _other_files(saved: Sequence[Mapping[str, Any]], now: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    if len(saved) != len(now):
+        yield f"files: {len(saved)} datasets were checked, now {len(now)}"
+    for before, after in zip(saved, now, strict=False):
+        if (before["fingerprint"], before["rows"]) != (after["fingerprint"], after["rows"]):
+            sides = (f"{each['rows']:,} rows ({str(each['fingerprint'])[:12]})" for each in (before, after))
+            yield f"file: {', '.join(after['names'])} ({after['dataset']}): " + "{} were checked, now {}".format(*sides)

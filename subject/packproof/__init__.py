@@ -1,0 +1,1 @@
+"""Judges packed rows by conformance levels, inside the environment of the code that packs them."""

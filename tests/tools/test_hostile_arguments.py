@@ -1,0 +1,96 @@
+"""Whatever a flag or a file holds: one clear error, status 2, no traceback and no end of waiting."""
+
+import importlib
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from production.files.file_state import read_regular
+
+ROOT = Path(__file__).parents[2]
+ROW = [
+    str(ROOT / "examples" / "packed" / "sample.jsonl.packed"), "--row", "17", "--sides", "reference,production",
+    "--tokenizer", str(ROOT / "examples" / "tokenizers" / "nemotron-mini"),
+]  # fmt: skip
+
+
+@pytest.fixture
+def end(capsys):
+    """How a command ends: it must be with status 2 and a few lines, of which none is of a traceback."""
+
+    def run(module, *arguments):
+        try:
+            status = importlib.import_module(module).main([str(each) for each in arguments])
+        except SystemExit as stopped:
+            status = stopped.code
+        said = capsys.readouterr()
+        assert (status, "Traceback" in said.err) == (2, False), said.err
+        assert 0 < len(said.err) < 4000
+        return said.err
+
+    return run
+
+
+@pytest.fixture
+def endless(tmp_path):
+    """Files that would be read for ever, or that nobody can decode."""
+    os.mkfifo(tmp_path / "pipe.json")
+    (tmp_path / "deep.json").write_text("[" * 100_000)
+    (tmp_path / "loop.json").symlink_to(tmp_path / "loop.json")
+    (tmp_path / "folder.json").mkdir()
+    names = ("pipe.json", "deep.json", "loop.json", "folder.json", "nothing.json", "a\0b.json")
+    return [*(tmp_path / name for name in names), Path("/dev/zero")]
+
+
+def test_a_case_that_is_no_file_with_an_end_is_refused(end, endless):
+    for path in endless:
+        end("equivalence.__main__", "replay", path)
+        end("tools.diff_row.__main__", "--case", path, "--sides", "reference,production")
+
+
+def test_a_recorded_run_that_is_no_file_with_an_end_is_refused(end, endless):
+    for path in endless:
+        end("tools.compare_runs.__main__", "recorded", path, path)
+
+
+def test_rows_of_a_simulation_that_are_no_file_with_an_end_are_refused(end, endless):
+    for path in endless:
+        end("tools.simulate.__main__", "--file", path)
+
+
+def test_a_manifest_that_is_no_file_with_an_end_is_refused(end, tmp_path):
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps({"messages": [{"role": "user", "content": "a"}]}) + "\n")
+    os.mkfifo(tmp_path / "rows.jsonl.manifest.json")
+    assert "no regular file" in end("tools.diff_row.__main__", file, *ROW[1:])
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"), [("--depth", 1 << 32), ("--dp", 10**22), ("--cp", 10**30), ("--depth", -1), ("--rank", 10**40)]
+)
+def test_numbers_that_no_layout_has_are_refused(end, flag, value):
+    assert flag in end("tools.diff_row.__main__", *ROW, flag, value)
+
+
+@pytest.mark.parametrize("flag", ["--depths", "--dp", "--cp", "--pack-length", "--rows"])
+def test_a_simulation_holds_no_indices_of_numbers_that_no_job_has(end, flag):
+    assert "is more than is walked" in end("tools.simulate.__main__", "--tp", "1", flag, 1 << 40)
+
+
+def test_a_name_that_is_no_text_is_refused(end, tmp_path):
+    for module, arguments in (
+        ("tools.simulate.__main__", ("--dp", "1", "--html", tmp_path / "a\ud800b")),
+        ("tools.build_tokenizer", (tmp_path / "a\ud800b",)),
+        ("tools.diff_row.__main__", (*ROW, "--html", tmp_path / "a\ud800b")),
+    ):
+        assert "\\ud800" in end(module, *arguments)
+
+
+def test_a_file_is_read_up_to_a_size(tmp_path):
+    file = tmp_path / "big"
+    file.write_bytes(bytes(2048))
+    assert len(read_regular(file, most_bytes=2048)) == 2048
+    with pytest.raises(OSError, match="it has more than"):
+        read_regular(file, most_bytes=2047)

@@ -1,0 +1,134 @@
+"""Part `file`: inspect every row of every file under the job's own format, preset, pack length and cp."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+from tools.check.line_texts import look_through, notes_of
+from tools.check.progress import Progress
+from tools.check.result import Finding, PartResult
+from tools.check.scan import Scanned, place_of, plain_scan, scan
+from tools.check.target import Target
+from tools.inspect_rows.inspection import Finding as RowFinding
+
+OVERFULL_SHARE = 0.01
+UNDERFULL = 0.6
+"""Shares from which a file looks as if it had been packed for something else; below them nothing is said."""
+FIRST_PLACES = 3
+"""Rows of each fault that are named."""
+
+
+def check_file(target: Target, *, most: int, deadline: float, progress: Progress) -> tuple[PartResult, list[Scanned]]:
+    """Inspect every dataset; the scans have the rows near an edge, at most `most` of each kind."""
+    result = PartResult(name="file")
+    scans = []
+    for dataset in target.datasets:
+        progress.start(f"every row of {dataset.names}")
+        scans.append(scan(target, dataset, most=most, deadline=deadline, progress=progress))
+        for file in dict.fromkeys(each.path for each in dataset.dataset.data_path):
+            texts = look_through(file, deadline=deadline)
+            result.notes += notes_of(texts, target.tokenizer)
+    for each in scans:
+        result.findings += _findings(each)
+        result.notes += itertools.chain(_losses(each), _looks_packed_otherwise(each), _other_presets(each))
+        if not each.inspection.rows_complete:
+            result.not_shown.append(
+                f"{each.dataset.names}: {each.rows:,} of {each.total:,} rows were inspected before the budget was spent"
+            )
+    result.compared = sum(each.rows for each in scans)
+    result.status = "loses" if result.findings else "equal" if result.compared else "not run"
+    result.witnesses = ("production",)
+    counts = [each.inspection.counts for each in scans]
+    trained = sum(each["trained_tokens"] for each in counts)
+    refused = sum(each["rows_refused"] + each["rows_unreadable"] for each in counts)
+    result.summary = f"{result.compared:,} rows inspected, {trained:,} trained tokens, {refused:,} rows refused"
+    result.numbers = {"scans": [plain_scan(each) for each in scans]}
+    result.seconds = sum(each.inspection.seconds for each in scans)
+    return result, scans
+
+
+def _findings(found: Scanned) -> Iterator[Finding]:
+    inspection = found.inspection
+    for kind, severity in inspection.severities.items():
+        if severity == "fails":
+            first = [each for each in inspection.findings if each.kind == kind and each.severity == "fails"]
+            yield _finding(first, inspection.findings_by_kind[kind], f"a run would stop here, {kind}: ")
+    if found.idle:
+        yield _finding(found.idle, found.idle_count, "nothing of the row is cut, and ")
+
+
+def _finding(first: list[RowFinding], count: int, begins: str) -> Finding:
+    others = "; ".join(_place(each) for each in first[1:FIRST_PLACES])
+    also = f" ({count:,} rows; also {others})" if others else ""
+    return Finding(what=f"{begins}{first[0].what}{also}", where=_place(first[0]), fix=first[0].mend)
+
+
+def _place(finding: RowFinding) -> str:
+    inner = "" if finding.conversation is None else f", conversation {finding.conversation}"
+    inner += "" if finding.turn is None else f", turn {finding.turn}"
+    return f"{finding.file}, line {finding.line} (row {finding.row}){inner}"
+
+
+def _losses(found: Scanned) -> Iterator[str]:
+    name, counts, inspection = found.dataset.names, found.inspection.counts, found.inspection
+    skipped = [each for each in inspection.findings if each.is_unreadable and each.severity == "loses"]
+    if skipped:
+        yield (
+            f"{name}: {counts['rows_unreadable']:,} lines that cannot be read are left out (on_bad_row: skip), the first at line "
+            f"{skipped[0].line} ({skipped[0].kind})"
+        )
+    if counts["truncated"] or counts["dropped"]:
+        worst = (
+            f", most in {place_of(found.dataset, inspection.worst[0][0])} ({inspection.worst[0][1]:,} tokens)"
+            if inspection.worst
+            else ""
+        )
+        yield (
+            f"{name}: {counts['truncated']:,} conversations are cut and {counts['dropped']:,} are dropped ({counts['truncated_tokens']:,} "
+            f"tokens and more){worst}. The preset {found.dataset.dataset.semantics} allows it, as Megatron-LM does; with "
+            "lost_conversations=refuse the check fails on it"
+        )
+    for count, what in (
+        (counts["conversations_that_train_nothing"], "conversations train nothing"),
+        (counts["unrendered_messages"], "messages render to nothing in this format"),
+        (counts["unknown_keys"], "keys of messages are passed over"),
+        (counts["empty_conversations"], "conversations render to no token"),
+        (counts["pad_labels"], "labels are the pad id, which padding_mask=by_value takes for padding"),
+        (counts["control_tokens"], "control tokens stand in contents as text, and become the tokens themselves"),
+        (counts["removed_switches"], "messages lose /think or /no_think"),
+        (counts["boundary_labels"], "labels reach across a boundary and train"),
+        (counts["hidden_segments"], "segments are hidden behind others, since they are empty"),
+        (inspection.duplicate_rows.redundant, "rows are copies of another row"),
+        (inspection.duplicate_conversations.redundant, "conversations are copies of another one"),
+    ):
+        if count:
+            yield f"{name}: {count:,} {what}"
+
+
+def _looks_packed_otherwise(found: Scanned) -> Iterator[str]:
+    """Say that a file without a word about its settings looks as if it had been packed for others."""
+    counts = found.inspection.counts
+    built = counts["rows_built"]
+    if not built:
+        return
+    overfull = found.edges.counts["overfull"] / built
+    fill = counts["content_tokens"] / max(counts["row_tokens"], 1)
+    fix = "find out which tokenizer, prompt format, pack length and cp it was packed for, and give the job those or pack it anew"
+    if overfull > OVERFULL_SHARE:
+        yield (
+            f"{found.dataset.names}: {100 * overfull:.1f} % of its rows are overfull, as if packed for another tokenizer, format or a "
+            f"longer row: {fix}"
+        )
+    elif fill < UNDERFULL:
+        yield (
+            f"{found.dataset.names}: only {100 * fill:.0f} % of its rows is filled, as if packed for another tokenizer, format or a "
+            f"shorter row: {fix}"
+        )
+
+
+def _other_presets(found: Scanned) -> Iterator[str]:
+    for each in found.inspection.presets:
+        if refused := sum(each.rows_refused.values()):
+            kinds = ", ".join(f"{count:,} {kind}" for kind, count in sorted(each.rows_refused.items()))
+            yield f"{found.dataset.names}: the preset {each.name} would refuse {refused:,} rows that this job trains ({kinds})"

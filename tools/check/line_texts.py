@@ -1,0 +1,83 @@
+"""Look through a file's bytes for what another tool would read otherwise: line ends, separators, another tokenizer's markers."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from production.files.head import stream_lines
+
+_SEPARATORS = re.compile(rb"\xe2\x80[\xa8\xa9]|\xc2\x85|\\u202[89]|\\u0085")
+"""U+2028, U+2029 and U+0085, as they are or escaped: Python's `splitlines` ends a line at each."""
+_MARKER = re.compile(rb"<\|[A-Za-z0-9_]{2,40}\|>|\[/?INST\]|<(?:start|end)_of_turn>|<SPECIAL_\d+>")
+_SEPARATOR_TEXT = (
+    "lines hold U+2028, U+2029 or U+0085, at which Python's splitlines and some readers end a line: rows are counted by \\n here and in "
+    "Megatron-LM, so a tool that counts more has split them; count lines with wc -l"
+)
+_MOST_MARKERS = 64
+_SPLIT = 2
+"""Tokens from which a marker is mere text for a tokenizer."""
+
+
+@dataclass(kw_only=True)
+class LineTexts:
+    """Counts of lines, and the first line of each kind, from 1."""
+
+    file: str
+    lines: int = 0
+    counts: Counter[str] = field(default_factory=Counter)
+    first: dict[str, int] = field(default_factory=dict)
+    is_whole: bool = True
+
+    def add(self, kind: str) -> None:
+        """Count the current line."""
+        self.counts[kind] += 1
+        self.first.setdefault(kind, self.lines)
+
+
+def look_through(file: str, *, deadline: float) -> LineTexts:
+    """Read every line of a file once, unpacked where it is packed, up to `deadline`. Raises BadInput as `stream_lines`."""
+    found = LineTexts(file=file)
+    for line in stream_lines(file):
+        found.lines += 1
+        if line.endswith(b"\r\n"):
+            found.add("CRLF")
+        if _SEPARATORS.search(line):
+            found.add("separator")
+        for marker in (
+            set(_MARKER.findall(line))
+            if b"<|" in line or b"<S" in line or b"INST]" in line or b"_of_turn>" in line
+            else ()
+        ):
+            if marker.decode() in found.counts or len(found.counts) < _MOST_MARKERS:
+                found.add(marker.decode())
+        if not found.lines % 4096 and time.monotonic() > deadline:
+            found.is_whole = False
+            break
+    return found
+
+
+def notes_of(found: LineTexts, tokenizer: Any) -> Iterator[str]:
+    """Yield what is worth knowing of a file's lines, with where it is first and what to do."""
+    for kind, what in (
+        (
+            "CRLF",
+            "lines end in CRLF: the rows are read as they are; write the file with \\n where another tool is to count its bytes",
+        ),
+        ("separator", _SEPARATOR_TEXT),
+    ):
+        if found.counts[kind]:
+            yield f"{found.file}, line {found.first[kind]}: {found.counts[kind]:,} {what}"
+    for marker, count in found.counts.items():
+        if marker in ("CRLF", "separator"):
+            continue
+        pieces = len(tokenizer(marker, add_special_tokens=False)["input_ids"])
+        if pieces >= _SPLIT:
+            yield (
+                f"{found.file}, line {found.first[marker]}: {marker} stands in {count:,} lines and is {pieces} tokens of this tokenizer, as if the file had "
+                "been written for another: give policy.tokenizer.name the tokenizer that it was packed with, or pack it anew without the marker"
+            )

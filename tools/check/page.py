@@ -1,0 +1,66 @@
+"""Write a certificate as one self-contained HTML page."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib.resources import files
+from typing import Any
+
+import jinja2
+
+from tools.check.result import PARTS
+from tools.inspect_rows.inspection import Histogram
+from tools.inspect_rows.page import NARROW, picture
+
+_BADGES = {"proven": "good", "partial": "warn"}
+_COUNTS = {
+    "conversations": "conversations",
+    "kept": "kept whole",
+    "truncated": "cut",
+    "dropped": "dropped",
+    "truncated_tokens": "tokens cut off",
+    "trained_tokens": "trained tokens",
+    "padding_tokens": "padding",
+    "rows_unreadable": "lines that cannot be read",
+    "rows_refused": "rows refused",
+    "rows_that_train_nothing": "rows that train nothing",
+    "conversations_that_train_nothing": "conversations that train nothing",
+    "empty_conversations": "conversations without a token",
+    "unrendered_messages": "messages that render to nothing",
+    "unknown_keys": "keys passed over",
+    "boundary_labels": "labels across a boundary",
+    "hidden_segments": "hidden segments",
+    "control_tokens": "control tokens in contents",
+    "pad_labels": "labels that are the pad id",
+}
+
+
+def render_page(certified: Mapping[str, Any]) -> str:
+    """Return the page of a certificate, which needs no network and no script."""
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters["thousands"] = lambda number: f"{number:,}"
+    template = environment.from_string(files("tools.check").joinpath("page.html").read_text(encoding="utf-8"))
+    file_part = certified["parts"].get("file")
+    scans = file_part["numbers"].get("scans", []) if file_part else []
+    return template.render(
+        made=certified,
+        style=files("equivalence.report").joinpath("report.css").read_text(encoding="utf-8"),
+        badge=_BADGES.get(certified["verdict"], "bad"),
+        titles=PARTS,
+        scans=[{**scan, "plots": _plots(scan), "table": _counts(scan)} for scan in scans],
+    )
+
+
+def _counts(scan: Mapping[str, Any]) -> list[tuple[str, int]]:
+    """Return the counts that are not 0, and always those of every file."""
+    always = ("conversations", "kept", "truncated", "dropped", "trained_tokens", "padding_tokens")
+    counts = scan["counts"]
+    return [(title, counts.get(name, 0)) for name, title in _COUNTS.items() if name in always or counts.get(name)]
+
+
+def _plots(scan: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return the plots of an inspection, each for a wide screen and for a small one."""
+    found = [Histogram(**each) for each in scan["histograms"]]
+    return [(picture(each), picture(each, width=NARROW)) for each in found if each.count]

@@ -1,0 +1,239 @@
+"""`packproof inspect FILE… --tokenizer DIR` (or `python -m tools.inspect_rows`): look at every row of packed files before a run.
+
+Builds every row as a job with these settings would, and tells every refusal and loss with its place and fix. Settings
+that the command line leaves out are those of the manifest beside the first file. Exit status: 0 a run feeds everything,
+1 a run would fail or lose data, 2 bad input.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import tyro
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.text import Text
+
+from equivalence.runner import exits
+from production.errors import PackproofError
+from production.files.cache import atomic_file
+from production.files.manifest import read_manifest
+from production.files.source import OnBadRow, open_source
+from production.rows.builder import RowSettings
+from production.semantics import DEFAULT_PRESET, parse
+from production.tokens.folder import load_folder
+from production.tokens.message_keys import MessageKeys
+from tools.inspect_rows.fix import FixBy, Fixer
+from tools.inspect_rows.inspection import Finding, Inspection
+from tools.inspect_rows.manifest import make_manifest
+from tools.inspect_rows.page import write_page
+from tools.inspect_rows.scan import scan
+from tools.inspect_rows.terminal import show, verdict
+
+_NAME = "packproof-inspect"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arguments:
+    """What the command line says."""
+
+    files: Annotated[tuple[Path, ...], tyro.conf.Positional]
+    """Packed files, JSON lines, plain or .gz or .zst."""
+    tokenizer: Path
+    """Folder of the tokenizer that the job will use."""
+    pack_length: int | None = None
+    """Tokens a row has in the model; needed where no manifest says it."""
+    prompt_format: str | None = None
+    """Prompt format of the job: nemotron-nano-v2, nemotron-h-aligned, identity or default."""
+    context_parallel_size: int | None = None
+    """Context parallel size of the job."""
+    semantics: str | None = None
+    """Semantics of the job: a preset, or preset,field=value."""
+    pad_token: str | None = None
+    """Pad token of the job, where it is not the prompt format's."""
+    assistant_prefix_len: int | None = None
+    """Tokens of an assistant turn that are not trained, where it is not the prompt format's number."""
+    chat_key: str = "messages"
+    """Key of a line that holds the messages."""
+    ignore_keys: tuple[str, ...] = ()
+    """Keys that a job passes over (ignore_keys of its dataset)."""
+    on_bad_row: OnBadRow = "error"
+    """What the job does about an unreadable line."""
+    vocab_size: int | None = None
+    """Ids that the model has (model.vocab_size); the tokenizer's where it is not given."""
+    ignore_manifest: bool = False
+    """Take nothing from the manifest beside the file."""
+    compare_presets: bool = True
+    """Whether to tell what the published presets would make of the rows; the format identity takes three times as long."""
+    processes: int | None = None
+    """Processes that build rows: all cores where it is not given."""
+    rows: int | None = None
+    """Look at so many rows at most."""
+    budget: float | None = None
+    """Seconds after which the scan ends with what it has seen."""
+    json: bool = False
+    """Print one JSON object and nothing else."""
+    html: Path | None = None
+    """Write one self-contained HTML page there."""
+    findings: Path | None = None
+    """Write every finding there, one JSON object a line."""
+    show: int = 3
+    """Findings of each kind that are printed."""
+    fix: Path | None = None
+    """Write a repaired copy of the files there, and beside it OUT.changes.jsonl, the list of changes."""
+    fix_by: FixBy = "split"
+    """drop: leave out what does not fit. split: move it into rows of its own. mark: change nothing, name each row's faults under the key packproof."""
+    drop_duplicates: bool = False
+    """With --fix: leave out conversations that stand earlier in the files."""
+    drop_idle: bool = False
+    """With --fix: leave out conversations of which no token trains."""
+    write_manifest: bool = False
+    """Write FILE.manifest.json where there is none, with the settings given here."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line `argv` (default: the process's own) and return its exit code."""
+    return exits.run(_main, argv)
+
+
+def _main(argv: Sequence[str] | None) -> int:
+    options = tyro.cli(Arguments, args=argv, prog=_NAME, description=__doc__)
+    complaints = Console(stderr=True)
+    try:
+        return _run(options, complaints)
+    except PackproofError as error:
+        complaints.print(Text(f"{_NAME}: {error}"), soft_wrap=True)
+    except OSError as error:
+        complaints.print(Text(f"{_NAME}: {error.filename}: {error.strerror or error}"), soft_wrap=True)
+    return exits.CANNOT_RUN
+
+
+def _run(options: Arguments, complaints: Console) -> int:
+    settings = _settings(options)
+    tokenizer = load_folder(options.tokenizer)
+    found, redundant = _scan(options, options.files, tokenizer, settings, complaints)
+    told: list[str] = []
+    if options.write_manifest:
+        told += [f"wrote {path}" for path in make_manifest(options.files, found, tokenizer, options.tokenizer)]
+    if options.html is not None:
+        write_page(found, options.html)
+        told.append(f"wrote {options.html}")
+    if options.findings is not None:
+        told.append(f"wrote {options.findings}")
+    if options.fix is not None:
+        told += _fix(options, tokenizer, settings, redundant)
+    if options.json:
+        print(json.dumps(found.to_json(), ensure_ascii=False))
+    else:
+        screen = Console() if sys.stdout.isatty() else Console(width=110)
+        show(found, screen, shown=max(0, options.show))
+        for line in told:
+            screen.print(Text(line), soft_wrap=True)
+    return found.exit_status
+
+
+def _scan(
+    options: Arguments, files: Sequence[Path], tokenizer: Any, settings: RowSettings, complaints: Console
+) -> tuple[Inspection, Any]:
+    redundant: list[Any] = []
+    with contextlib.ExitStack() as stack:
+        bar = stack.enter_context(_progress(complaints))
+        on_finding = None
+        if options.findings is not None:
+            log = stack.enter_context(atomic_file(options.findings))
+
+            def on_finding(finding: Finding) -> None:
+                log.write(msgspec.json.encode(finding) + b"\n")
+
+        found = scan(
+            files,
+            options.tokenizer,
+            settings,
+            options.processes,
+            bar,
+            loaded=tokenizer,
+            chat_key=options.chat_key,
+            on_bad_row=options.on_bad_row,
+            ignore_keys=options.ignore_keys,
+            vocab_size=options.vocab_size,
+            compare_presets=options.compare_presets,
+            on_finding=on_finding,
+            on_redundant=redundant.append if options.fix is not None and options.drop_duplicates else None,
+            most_rows=options.rows,
+            budget_seconds=options.budget,
+        )
+    return found, redundant[0] if redundant else None
+
+
+def _fix(options: Arguments, tokenizer: Any, settings: RowSettings, redundant: Any) -> list[str]:
+    assert options.fix is not None
+    fixer = Fixer(
+        tokenizer=tokenizer,
+        settings=settings,
+        keys=MessageKeys.of_format(
+            settings.prompt_format, settings.semantics, tokenizer, ignored=options.ignore_keys, ignore="--ignore-keys"
+        ),
+        by=options.fix_by,
+        redundant=redundant,
+        drop_idle=options.drop_idle,
+    )
+    with open_source([str(file) for file in options.files], chat_key=options.chat_key) as source:
+        repair = fixer.write(source, options.fix)
+    done = ", ".join(f"{number:,} {action.replace('_', ' ')}" for action, number in sorted(repair.by_action.items()))
+    told = [f"wrote {repair.out}: {repair.rows:,} rows; {done or 'nothing was changed'}", f"wrote {repair.changes}"]
+    after = scan(
+        [repair.out], options.tokenizer, settings, options.processes, loaded=tokenizer, chat_key=options.chat_key,
+        ignore_keys=options.ignore_keys, vocab_size=options.vocab_size, compare_presets=False,
+    )  # fmt: skip
+    return [*told, f"the repaired file, inspected: {verdict(after)}"]
+
+
+def _settings(options: Arguments) -> RowSettings:
+    """Return the settings of the command line, and of the manifest where it says no other."""
+    if not options.files:
+        raise PackproofError(what="no file is given", where="the command line", mend="name one or more packed files")
+    manifest = None if options.ignore_manifest else read_manifest(options.files[0])
+    said = {} if manifest is None else dict(manifest.settings)
+    given = {
+        name: value
+        for name in ("pack_length", "prompt_format", "context_parallel_size", "semantics", "pad_token", "assistant_prefix_len")
+        if (value := getattr(options, name)) is not None
+    }  # fmt: skip
+    chosen = {"semantics": DEFAULT_PRESET, **said, **given}
+    if "pack_length" not in chosen:
+        raise PackproofError(
+            what="nothing says how many tokens a row has: no manifest stands beside the file",
+            where=str(options.files[0]),
+            mend="give --pack-length, policy.max_total_sequence_length of the job",
+        )
+    return RowSettings(**{**chosen, "semantics": parse(chosen["semantics"])})
+
+
+@contextlib.contextmanager
+def _progress(console: Console) -> Iterator[Any]:
+    """Yield a function that shows rows done, rate and time left on a terminal, and nothing elsewhere."""
+    if not console.is_terminal:
+        yield None
+        return
+    columns = (TextColumn("inspecting"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rate]} rows/s"), TimeRemainingColumn())  # fmt: skip
+    started = time.monotonic()
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("inspecting", total=None, rate="")
+
+        def advance(done: int, total: int) -> None:
+            rate = done / max(time.monotonic() - started, 1e-9)
+            progress.update(task, completed=done, total=total, rate=f"{rate:,.0f}")
+
+        yield advance
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,64 @@
+"""Make the manifest of packed files that have none, from what an inspection found."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from production.errors import PackproofError
+from production.files.fingerprint import fingerprint_file
+from production.files.manifest import manifest_path, read_manifest, write_manifest
+from production.tokens.fingerprint import fingerprint_tokenizer
+from tools.inspect_rows.inspection import Inspection
+
+
+def make_manifest(files: Sequence[Path], found: Inspection, tokenizer: Any, folder: Path) -> list[Path]:
+    """Write the manifest of a file that has none, and return its path.
+
+    Raises PackproofError for several files, whose counts the inspection has only together, for a scan that ended early
+    and for a file that has a manifest.
+    """
+    if len(files) != 1:
+        raise PackproofError(
+            what=f"{len(files)} files are inspected at once, and a manifest is of one file",
+            where="--write-manifest",
+            mend="inspect the files one by one",
+        )
+    (file,) = files
+    if not found.rows_complete:
+        raise PackproofError(
+            what="the scan ended early, and a manifest counts all rows",
+            where=str(file),
+            mend="leave --rows and --budget out",
+        )
+    if read_manifest(file) is not None:
+        raise PackproofError(
+            what="the file has a manifest already", where=str(manifest_path(file)), mend="move it away to make another"
+        )
+    whole = fingerprint_file(file)
+    with file.open("rb") as raw:
+        sha256 = hashlib.file_digest(raw, "sha256").hexdigest()
+    output = {
+        "file": file.name,
+        "sha256": sha256,
+        "digest": whole.digest,
+        "bytes": whole.size,
+        "rows": found.counts["rows"],
+    }
+    fill = next(each for each in found.histograms if each.name == "fill")
+    contents = {
+        "output": output,
+        "settings": dict(found.settings),
+        "tokenizer": {
+            "folder": folder.resolve().name,
+            "vocab_size": len(tokenizer),
+            "fingerprint": fingerprint_tokenizer(tokenizer).to_json(),
+        },
+        "counts": dict(found.counts),
+        "fill": {"edges": list(fill.edges), "counts": list(fill.counts)},
+        "packer": {"name": None, "version": None},
+        "made_by": "packproof inspect --write-manifest",
+    }
+    return [write_manifest(file, contents)]
