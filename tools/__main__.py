@@ -45,6 +45,10 @@ COMMANDS = {
         module="production.training.__main__",
         when="train on packed rows or chat files; --dry-run plans without a machine",
     ),
+    "from-megatron-lm": Command(
+        module="tools.from_megatron_lm.__main__",
+        when="write a job's YAML from a Megatron-LM command line, or from the head of its log",
+    ),
     "simulate": Command(
         module="tools.simulate.__main__", when="walk all ranks of a layout: owners, load, messages and bytes"
     ),
