@@ -272,7 +272,7 @@ def _planned(outcome: Outcome, size: Size) -> Iterator[Job]:
 
 
 def _of_production(outcome: Outcome, size: Size, steps: list[Job], *, layouts: bool = True) -> Iterator[Job]:
-    """Saved steps and runs, runs of twenty steps, training steps, and with `layouts` checks of data first."""
+    """Yield saved steps and runs, runs of twenty steps, training steps, and with `layouts` checks of data first."""
     options = outcome.options
     if not options.holds_production:
         return
@@ -286,12 +286,12 @@ def _of_production(outcome: Outcome, size: Size, steps: list[Job], *, layouts: b
 
 
 def _recorded(options: Options) -> Iterator[Job]:
-    """Recorded outcomes: all that hold production, or those of rows alone, which any subject builds."""
+    """Return recorded outcomes: all that hold production, or those of rows alone, which any subject builds."""
     return (job for job in recorded_jobs(options.subjects) if options.holds_production or job.aim in PRESET_NAMES)
 
 
 def _saved_cases(outcome: Outcome, kinds: list[str]) -> list[Path]:
-    """Fresh cases, then shipped ones, of these kinds; rows of settings that the run does not take are left out and counted."""
+    """Return fresh cases, then shipped ones, of these kinds; rows of settings that the run does not take are left out and counted."""
     taken, found, left_out = outcome.options.restriction, [], 0
     for path, case in store.replay(outcome.options.out / "corpus", kinds=kinds):
         if isinstance(case, RowCase) and not taken.takes(case.settings):
@@ -304,7 +304,7 @@ def _saved_cases(outcome: Outcome, kinds: list[str]) -> list[Path]:
 
 
 def _other_rows(outcome: Outcome, size: Size) -> Iterator[Job]:
-    """Rows of the sample in other settings, and file readers."""
+    """Yield rows of the sample in other settings, and file readers."""
     options = outcome.options
     if outcome.own is not None:
         yield from sample_jobs(outcome.own, options.tokenizer, size, options.subjects, restriction=options.restriction)
@@ -313,13 +313,13 @@ def _other_rows(outcome: Outcome, size: Size) -> Iterator[Job]:
 
 
 def _parted(generated: Iterator[Job]) -> tuple[list[Job], list[Job]]:
-    """Rows aimed at fault classes, and all others."""
+    """Return rows aimed at fault classes, and all others."""
     listed = list(generated)
     return [job for job in listed if job.aim], [job for job in listed if not job.aim]
 
 
 def _by_ranks(steps: list[Job]) -> tuple[list[Job], list[Job], list[Job]]:
-    """Training steps of one rank, of the most ranks, and between."""
+    """Return training steps of one rank, of the most ranks, and between."""
     ranks = {id(job): job.layout.world_size if job.layout else 1 for job in steps}
     one_rank = [job for job in steps if ranks[id(job)] == 1]
     largest = [job for job in steps if ranks[id(job)] == MOST_WORKERS]
@@ -350,7 +350,7 @@ def _preload(options: Options, size: Size) -> None:
 
 
 def sample_notes(sample: Path | None, tokenizer: str) -> list[str]:
-    """Prompt formats that do not fit the sample's tokenizer: rows of them are compared all the same, and nothing else says so."""
+    """Return prompt formats that do not fit the sample's tokenizer: rows of them are compared all the same, and nothing else says so."""
     if sample is None:
         return []
     loaded = tokenizers.load(tokenizer)
@@ -374,14 +374,14 @@ def _saved(differing: Differing, outcome: Outcome, alone: Replayer) -> Differing
 
 
 def _together(case: store.Case, differing: Differing, options: Options) -> str:
-    """The command that draws a case again with those before it."""
+    """Return the command that draws a case again with those before it."""
     title = case.origin or differing.where
     words = ["python", "-m", "equivalence", "run", "--size", options.size, "--seed", str(options.seed)]
     return shlex.join([*words, "--job", title, "--subjects", ",".join(options.subjects)])
 
 
 def _sides(differing: Differing, case: store.Case, options: Options) -> list[str]:
-    """The two sides that differ, as they were asked for; all, where one is a prediction or the case is no single row's."""
+    """Return the two sides that differ, as they were asked for; all, where one is a prediction or the case is no single row's."""
     asked = {jobs.subject(name).name: name for name in options.subjects}
     sides = [asked[side] for side in (differing.left, differing.right) if side in asked]
     return sides if len(sides) == 2 and store.is_single_row(case) else list(options.subjects)

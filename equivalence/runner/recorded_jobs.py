@@ -45,7 +45,7 @@ def run(name: str, places: range, sides: Sequence[Subject], tally: Tally) -> Non
 
 
 def _checked(name: str, places: range, sides: Sequence[Subject]) -> Iterator[tuple[CheckResult, str, str, str | None]]:
-    """Each result with its prompt format, where it stands, and the case of a row that differs."""
+    """Yield each result with its prompt format, its place, and the case of a row that differs."""
     if name in _DATA:
         read, check = _DATA[name]
         for outcome in read()[places.start : places.stop]:
