@@ -193,7 +193,7 @@ def _opened(side: Any, path: Path, tokenizer: str, settings: RowSettings) -> Any
 
 
 def packed_rows(path: Path, wanted: range) -> Iterator[tuple[int, list[Any]]]:
-    """(number, messages) of some rows of a packed JSONL file, read with Python's own JSON. ValueError names a bad line."""
+    """Yield (number, messages) of some rows of a packed JSONL file, read with Python's own JSON. ValueError names a bad line."""
     with path.open("rb") as file:
         for number, line in enumerate(file):
             if number in wanted:

@@ -74,7 +74,7 @@ class RunCase:
 
     @property
     def is_direct(self) -> bool:
-        """Whether rows are packed ahead of time."""
+        """True if rows are packed ahead of time."""
         return self.path == "direct"
 
     @property

@@ -74,7 +74,7 @@ def first_fit(lengths: Sequence[int], capacity: int, *, order: Iterable[int]) ->
     order = list(order)
     if sorted(order) != list(range(len(lengths))):
         raise PackproofError(
-            what=f"{len(order)} indices that are not those of {len(lengths)} sequences, each once",
+            what=f"must hold each index of the {len(lengths)} sequences once, got {len(order)} other indices",
             where="packing order",
             mend="give a permutation, such as packing.shuffled",
         )

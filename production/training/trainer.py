@@ -191,7 +191,7 @@ class _Run:
             is_last = self._step + 1 == total
             validates = _is_due(self._step + 1, sft.val_period) or (is_last and sft.val_at_end)
             saves = saving.enabled and (is_last or _is_due(self._step + 1, saving.save_period))
-            # A checkpoint of a loss that is no number must not be written: what is pending is reported first.
+            # A checkpoint of a loss that is not a number must not be written: what is pending is reported first.
             is_reported = validates or saves or is_last or _is_due(self._step + 1, self._job.logger.report_period)
             self._take(fed, began)
             why = self._report() if is_reported else None

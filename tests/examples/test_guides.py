@@ -323,8 +323,8 @@ def test_what_a_guide_links_to_and_names_is_there(guide):
 
 
 def readme_commands():
-    """The README's command lines, without their comments and dots."""
-    text = (ROOT / "README.md").read_text()
+    """The command lines of the README and of docs/commands.md, without their comments and dots."""
+    text = (ROOT / "README.md").read_text() + (ROOT / "docs" / "commands.md").read_text()
     for language, block in FENCE.findall(text):
         if not language:
             for line in block.replace("\\\n", " ").splitlines():
@@ -333,7 +333,7 @@ def readme_commands():
 
 
 @pytest.mark.usefixtures("checkout")
-def test_the_readmes_commands_are_current():
+def test_the_commands_of_the_readme_and_of_the_page_of_commands_are_current():
     """Make targets exist, jobs pass a dry run, comparisons are parsed, and the sample's faulty side is found."""
     done = Counter()
     targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)

@@ -288,11 +288,11 @@ def test_a_warm_up_longer_than_the_decay_says_both_and_what_set_them():
     key = f"{MEGATRON}.scheduler.lr_decay_iters"
     told = "a warm-up of 20 steps does not end before the decay does, at step 20, warm-up included"
     assert f"{told}: {key} (derived from " in str(derived)
-    assert str(derived).endswith(f"To mend it: set it below 20, or {key} above 20")
+    assert str(derived).endswith(f"To fix it: set it below 20, or {key} above 20")
     (given,) = refusals(load(BASE, [f"{MEGATRON}.scheduler.lr_warmup_iters=4", f"{key}=4"]), 1)
     assert f"at step 4, warm-up included: {key} (override '{key}=4')" in str(given)
     (negative,) = refusals(load(BASE, [f"{MEGATRON}.scheduler.lr_warmup_iters=-1"]), 1)
-    assert "a warm-up of -1 steps. To mend it: give 0 or more" in str(negative)
+    assert "a warm-up of -1 steps. To fix it: give 0 or more" in str(negative)
 
 
 def test_a_weight_decay_that_is_not_set_is_told_with_the_value_that_it_has():

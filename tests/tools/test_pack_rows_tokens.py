@@ -293,6 +293,6 @@ def test_places_that_cannot_be_are_errors_with_a_mend(tmp_path, capsys):
         assert main([str(inputs), *options]) == 2
         said = capsys.readouterr().err
         assert why in said
-        assert "To mend it" in said
+        assert "To fix it" in said
         assert "Traceback" not in said
     assert not out.exists()

@@ -91,7 +91,7 @@ def _main(argv: Sequence[str] | None) -> int:
             else "give paths that this user can read and write"
         )
         complaints.print(
-            Text(f"packproof-pack-rows: {place}: {error.strerror or error}. To mend it: {mend}"), soft_wrap=True
+            Text(f"packproof-pack-rows: {place}: {error.strerror or error}. To fix it: {mend}"), soft_wrap=True
         )
     return 2
 
@@ -128,7 +128,7 @@ def _run(options: PackRows, screen: Console, complaints: Console) -> int:
         raise PackproofError(
             what="no conversation is left to pack, so nothing was written",
             where="the inputs",
-            mend="give other chat files, or mend the conversations listed above",
+            mend="give other chat files, or correct the conversations listed above",
         )
     screen.print(_table(packing))
     for note in packing.notes:

@@ -95,7 +95,7 @@ def read_conversations(
     r"""Yield the conversations of `file`, the input number `index`, in order; counts are kept in `file`.
 
     Lines end at `\n` only: real contents hold U+2028 and its like. Raises BadInput
-    where the file cannot be read, or is no JSON lines.
+    where the file cannot be read, or is not JSON lines.
     """
     for number, line in enumerate(_lines(file.path), 1):
         file.lines = number

@@ -81,7 +81,7 @@ class PackSettings:
             )
         if self.pack_length % self.granularity:
             raise PackproofError(
-                what=f"{self.pack_length} is no multiple of {self.granularity}, twice the context parallel size, so "
+                what=f"{self.pack_length} is not a multiple of {self.granularity}, twice the context parallel size, so "
                 "rows cannot be cut for it",
                 where="pack_length",
                 mend=f"use {-(-self.pack_length // self.granularity) * self.granularity}",
