@@ -15,6 +15,7 @@ from tools.bench.multi_token import multi_token
 from tools.bench.rows import rows
 from tools.bench.shards import shards
 from tools.bench.source import source
+from tools.bench.subject import subject
 from tools.bench.suite import suite
 
 
@@ -28,6 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "loader": loader,
         "attention": attention,
         "suite": suite,
+        "subject": subject,
     }
     try:
         tyro.extras.subcommand_cli_from_dict(commands, args=argv, prog="packproof-bench")

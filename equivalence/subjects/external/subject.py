@@ -23,8 +23,8 @@ SECONDS_VARIABLE = "PACKPROOF_SUBJECT_SECONDS"
 """Environment variable that replaces START_SECONDS and what the adapter says of its rows."""
 MOST_FAILURES = 8
 """Failures of a subject in one process after which it is started no more and its rows are left out."""
-ROWS_AT_ONCE = 16
-"""Rows of one request: enough to hide the wait between two rows, and few enough to send again after a failure."""
+ROWS_AT_ONCE, ROWS_AHEAD = 8, 16
+"""Rows of one request, and how many rows are asked for ahead, so that the adapter builds while an answer is read."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,18 +93,20 @@ class ExternalSubject:
         """Return the row of each, or its failure; one that fails costs the others nothing."""
         shared = {"tokenizer": str(portable_folder(tokenizer)), "settings": dataclasses.asdict(settings)}
         built: list[Row | SubjectFailed] = []
+        sent = 0
         while len(built) < len(rows):
-            first = len(built)
-            wanted = range(first, min(first + ROWS_AT_ONCE, len(rows)))
-            request = [{"id": at, "messages": list(rows[at]), **shared} for at in wanted]
             try:
                 child = self._running()
-                child.send(frame_bytes({"type": "build_row", "rows": request}))
-                for at in wanted:
-                    built.append(self._row(child, at))  # noqa: PERF401 - what came before a failure counts
+                while sent < min(len(built) + ROWS_AHEAD, len(rows)):
+                    wanted = range(sent, min(sent + ROWS_AT_ONCE, len(rows)))
+                    request = [{"id": at, "messages": list(rows[at]), **shared} for at in wanted]
+                    child.send(frame_bytes({"type": "build_row", "rows": request}))
+                    sent = wanted.stop
+                built.append(self._row(child, len(built)))
             except SubjectFailed as failed:
                 self._fail()
                 built.append(failed)
+                sent = len(built)
         return built
 
     def pack(
