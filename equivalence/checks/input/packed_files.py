@@ -290,7 +290,7 @@ def _as_a_chat_file(files: _Files) -> dict[str, tuple[Seen, Seen]]:
     """Opened as chat files, whose messages may call tools in place of a content, they have other rows, and the reverse."""
     try:
         with files.open(takes_tool_calls=True) as source:
-            ours = {"rows": len(source), "of them without a content": _without_content(source)}
+            ours: Seen = {"rows": len(source), "of them without a content": _without_content(source)}
     except BadInput as error:
         ours = {"refused": error.kind}
     return {"rows of chat files": (_of_chat_files(files), ours), "rows": _both(files, files.open)}

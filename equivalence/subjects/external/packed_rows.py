@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from packproof.conventions import MEGATRON_LM, normalise
 
 from equivalence.subjects.external.process import SubjectFailed
 from equivalence.subjects.protocol import (
@@ -22,6 +21,7 @@ from equivalence.subjects.protocol import (
 )
 from equivalence.subjects.reference import adapt, row_settings
 from equivalence.subjects.tokenizers import as_transformers
+from packproof.conventions import MEGATRON_LM, normalise
 from packproof_subject import CONVENTIONS, Refused
 from reference import prompts, rows
 from reference.prompts import IGNORE_INDEX
@@ -56,7 +56,7 @@ def build_packed_row(
     pad = prompts.pad_id(adapted, asked.prompt)
     if pad is None:
         raise NotComparable("the tokenizer has no pad token, and a packing function needs its id")
-    given = [
+    given: list[dict[str, Sequence[Any]]] = [
         {"tokens": each.tokens, "trained": [target != IGNORE_INDEX for target in each.targets]}
         for each in conversations
     ]
