@@ -32,6 +32,11 @@ COMMANDS = {
         module="equivalence.__main__",
         when="is this file, or my own loader, equal to Megatron-LM's rows? Also replay, promote, mutants",
     ),
+    "conformance": Command(
+        module="tools.conformance", when="which level does a packing function reach, in whatever environment it runs?"
+    ),
+    "vectors": Command(module="packproof.commands.vectors", when="write test vectors for a CI that keeps no process"),
+    "judge": Command(module="packproof.commands.judge", when="judge answers to the test vectors"),
     "pack": Command(module="tools.pack_rows.cli", when="pack chat files into rows of Megatron-LM's format"),
     "train": Command(
         module="production.training.__main__",

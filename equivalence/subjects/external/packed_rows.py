@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from packproof.conventions import MEGATRON_LM, normalise
 
 from equivalence.subjects.external.process import SubjectFailed
 from equivalence.subjects.protocol import (
@@ -22,6 +21,7 @@ from equivalence.subjects.protocol import (
 )
 from equivalence.subjects.reference import adapt, row_settings
 from equivalence.subjects.tokenizers import as_transformers
+from packproof.conventions import MEGATRON_LM, normalise
 from packproof_subject import CONVENTIONS, Refused
 from reference import prompts, rows
 from reference.prompts import IGNORE_INDEX
