@@ -124,13 +124,13 @@ def _otherwise(file: Path, trained: Mapping[str, tuple[Any, str]], tokenizer: Pa
         is_cut = name == "pack_length" and value < said
         yield told + (": what lies behind that in a row is cut off, and conversations there are lost" if is_cut else "")
     if tokenizer.name and tokenizer.is_dir() and (other := other_files(manifest, tokenizer)):
-        told = [] if manifest.tokenizer_fingerprint is None else _shifted(manifest, tokenizer)
-        if manifest.tokenizer_fingerprint is not None and not told:
+        shifted = [] if manifest.tokenizer_fingerprint is None else _shifted(manifest, tokenizer)
+        if manifest.tokenizer_fingerprint is not None and not shifted:
             return  # other files, and the same tokenizer
         yield (
             f"{file} was packed with another tokenizer than policy.tokenizer.name {tokenizer}: {', '.join(other)} "
             f"{'is' if len(other) == 1 else 'are'} not what its manifest says, so conversations may be longer than their places in a row"
-            + (f". {' '.join(told)}" if told else "")
+            + (f". {' '.join(shifted)}" if shifted else "")
         )
 
 
