@@ -75,7 +75,8 @@ def first_fit_decreasing(lengths: Sequence[int], capacity: int) -> Bins:
 
 def decreasing_order(lengths: Ids) -> Ids:
     """Return the order of R-PACK-2: the longest first, of equal lengths the larger index."""
-    return np.lexsort((np.arange(len(lengths)), lengths))[::-1]
+    order: Ids = np.lexsort((np.arange(len(lengths)), lengths))[::-1]
+    return order
 
 
 def assign_decreasing(lengths: Ids, capacity: int) -> Ids:
@@ -89,7 +90,7 @@ def assign_decreasing(lengths: Ids, capacity: int) -> Ids:
     result = np.empty(len(lengths), dtype=np.int64)
     cuts = np.flatnonzero(np.diff(ordered)) + 1
     if len(cuts) * (int(lengths.sum()) // capacity + 1) > _RUNS_PAY * len(lengths):
-        rooms = _Rooms(len(lengths), capacity)
+        rooms = _Rooms(_most_bins(lengths, capacity), capacity)
         for index, length in zip(order.tolist(), ordered.tolist(), strict=True):
             result[index] = rooms.take(length)
         return result
@@ -135,14 +136,14 @@ def first_fit(lengths: Sequence[int], capacity: int, *, order: Iterable[int]) ->
     """
     check_lengths(lengths, capacity)
     order = list(order)
-    if sorted(order) != list(range(len(lengths))):
+    if len(order) != len(lengths) or set(order) != set(range(len(lengths))):
         raise PackproofError(
             what=f"{len(order)} indices that are not those of {len(lengths)} sequences, each once",
             where="packing order",
             mend="give a permutation, such as packing.shuffled",
         )
     bins: Bins = []
-    rooms = _Rooms(len(lengths), capacity)
+    rooms = _Rooms(_most_bins(lengths, capacity), capacity)
     for index in order:
         number = rooms.take(lengths[index])
         if number == len(bins):
@@ -279,6 +280,11 @@ def _least_filled(lengths: Sequence[int], capacity: int, leftovers: Iterable[int
             fill, each = 0, [index]
         heapq.heappush(filled, (fill + lengths[index], stamp, each))
     return [each for _, _, each in sorted(filled, key=lambda entry: entry[:2])]
+
+
+def _most_bins(lengths: Sequence[int] | Ids, capacity: int) -> int:
+    """Return how many bins first fit may open: the contents of any two neighbours are more than one bin holds."""
+    return min(len(lengths), 2 * int(sum(lengths)) // capacity + 2)
 
 
 class _Rooms:
