@@ -133,7 +133,12 @@ ROOMS = (
         f"production/{name}"
         for name in ("tokens", "rows", "online", "parallel", "files", "model", "training", "adapters")
     ),
-    *(f"tools/{name}" for name in ("bench", "compare_runs", "diff_row", "pack_rows", "simulate")),
+    *(
+        f"tools/{name}"
+        for name in ("bench", "check", "compare_runs", "diff_row", "from_megatron_lm", "inspect_rows", "pack_rows")
+    ),
+    "tools/simulate",
+    "equivalence/conformance",
     *(f"equivalence/{name}" for name in ("cases", "checks", "divergences", "expectations", "generators", "mutants")),
     *(f"equivalence/{name}" for name in ("recorded", "report", "runner", "subjects", "trainers", "workers")),
 )

@@ -138,7 +138,7 @@ def _run_some(some: list[Job], outcome: Outcome, progress: Progress, started: fl
 
 
 def _first_jobs(outcome: Outcome) -> list[Job]:
-    """The jobs of a first look; a part of a plan has none, since a look that it did not ask for would come before."""
+    """Return the jobs of a first look; a part of a plan has none, since it did not ask for a look."""
     options = outcome.options
     if options.job is not None or options.shard != (1, 1):
         return []

@@ -72,7 +72,7 @@ def _together(job: Job, options: Options) -> str:
 
 
 def _sides(differing: Differing, case: store.Case, options: Options) -> list[str]:
-    """The two sides that differ, as they were asked for; all, where one is a prediction or the case is no single row's."""
+    """Return the two sides that differ, as they were asked for; all sides where one is a prediction or the case is not of a single row."""
     asked = {jobs.subject(name).name: name for name in options.subjects}
     sides = [asked[side] for side in (differing.left, differing.right) if side in asked]
     return sides if len(sides) == 2 and store.is_single_row(case) else list(options.subjects)

@@ -163,7 +163,7 @@ def test_a_dry_run_says_from_which_checkpoint_the_run_would_go_on(dry_run, tmp_p
 def test_a_dry_run_refuses_a_resume_that_the_run_would_refuse(dry_run, overrides, manifest, said):
     status, _, err = dry_run(*overrides, **manifest)
     assert (status, said in err) == (2, True), err
-    assert "To mend it" in err
+    assert "To fix it" in err
     assert "1 reason against this job on 2 ranks" in err
 
 

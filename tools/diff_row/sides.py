@@ -43,7 +43,7 @@ _EXTERNAL: dict[str, Subject] = {}
 
 
 def version_of(subject: Subject, name: str) -> str:
-    """What a side says of its version; of packproof's own sides the package's."""
+    """Return a side's own version; for packproof's sides the package's version."""
     said = getattr(subject, "version", None)
     if said is not None:
         return str(said)

@@ -42,7 +42,9 @@ class Arguments:
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raise PackproofError: the usage text of 800 arguments helps nobody."""
-        raise PackproofError(what=f"Megatron-LM refuses the arguments: {message}", where="command line", mend="mend it")
+        raise PackproofError(
+            what=f"Megatron-LM refuses the arguments: {message}", where="command line", mend="correct the command line"
+        )
 
 
 @functools.cache

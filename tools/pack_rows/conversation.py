@@ -9,7 +9,7 @@ from production.files.parse import Message
 
 @dataclass(frozen=True, kw_only=True)
 class SourceLocation:
-    """Where a conversation stands in the input."""
+    """Place of a conversation in the input."""
 
     input: int
     """Index of the input file."""

@@ -85,7 +85,7 @@ class Packing:
 
     @property
     def failures(self) -> tuple[Refusal, ...]:
-        """What was refused although the settings ask for an error then: nothing may be written."""
+        """Refusals that the settings treat as errors: with any of them nothing is written."""
         asked = {True: self.settings.on_long, False: self.settings.on_bad}
         return tuple(refusal for refusal in self.refused if asked[refusal.kind == TOO_LONG] in ("error", "split"))
 

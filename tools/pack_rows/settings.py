@@ -15,7 +15,7 @@ from tools.pack_rows.rows import Algorithm
 
 @dataclass(frozen=True, kw_only=True)
 class PackSettings:
-    """What decides which conversation stands in which row."""
+    """Settings that decide which conversation stands in which row."""
 
     prompt_format: PromptFormat
     """Prompt format of the job that will read the rows; it decides the lengths and what is refused."""
@@ -68,7 +68,7 @@ class PackSettings:
             )
         if self.pack_length % self.granularity:
             raise PackproofError(
-                what=f"{self.pack_length} is no multiple of {self.granularity}, twice the context parallel size, so "
+                what=f"{self.pack_length} is not a multiple of {self.granularity}, twice the context parallel size, so "
                 "rows cannot be cut for it",
                 where="pack_length",
                 mend=f"use {-(-self.pack_length // self.granularity) * self.granularity}",

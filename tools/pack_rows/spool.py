@@ -50,7 +50,7 @@ class PackedConversation:
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredChunk:
-    """What became of the lines of one chunk."""
+    """Outcome of the lines of one chunk."""
 
     input: int
     """Index of the input file."""

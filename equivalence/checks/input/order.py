@@ -87,7 +87,7 @@ def _of_reference(case: OrderCase) -> Side:
 
 
 def _steps_of_reference(case: OrderCase) -> int | None:
-    """The global batches of a whole job, counted one by one; None for an order without an end."""
+    """Count the global batches of a whole job one by one; return None for an order without an end."""
     if case.run_steps is not None:
         return case.run_steps
     ends = case.max_epochs is not None or (case.last_batch == "stop" and case.rows[0] % case.global_batch_size)
@@ -105,7 +105,7 @@ def _steps_of_reference(case: OrderCase) -> int | None:
 
 
 def _in_all(steps: int | None) -> dict[str, torch.Tensor]:
-    """The steps after which a job ends by itself; -1 where it does not."""
+    """Return the steps after which a job ends by itself; -1 for a job that does not."""
     return {"steps in all": torch.tensor(-1 if steps is None else steps)}
 
 

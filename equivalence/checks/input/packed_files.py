@@ -297,7 +297,7 @@ def _as_a_chat_file(files: _Files) -> dict[str, tuple[Seen, Seen]]:
 
 
 def _of_chat_files(files: _Files) -> Seen:
-    """The reference's rows, and the lines that are rows of a chat file alone."""
+    """Return the reference's rows, and the lines that are rows of a chat file alone."""
     lines = [read_lines([content], "messages") for content in files.contents]
     taken = [[line for line in own if line.fault is None or b'"tool_calls": [' in line.data] for own in lines]
     if not all(files.contents):
@@ -312,7 +312,7 @@ def _of_chat_files(files: _Files) -> Seen:
 
 
 def _without_content(source: PackedSource) -> int:
-    """How many rows hold a message that only calls tools; bad rows hold no message."""
+    """Count the rows that hold a message which only calls tools; bad rows hold no message."""
     found = 0
     for row in range(len(source)):
         try:

@@ -266,5 +266,5 @@ def _checked(row: Row) -> Row:
         if tensor.dim() != 1:
             raise SubjectFailed(f"gave {name} of shape {tuple(tensor.shape)}: a row's {name} has one dimension")
         if name != "token_mask" and tensor.is_floating_point() and not torch.isfinite(tensor).all():
-            raise SubjectFailed(f"gave {name} with values that are no numbers")
+            raise SubjectFailed(f"gave {name} with NaN or infinity: every value must be a finite number")
     return row
