@@ -15,9 +15,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from production import exits
 from production.errors import PackproofError
 from production.files.file_state import is_there
 from production.training.admission import oversized_here, reasons_against
+from production.training.checkpoint.lock import FolderLocked
+from production.training.checkpoint.manifest import CheckpointRefused
 from production.training.config import (
     Job,
     SetupRefused,
@@ -32,6 +35,7 @@ from production.training.config import (
     print_config,
     refusals,
 )
+from production.training.data.fingerprint import ResumeRefused
 from production.training.data.first_rows import check_first_rows, count_first_rows
 from production.training.data.tokenizer import check_tokenizer, load_tokenizer
 from production.training.distributed.environment import started_ranks
@@ -46,6 +50,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     quiet()
     options = _parser().parse_intermixed_args(arguments)
+    if options.print_config or options.dry_run:
+        return exits.run(lambda _: _start(options), arguments)
+    return _start(options)
+
+
+def _start(options: argparse.Namespace) -> int:
     dumped = [f"logger.dump_batch_steps={sorted(set(options.dump_batch))}"] if options.dump_batch else []
     try:
         job = load(options.config, [*options.overrides, *dumped])
@@ -127,7 +137,8 @@ def _run(job: Job) -> int:
 
     try:
         run(job)
-    except SetupRefused as error:  # what only the tokenizer and the first rows tell, on every rank alike
+    except (SetupRefused, CheckpointRefused, ResumeRefused, FolderLocked) as error:
+        # What only the tokenizer, the first rows and the job's folders tell, on every rank alike.
         return _refuse([error])
     except PackproofError as error:
         return _fail(error)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from production.errors import PackproofError
-from production.files.file_state import is_there
+from production.files.file_state import is_there, read_regular
 from production.online.padded_batch import round_up
 from production.training.config import Job
 
@@ -137,7 +137,7 @@ def _damage(path: Path) -> str | None:
     if path.suffix not in (".json", ".jinja"):
         return None
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_regular(path).decode()
     except (OSError, UnicodeDecodeError) as error:
         return str(error)
     if path.suffix == ".jinja":
@@ -168,7 +168,7 @@ def _no_tokenizer(text: str) -> str | None:
 
 def _template(path: Path, where: str) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return read_regular(path).decode()
     except (OSError, UnicodeDecodeError) as error:
         mend = "name a file of UTF-8 text that is there, or write the template itself"
         raise PackproofError(what=f"the chat template cannot be read: {error}", where=where, mend=mend) from error
