@@ -11,6 +11,7 @@ from production.parallel.sizes import RankCoordinates
 from production.training.config import load, multi_token_depths
 from production.training.data.batch_dump import dump
 from production.training.data.batch_stream import BatchStream
+from tools.diff_row.__main__ import main
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TOKENIZER = str(EXAMPLES / "tokenizers" / "nemotron-mini")
