@@ -11,7 +11,6 @@ from production.parallel.sizes import RankCoordinates
 from production.training.config import load, multi_token_depths
 from production.training.data.batch_dump import dump
 from production.training.data.batch_stream import BatchStream
-from tools.diff_row.__main__ import main
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TOKENIZER = str(EXAMPLES / "tokenizers" / "nemotron-mini")
@@ -431,19 +430,3 @@ def test_conversations_that_lie_elsewhere_now_are_read_there(run, chat, tmp_path
     assert run(moved, "--fed", folder)[0] == 0
     moved.write_text(moved.read_text().replace("stone", "storm"))
     assert run(moved, "--fed", folder)[0] == 1
-
-
-def test_what_the_tokens_of_a_fed_row_are_is_told_beside_the_screen(tmp_path, capsys):
-    """R-KEYS-1 and R-TOLD-2."""
-    text = (EXAMPLES / "packed" / "sample.jsonl.packed").read_text(encoding="utf-8").splitlines()[:8]
-    rows = [json.loads(line) for line in text]
-    for row in rows:
-        row["messages"][-1]["weight"] = 1
-    data = tmp_path / "rows.jsonl"
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    folder = write(tmp_path, data, {"data.default.ignore_keys": ["weight"]})
-    status = main(["--fed", str(folder)])
-    told = capsys.readouterr().err
-    assert status in (0, 1)
-    assert "note: " in told
-    assert "the key 'weight' is 1" in told
