@@ -23,7 +23,7 @@ from equivalence.checks.kinds import named
 from equivalence.errors import InputError
 from equivalence.mutants.matrix import CHECKS, Kills, failures, kill_matrix
 from equivalence.report import html, kills, summary, terminal
-from equivalence.runner import exits, jobs
+from equivalence.runner import jobs
 from equivalence.runner.alone import checked
 from equivalence.runner.main import execute, sample_notes
 from equivalence.runner.outcome import Options
@@ -32,6 +32,7 @@ from equivalence.runner.plan import shard_of
 from equivalence.runner.pool import default_workers
 from equivalence.runner.restriction import restriction
 from equivalence.subjects import split_names
+from production import exits
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 

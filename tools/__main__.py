@@ -10,6 +10,8 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from production import exits
+
 
 @dataclass(frozen=True, kw_only=True)
 class Command:
@@ -66,7 +68,11 @@ CANNOT_RUN = 2
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command that `argv` names (default: the process's own) and return its exit status; 2 where it names none."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
+    return exits.run(_main, sys.argv[1:] if argv is None else argv)
+
+
+def _main(argv: Sequence[str] | None) -> int:
+    arguments = list(argv or ())
     if arguments and arguments[0] in ("-h", "--help"):
         print(_help())
         return 0

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import tyro
 
 from equivalence.generators.real_tokenizers import build_tokenizer
-from equivalence.runner import exits
+from production import exits
 from production.errors import PackproofError
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from production.errors import PackproofError
-from production.files.file_state import is_there
+from production.files.file_state import is_there, read_regular
 
 CONFIG = "tokenizer_config.json"
 """File without which transformers would load a tokenizer that has no special token."""
@@ -72,7 +72,7 @@ def _damage(path: Path) -> str | None:
     if path.suffix not in (".json", ".jinja"):
         return None
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_regular(path).decode()
     except (OSError, UnicodeDecodeError) as error:
         return str(error)
     if path.suffix == ".jinja":

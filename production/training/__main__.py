@@ -13,10 +13,14 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from production import exits
 from production.errors import PackproofError
 from production.training.admission import reasons_against
 from production.training.certificate import without_certificate
+from production.training.checkpoint.lock import FolderLocked
+from production.training.checkpoint.manifest import CheckpointRefused
 from production.training.config import Job, SetupRefused, load, packed_otherwise, plan, print_config, without_effect
+from production.training.data.fingerprint import ResumeRefused
 from production.training.distributed.environment import started_ranks
 from production.training.distributed.heartbeat import REPORTED_ELSEWHERE
 from production.training.dry_run import examine
@@ -29,6 +33,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     quiet()
     options = _parser().parse_intermixed_args(arguments)
+    if options.print_config or options.dry_run:
+        return exits.run(lambda _: _start(options), arguments)
+    return _start(options)
+
+
+def _start(options: argparse.Namespace) -> int:
     dumped = [f"logger.dump_batch_steps={sorted(set(options.dump_batch))}"] if options.dump_batch else []
     try:
         job = load(options.config, [*options.overrides, *dumped])
@@ -80,7 +90,8 @@ def _run(job: Job) -> int:
 
     try:
         run(job)
-    except SetupRefused as error:  # what only the tokenizer and the first rows tell, on every rank alike
+    except (SetupRefused, CheckpointRefused, ResumeRefused, FolderLocked) as error:
+        # What only the tokenizer, the first rows and the job's folders tell, on every rank alike.
         return _refuse([error])
     except PackproofError as error:
         return _fail(error)

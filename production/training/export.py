@@ -25,6 +25,7 @@ from safetensors.torch import save_file
 from torch import distributed
 from torch._C._distributed_c10d import HashStore
 
+from production import exits
 from production.errors import PackproofError
 from production.training.library_warnings import quiet
 
@@ -90,8 +91,12 @@ def export_huggingface(checkpoint: Path, name: str, folder: Path) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line. Exit status: 0 done, 1 the checkpoint cannot be exported."""
+    """Run the command line. Exit status: 0 done, 2 the checkpoint cannot be exported."""
     quiet()
+    return exits.run(_main, arguments)
+
+
+def _main(arguments: Sequence[str] | None) -> int:
     parser = argparse.ArgumentParser(prog="python -m production.training.export", description="Weights in one file.")
     parser.add_argument("checkpoint", type=Path, help="a folder step_NNNNNNNN")
     parser.add_argument(
@@ -111,7 +116,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         shapes = export(options.checkpoint, options.out)
     except PackproofError as error:
         print(f"failed: {error}", file=sys.stderr)
-        return 1
+        return exits.CANNOT_RUN
     count = sum(torch.Size(shape).numel() for shape in shapes.values())
     print(f"{len(shapes)} tensors, {count:,} values: {options.out}")
     return 0

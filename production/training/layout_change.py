@@ -64,9 +64,11 @@ def _check_going_on(job: Job, checkpoint: Manifest, saved: Mapping[str, Any], no
     if not job.checkpointing.reshard:
         check_resume(saved, now, free=unbound)
         return False
-    changed = [key for key in check_resume(saved, now, free=(*_SIZES, *_OF_A_LAYOUT, *unbound)) if key in _SIZES]
+    sizes = tuple(key for key in _SIZES if key in saved)
+    changed = [key for key in check_resume(saved, now, free=(*sizes, *_OF_A_LAYOUT, *unbound)) if key in sizes]
     if changed:
-        reason = next(_reasons(job, checkpoint, now, {key.removesuffix("_parallel_size") for key in changed}), None)
+        dimensions = {key.removesuffix("_parallel_size") for key in changed}
+        reason = next(_reasons(job, checkpoint, now, dimensions), None)
         if reason is not None:
             told = ", ".join(f"{key} (saved {saved[key]}, now {now[key]})" for key in changed)
             raise CheckpointRefused(

@@ -31,7 +31,7 @@ def resume_outlook(job: Job, world_size: int, tokenizer: Any | None) -> tuple[li
         manifest = read_manifest(path)
         check_whole(path, manifest)
         if tokenizer is not None:
-            now = _identity(job, manifest, world_size, tokenizer)
+            now = _identity(job, path, manifest, world_size, tokenizer)
             check_going_on(job, manifest, now, fingerprint_tokenizer(tokenizer))
     except PackproofError as error:
         return [error], []
@@ -52,9 +52,11 @@ def check_whole(path: Path, manifest: Manifest) -> None:
             raise damaged(f"the checkpoint is damaged: {name} is not as it was written", path)
 
 
-def _identity(job: Job, manifest: Manifest, world_size: int, tokenizer: Any) -> dict[str, Any]:
+def _identity(job: Job, path: Path, manifest: Manifest, world_size: int, tokenizer: Any) -> dict[str, Any]:
     """Return what the run would be with the files of the checkpoint."""
-    data, files = sizes(job).data(world_size), manifest.fingerprint["files"]
+    data, files = sizes(job).data(world_size), manifest.fingerprint.get("files")
+    if not isinstance(files, list) or not all(isinstance(each, dict) and "rows" in each for each in files):
+        raise damaged("the checkpoint does not say which files its run read", path)
     order = Order([int(file["rows"]) for file in files], order_settings(job, data))
     limits = [each for each in (job.sft.max_num_steps, order.total_steps) if each is not None]
     return identity(

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from equivalence.__main__ import main
-from equivalence.runner import exits
+from production import exits
 
 ROOT = Path(__file__).parents[2]
 SAMPLE = [
@@ -65,3 +65,22 @@ def test_an_output_folder_that_cannot_be_is_said_at_once(tmp_path, capsys):
     (tmp_path / "file").touch()
     assert main(["run", "--size", "tiny", "--out", str(tmp_path / "file")]) == 2
     assert "choose another place" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("module", "arguments"),
+    [
+        ("tools", ["--help"]),
+        ("tools.simulate", ["--dp", "2"]),
+        ("production.training", ["--config", "examples/jobs/small-cpu.yaml", "--print-config"]),
+    ],
+)
+def test_a_reader_that_goes_away_and_a_full_disk_leave_no_traceback(module, arguments):
+    command = [sys.executable, "-W", "ignore", "-m", module, *arguments]
+    read, write = os.pipe()
+    os.close(read)
+    with Path("/dev/full").open("wb") as full:
+        for out, status in ((write, exits.PIPE_CLOSED), (full.fileno(), exits.CANNOT_RUN)):
+            done = subprocess.run(command, cwd=ROOT, stdout=out, stderr=subprocess.PIPE, timeout=120, check=False)
+            assert (done.returncode, b"Traceback" in done.stderr) == (status, False), done.stderr
+    os.close(write)

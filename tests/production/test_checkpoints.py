@@ -182,7 +182,7 @@ def test_an_export_to_hugging_face_without_megatron_bridge_is_refused_by_name(sa
     from production.training.export import main
 
     checkpoint = str(saved[0] / "checkpoints" / "step_00000002")
-    assert main([checkpoint, str(tmp_path / "out"), "--huggingface", "some/model"]) == 1
+    assert main([checkpoint, str(tmp_path / "out"), "--huggingface", "some/model"]) == 2
     printed = capsys.readouterr().err
     assert printed.startswith("failed: export --huggingface: Megatron-Bridge cannot be imported")
     assert "without --huggingface" in printed
@@ -206,7 +206,7 @@ def test_an_export_to_hugging_face_writes_over_nothing(saved, tmp_path, monkeypa
     (tmp_path / "file").write_text("")
     monkeypatch.setattr("production.training.checkpoint.huggingface.check_bridge", lambda where: where)
     checkpoint = str(saved[0] / "checkpoints" / "step_00000002")
-    assert main([checkpoint, str(tmp_path), "--huggingface", "some/model"]) == 1
+    assert main([checkpoint, str(tmp_path), "--huggingface", "some/model"]) == 2
     assert f"{tmp_path}: it cannot be written: it is there already" in capsys.readouterr().err
 
 

@@ -155,6 +155,7 @@ def test_a_dry_run_says_from_which_checkpoint_the_run_would_go_on(dry_run, tmp_p
     [
         ([f"{MEGATRON}.optimizer.lr=0.5"], {}, "optimizer.lr: saved 0.002, now 0.5"),
         ([f"{MEGATRON}.tensor_model_parallel_size=2"], {}, "data_parallel_size: saved 2, now 1"),
+        ([], {"fingerprint": {}}, "does not say which files its run read"),
         ([], {"has_optimizer": False}, "written without the optimizer's state"),
         ([], {"files": {"weights": [5, 0], "gone": [1, 0]}}, "gone is missing"),
         ([], {"files": {"weights": [6, 0]}}, "weights is not as it was written"),

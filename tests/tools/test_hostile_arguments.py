@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from production.files.file_state import read_regular
+from production.training.__main__ import main
+from production.training.config import check_machine, load
 
 ROOT = Path(__file__).parents[2]
 ROW = [
@@ -94,3 +96,23 @@ def test_a_file_is_read_up_to_a_size(tmp_path):
     assert len(read_regular(file, most_bytes=2048)) == 2048
     with pytest.raises(OSError, match="it has more than"):
         read_regular(file, most_bytes=2047)
+
+
+def test_a_configuration_or_a_template_that_is_no_file_with_an_end_is_refused(end, endless, tmp_path):
+    for path in endless:
+        end("production.training.__main__", "--config", path, "--dry-run")
+    job = ROOT / "examples" / "jobs" / "small-cpu.yaml"
+    os.mkfifo(tmp_path / "pipe.jinja")
+    run = [f"policy.tokenizer.chat_template={tmp_path / 'pipe.jinja'}", f"logger.log_dir={tmp_path / 'logs'}"]
+    assert main(["--config", str(job), "--dry-run", *run]) in (0, 2)
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", ".packproof.lock"])
+def test_a_pipe_among_a_runs_files_is_refused_before_it_is_waited_for(tmp_path, name):
+    (tmp_path / "logs").mkdir()
+    os.mkfifo(tmp_path / "logs" / name)
+    job = load(
+        ROOT / "examples" / "jobs" / "small-cpu.yaml",
+        [f"logger.log_dir={tmp_path / 'logs'}", f"checkpointing.checkpoint_dir={tmp_path / 'c'}"],
+    )
+    assert [f"{name} is no regular file" in each.what for each in check_machine(job)] == [True]

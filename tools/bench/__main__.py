@@ -8,7 +8,7 @@ from typing import Any
 
 import tyro
 
-from equivalence.runner import exits
+from production import exits
 from production.errors import PackproofError
 from tools.bench.attention import attention
 from tools.bench.cache import cache

@@ -22,9 +22,9 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from equivalence.runner import exits
 from equivalence.subjects import BUILT_IN, Subject
 from equivalence.subjects import load as load_subject
+from production import exits
 from production.errors import PackproofError
 from production.training.certificate import fingerprints
 from production.training.config import Job, load

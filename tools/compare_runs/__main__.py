@@ -13,7 +13,7 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-from equivalence.runner import exits
+from production import exits
 
 COMMANDS = {"recorded": "tools.compare_runs.recorded", "live": "tools.compare_runs.live"}
 """By word: the module whose `main` takes the rest of the command line; imported only when it is asked for."""

@@ -21,10 +21,10 @@ import tyro
 
 from equivalence.cases.step import layout_name
 from equivalence.errors import InputError, SuiteError
-from equivalence.runner.exits import CANNOT_RUN
 from equivalence.workers import Deadlines, open_world, preload
 from equivalence.workers.launched import run_launched
 from production.errors import PackproofError
+from production.exits import CANNOT_RUN
 from production.training.config import Job, device_here, load, missing_files, multi_token_depths, refusals, sizes
 from tools.compare_runs.comparison import Comparison, Window, compare
 from tools.compare_runs.recorded import broken_limits, deliver

@@ -14,8 +14,8 @@ import tyro
 from rich.console import Console
 
 from equivalence.errors import SuiteError
-from equivalence.runner.exits import CANNOT_RUN
 from production.errors import PackproofError
+from production.exits import CANNOT_RUN
 from tools.compare_runs.comparison import Comparison, Window, compare, plain
 from tools.compare_runs.page import write_page
 from tools.compare_runs.readers import Names, read_run

@@ -24,8 +24,8 @@ import tyro
 from rich.console import Console
 from safetensors import SafetensorError
 
-from equivalence.runner import exits
 from equivalence.subjects import split_names
+from production import exits
 from tools.diff_row.dump.reader import Conventions, field_of
 from tools.diff_row.dump.writer import NAMES, write_dump
 from tools.diff_row.errors import BadInput

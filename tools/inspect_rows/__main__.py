@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from equivalence.runner import exits
+from production import exits
 from production.errors import PackproofError
 from production.files.cache import atomic_file
 from production.files.manifest import read_manifest

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from equivalence.runner import exits
+from production import exits
 from production.errors import PackproofError
 from production.files.file_state import is_there
 from production.semantics import DEFAULT_PRESET

@@ -20,7 +20,7 @@ import torch
 import tyro
 from rich.console import Console
 
-from equivalence.runner import exits
+from production import exits
 from production.errors import PackproofError
 from tools.simulate.costs import costs_of
 from tools.simulate.layout import Job, draw_rows, first, read_rows

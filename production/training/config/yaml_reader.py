@@ -4,6 +4,7 @@ another value (SPEC R-SETUP-2).
 
 from __future__ import annotations
 
+import errno
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from typing import Any
 
 import yaml
 
+from production.files.file_state import read_regular
 from production.training.config.refusal import ConfigRefused
 
 Plain = dict[str, Any] | list[Any] | str | int | float | bool | None
@@ -56,13 +58,11 @@ def read_file(path: str | Path, *, inherited: tuple[Path, ...] = ()) -> list[Lay
         chain = " -> ".join(str(each) for each in (*inherited, path))
         raise _refuse("defaults", "a file cannot stand under itself", chain, "take one `defaults` out", key="defaults")
     try:
-        with path.open("rb") as file:
-            data = file.read(_MOST_BYTES + 1)
-        if len(data) > _MOST_BYTES:
-            what = f"has more than {_MOST_BYTES >> 20} MiB, which is no configuration"
-            raise _refuse("no_yaml", what, str(path), "name the YAML file of the job")
-        text = data.decode("utf-8")
+        text = read_regular(path, most_bytes=_MOST_BYTES).decode("utf-8")
     except OSError as error:
+        if error.errno == errno.EFBIG:
+            what = f"has more than {_MOST_BYTES >> 20} MiB, which is no configuration"
+            raise _refuse("no_yaml", what, str(path), "name the YAML file of the job") from None
         raise _refuse("no_file", f"cannot be read: {error.strerror}", str(path), "name a file that is there") from None
     except UnicodeDecodeError as error:
         raise _refuse("no_yaml", f"is no UTF-8: byte {error.start}", str(path), "save it as UTF-8") from None

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from production.errors import PackproofError
-from production.files.file_state import is_there
+from production.files.file_state import is_there, read_regular
 from production.online.padded_batch import round_up
 from production.tokens.folder import CONFIG, folder_fault, folder_faults, missing_file
 from production.training.config import Job
@@ -105,7 +105,7 @@ def _is_a_path(name: str) -> bool:
 
 def _template(path: Path, where: str) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return read_regular(path).decode()
     except (OSError, UnicodeDecodeError) as error:
         mend = "name a file of UTF-8 text that is there, or write the template itself"
         raise PackproofError(what=f"the chat template cannot be read: {error}", where=where, mend=mend) from error

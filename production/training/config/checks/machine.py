@@ -87,7 +87,13 @@ def _unwritable(setup: Setup) -> list[SetupRefused]:
                 with tempfile.TemporaryFile(dir=each) as file:
                     file.write(b"packproof")
                     file.flush()
-            if key == "logger.log_dir" and (folder / "metrics.jsonl").exists():
+            own = [folder / name for name in ("metrics.jsonl", ".packproof.lock")]
+            found += [  # a pipe would be waited for without end
+                setup.refuse("no_folder", key, f"{each} is no regular file", "move it away")
+                for each in own
+                if each.exists() and not each.is_file()
+            ]
+            if not found and key == "logger.log_dir" and (folder / "metrics.jsonl").exists():
                 (folder / "metrics.jsonl").open("ab").close()
         except OSError as error:
             place = Path(error.filename) if isinstance(error.filename, str) else folder
