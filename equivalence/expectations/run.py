@@ -18,9 +18,9 @@ from equivalence.generators import tokenizers
 from equivalence.subjects.reference import adapt
 from equivalence.trainers.whole_run import (
     BALANCE,
+    BIN_TOKENS,
     DEPTHS,
     LAYERS,
-    BIN_TOKENS,
     MULTIPLE,
     PACK_LENGTH,
     PACKER,

@@ -58,7 +58,17 @@ BAD_AT = {line.removesuffix(b"\n"): at for line, _, at in BAD}
 
 Packing = Literal["", ".gz", ".zst"]
 ACTS = (
-    *("reopen", "pickle", "copy", "reverse", "rewrite", "rewrite in the same tick", "verify", "other key", "as a chat file"),
+    *(
+        "reopen",
+        "pickle",
+        "copy",
+        "reverse",
+        "rewrite",
+        "rewrite in the same tick",
+        "verify",
+        "other key",
+        "as a chat file",
+    ),
     *("damage the cache", "cut the packed file"),
 )
 """What is done with the files after they were read once."""

@@ -16,19 +16,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from equivalence.cases.difference import Difference
 from equivalence.cases.result import CheckResult, Finding
+from equivalence.checks.input.answers import Seen, compared
 from equivalence.generators.files import BAD_AT, SAMPLE_BYTES, SAMPLES, FilesCase, pack
 from production.errors import BadInput
 from production.files.source import PackedSource, open_source
 from reference.files import Line, read_lines, rows_of
 
-_SIDES = ("reference", "production")
 _THEN = 1_700_000_000 * 10**9
 """When files were last changed, in nanoseconds: long ago, so that nobody waits for a clock to tick."""
 _READS = 12
-Seen = dict[str, Any]
-"""Answers of one side on the files, by the question."""
 
 
 @dataclass
@@ -84,12 +81,12 @@ def check_packed_files(case: FilesCase) -> CheckResult:
         for number, draft in enumerate(case.files):
             files.paths.append(Path(folder) / f"{number}.jsonl{draft.packing}")
             files.write(number, files.contents[number])
-        findings += _compared("opened", *_both(files, files.open, whole=True))
+        findings += compared("opened", *_both(files, files.open, whole=True))
         for act in case.acts:
             if findings:
                 break
             for name, sides in _ACTS[act](files).items():
-                findings += _compared(f"{act}: {name}", *sides)
+                findings += compared(f"{act}: {name}", *sides)
     return CheckResult(check="packed_files", findings=findings)
 
 
@@ -290,7 +287,7 @@ def _as_a_chat_file(files: _Files) -> dict[str, tuple[Seen, Seen]]:
     """Opened as chat files, whose messages may call tools in place of a content, they have other rows, and the reverse."""
     try:
         with files.open(takes_tool_calls=True) as source:
-            ours = {"rows": len(source), "of them without a content": _without_content(source)}
+            ours = {"rows": len(source), "faults": sum(1 for _ in source.faults())}
     except BadInput as error:
         ours = {"refused": error.kind}
     return {"rows of chat files": (_of_chat_files(files), ours), "rows": _both(files, files.open)}
@@ -304,22 +301,8 @@ def _of_chat_files(files: _Files) -> Seen:
         return {"refused": "empty_file"}
     if files.case.skip and not all(taken):
         return {"refused": "no_rows_left"}
-    kept = taken if files.case.skip else lines
-    return {
-        "rows": sum(map(len, kept)),
-        "of them without a content": sum(line.fault is not None for own in taken for line in own),
-    }
-
-
-def _without_content(source: PackedSource) -> int:
-    """How many rows hold a message that only calls tools; bad rows hold no message."""
-    found = 0
-    for row in range(len(source)):
-        try:
-            found += any(message.get("content") is None for message in source[row])
-        except BadInput:
-            continue
-    return found
+    rows, count = sum(map(len, taken)), sum(map(len, lines))
+    return {"rows": rows if files.case.skip else count, "faults": count - rows}
 
 
 def _damage_the_cache(files: _Files) -> dict[str, tuple[Seen, Seen]]:
@@ -407,28 +390,3 @@ def _is_in_no_sample(content: bytes, lines: Sequence[bytes], place: int) -> bool
     last = len(content) - SAMPLE_BYTES
     blocks = [last * block // (SAMPLES - 1) for block in range(SAMPLES)]
     return all(end <= block or block + SAMPLE_BYTES <= start for block in blocks)
-
-
-def _compared(name: str, theirs: Seen, ours: Seen) -> list[Finding]:
-    """One finding for each answer that differs, with the first place of it."""
-    found = [
-        Difference(tensor=f"{name}: {key}", position=None, left=_short(left), right=_short(right), kind="other")
-        for key in dict.fromkeys((*theirs, *ours))
-        for left, right in [_apart(theirs.get(key), ours.get(key))]
-        if left != right
-    ]
-    return [Finding(left=_SIDES[0], right=_SIDES[1], differences=found)] if found else []
-
-
-def _apart(left: Any, right: Any) -> tuple[Any, Any]:
-    """The first items of two lists or dicts that differ; anything else as it is."""
-    if isinstance(left, dict) and isinstance(right, dict) and left.keys() == right.keys():
-        return next(((left[key], right[key]) for key in left if left[key] != right[key]), (None, None))
-    if isinstance(left, list) and isinstance(right, list) and len(left) == len(right):
-        return next(((a, b) for a, b in zip(left, right, strict=True) if a != b), (None, None))
-    return left, right
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 300 else f"{text[:300]} …"
