@@ -200,6 +200,17 @@ SPANNING = "w0\n<SPECIAL_11>"
 """An added token that ends as a user's turn begins, behind what a turn may end with."""
 
 
+AROUND = "\n<SPECIAL_11>User"
+"""An added token that holds the beginning of a user's turn between what ends the turn before and what goes on behind it."""
+
+
+def _around() -> Tokenizer:
+    """Byte-level BPE with one added token that holds a format's own strictly inside."""
+    tokenizer = _byte_level(_SPECIAL_IDS)
+    tokenizer.add_tokens([AddedToken(AROUND, normalized=False)])
+    return tokenizer
+
+
 def _spanning() -> Tokenizer:
     """Make a byte-level BPE with added tokens that contain a format's own: one reaches over the end of a turn, one continues behind its start."""
     tokenizer = _byte_level(_SPECIAL_IDS)
@@ -283,6 +294,12 @@ RECIPES: Mapping[str, Recipe] = {
     "spanning": Recipe(
         what="added tokens that hold the special tokens of a turn, or reach over its end",
         make=_spanning,
+        special=_ALL,
+        chat_template=CHAT_TEMPLATE,
+    ),
+    "around": Recipe(
+        what="an added token that holds the special token of a turn between other text",
+        make=_around,
         special=_ALL,
         chat_template=CHAT_TEMPLATE,
     ),

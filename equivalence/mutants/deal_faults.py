@@ -72,6 +72,16 @@ def _epochs_alike(sound: Any) -> Any:
     return lambda rows, *, seed, source, epoch: sound(rows, seed=seed, source=source, epoch=0 * epoch)
 
 
+def _full_steps_only(sound: Any) -> Any:
+    def total_steps(order: Any) -> Any:
+        steps, settings = sound.fget(order), order.settings
+        if steps is None or settings.max_epochs is None or order.samples_per_epoch is None:
+            return steps
+        return min(steps, settings.max_epochs * order.samples_per_epoch // settings.global_batch_size)
+
+    return property(total_steps)
+
+
 DEAL_MUTANTS = (
     LayoutMutant(
         name="rows_in_blocks",
@@ -122,6 +132,13 @@ DEAL_MUTANTS = (
         story="the shuffle is seeded without the epoch",
         target="production.training.data.order:shuffled",
         wrong=_epochs_alike,
+        first="order",
+    ),
+    LayoutMutant(
+        name="last_step_uncounted",
+        story="the step that wraps into one epoch more is no step of the job, which ends before it",
+        target="production.training.data.order:Order.total_steps",
+        wrong=_full_steps_only,
         first="order",
     ),
 )

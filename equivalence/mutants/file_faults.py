@@ -248,6 +248,22 @@ def _first_file_for_the_seam(_: Any) -> Any:
     return find
 
 
+def _white_space_of_python(sound: Any) -> Any:
+    return lambda line, **options: sound(line.rstrip(), **options)
+
+
+def _as_packed_rows(_: Any) -> Any:
+    def find_bad(file: Any) -> list[BadLine]:
+        path = verdicts.verdicts_path(file.lines.index_path, file._chat_key)  # noqa: SLF001 - here and below: the fault
+        bad = verdicts.load_verdicts(path, file.lines.header, file._chat_key)  # noqa: SLF001
+        if bad is None:
+            bad = [BadLine(fault.line or 0, fault.byte or 0, fault.kind) for _, fault in file.faults() if fault]
+            verdicts.save_verdicts(path, file.lines.header, file._chat_key, bad)  # noqa: SLF001
+        return bad
+
+    return find_bad
+
+
 def _mutant(name: str, story: str, target: str, wrong: Callable[[Any], Any]) -> LayoutMutant:
     return LayoutMutant(name=name, story=story, target=target, wrong=wrong, first="packed_files")
 
@@ -280,6 +296,8 @@ FILE_MUTANTS = (
     _mutant("fingerprint_of_sizes", "files of the same size have the same fingerprint", "production.files.source:PackedSource.fingerprint", _fingerprint(lambda header: header.plain.size)),
     _mutant("change_unseen", "an open file that changes is read on", "production.files.lines:LineFile._read", _never_changed),
     _mutant("byte_within_the_line", "a fault's byte is counted from its line", "production.files.source:bad_line", _byte_of_the_line),
+    _mutant("white_space_of_python", "a line may end in white space that JSON does not know", "production.files.source:parse_record", _white_space_of_python),
+    _mutant("verdicts_of_packed_rows", "a chat file leaves out what is no packed row", "production.files.source:_RowFile._find_bad", _as_packed_rows),
     _mutant("seam_of_files", "the first row of a file is sought in the one before", "production.files.source:PackedSource._find", _first_file_for_the_seam),
 )  # fmt: skip
 """Each shows in drawn files alone."""

@@ -91,6 +91,20 @@ def _all_positions(sound: Any) -> Any:
     return classmethod(of_row)
 
 
+def _rounded_as_one(sound: Any) -> Any:
+    def count_bins(bins: Any, padding: Any) -> Any:
+        from production.training.metrics.token_counts import RowCounts  # noqa: PLC0415 - of this fault alone
+
+        counts = RowCounts()
+        for each in bins:
+            length = sum(each.input_lengths.tolist())
+            tokens = -(-length // padding.sequence_multiple) * padding.sequence_multiple
+            counts += dataclasses.replace(sound([each], padding), tokens=tokens, padding_tokens=tokens - length)
+        return counts
+
+    return count_bins
+
+
 def _with_first_tokens(sound: Any) -> Any:
     def count_bins(bins: Any, padding: Any) -> Any:
         return dataclasses.replace(
@@ -221,6 +235,15 @@ RUN_MUTANTS = (
         story="the online path tells a conversation's first token as a trained target",
         target="production.training.data.online_bins:count_bins",
         wrong=_with_first_tokens,
+        first=WHOLE_RUN,
+        layout=ONE,
+        path="online",
+    ),
+    LayoutMutant(
+        name="bin_rounded_as_one",
+        story="a bin's sequences are counted as if they were padded together, not each",
+        target="production.training.data.online_bins:count_bins",
+        wrong=_rounded_as_one,
         first=WHOLE_RUN,
         layout=ONE,
         path="online",

@@ -27,10 +27,13 @@ SHA256 = {
     "nemorl_rows.jsonl.gz": "aa15b2d196952209036621eb9cab77a3aedf3bd4616b3380929e0e201b208060",
     "nemorl_overrides.jsonl.gz": "0b30948764ee76e64ba917fc77eefb764aee4d4d7e1f7c178fb49a549905b1e3",
     "nemorl_batches.jsonl.gz": "0c9458cb67024689e0501ae907b2448b91fbf6b73f19b3e46a9c73275d97719a",
+    "nemorl_conversations.jsonl.gz": "148a496436942b89a6fe5ee7c90a6c83de8e05ad1e1b370ecdc9de5c51b89364",
     "megatron_lm_rows.jsonl.gz": "663005b2d6de491cf06f1850c6681886930be7fc943308a851155c563b4999f9",
     "te_partition.jsonl.gz": "67549893b601b3289418c8f65afd412f486b5f4d5aa65a7cc6c917e61bea40cd",
 }
 """The files by name, and what each must hash to."""
+CONVERSATION_MULTIPLE, CONVERSATION_PAD = 8, 77
+"""What recorded conversations are padded to a multiple of, and with."""
 DIRECT_PRESET = "nemo-rl-direct"
 """The semantics that NeMo-RL's recorded rows are a witness of."""
 MEGATRON_VERSIONS = {"megatron-lm-0.19": "0.19.0", "megatron-lm-main": "main-2026-08-22"}
@@ -76,6 +79,27 @@ class RecordedBatch:
     """The collated batch, by the names of docs/SPEC.md#batch."""
     padded: Mapping[str, torch.Tensor]
     """The same after the padding."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordedConversation:
+    """A conversation that NeMo-RL tokenized, padded to a multiple of CONVERSATION_MULTIPLE with CONVERSATION_PAD."""
+
+    template: str
+    """The tokenizer's chat template; the tokenizer is the generators' `word`."""
+    messages: tuple[Any, ...]
+    tools: Any
+    max_length: int
+    without_bos_token: bool
+    """Whether the tokenizer has no BOS."""
+    add_bos: bool
+    add_eos: bool
+    add_generation_prompt: bool
+    input_ids: tuple[int, ...]
+    token_mask: tuple[float, ...]
+    input_length: int
+    """0 for a conversation of which nothing is left: NeMo-RL goes on with it, and SPEC has none."""
+    weight: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,6 +153,18 @@ def batches() -> tuple[RecordedBatch, ...]:
         )
         for read in _read("nemorl_batches.jsonl.gz")
     )
+
+
+@functools.cache
+def conversations() -> tuple[RecordedConversation, ...]:
+    """NeMo-RL's conversations of the online path."""
+    sequences = ("messages", "input_ids", "token_mask")
+
+    def made(read: dict[str, Any]) -> RecordedConversation:
+        fields: dict[str, Any] = {name: tuple(each) if name in sequences else each for name, each in read.items()}
+        return RecordedConversation(**fields)
+
+    return tuple(map(made, _read("nemorl_conversations.jsonl.gz")))
 
 
 @functools.cache

@@ -299,6 +299,7 @@ RECORDED = {
     "packings": 2768,
     "partitions": 938,
     "batches": 60,
+    "conversations": 53,
     "nemo-rl-direct": 1697,
     "megatron-lm-0.19": 435,
     "megatron-lm-main": 435,

@@ -14,6 +14,7 @@ from equivalence.cases.row import RowCase, expectation
 from equivalence.checks.rows.recorded import (
     CHECK,
     check_recorded_batch,
+    check_recorded_conversation,
     check_recorded_packing,
     check_recorded_partition,
     check_recorded_row,
@@ -30,11 +31,12 @@ _DATA: dict[str, tuple[Callable[[], Sequence[Any]], Callable[[Any], CheckResult]
     "packings": (outcomes.packings, check_recorded_packing),
     "partitions": (outcomes.partitions, check_recorded_partition),
     "batches": (outcomes.batches, check_recorded_batch),
+    "conversations": (outcomes.conversations, check_recorded_conversation),
 }
 
 
 def run(name: str, places: range, sides: Sequence[Subject], tally: Tally) -> None:
-    """Hold the outcomes at these places to what `name` says: packings, partitions, batches, or rows of the preset of that name.
+    """Hold the outcomes at these places to what `name` says: packings, partitions, batches, conversations, or rows of the preset of that name.
 
     All but rows are held to both sides whoever builds rows. The installed Megatron-LM is no side of recorded rows:
     every other check of rows runs it, at ten times the cost of the others.

@@ -12,6 +12,7 @@ from equivalence.cases.row import RowCase
 from equivalence.checks.rows import recorded
 from equivalence.checks.rows.recorded import (
     check_recorded_batch,
+    check_recorded_conversation,
     check_recorded_packing,
     check_recorded_partition,
     check_recorded_row,
@@ -179,7 +180,7 @@ def test_the_main_job_takes_every_recorded_outcome_once():
     found = {}
     for job in recorded_jobs(("reference", "production")):
         found.setdefault(job.aim, []).extend(range(job.first, job.first + job.examples))
-    read = {"packings": outcomes.packings, "partitions": outcomes.partitions, "batches": outcomes.batches}
+    read = {name: getattr(outcomes, name) for name in ("packings", "partitions", "batches", "conversations")}
     rows = {name: functools.partial(outcomes.rows, name) for name in ("nemo-rl-direct", *outcomes.MEGATRON_VERSIONS)}
     assert found == {name: list(range(len(each()))) for name, each in (read | rows).items()}
 
@@ -198,3 +199,12 @@ def test_a_recorded_job_tells_a_few_differences_with_their_cases_and_names_a_mis
     assert not tally.rows
     assert "te_partition.jsonl.gz cannot be read" in tally.errors[0]
     assert not list(folder.iterdir())
+
+
+def test_r_online_conversations_are_those_of_nemo_rls_own_code():
+    conversations = outcomes.conversations()
+    assert len(conversations) == 53
+    assert unequal(map(check_recorded_conversation, conversations)) == []
+    assert {each.weight for each in conversations} == {0.0, 1.0}
+    assert len({each.template for each in conversations}) == 6
+    assert any(not each.input_length for each in conversations), "one is so long that nothing of it is left"

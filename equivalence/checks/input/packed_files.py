@@ -1,7 +1,7 @@
-"""Check packed files: production's reader on drawn files, against the reference's reader of ten lines on the same bytes (R-FILE).
+"""Packed files: what the reader of production makes of drawn files, against the reference's ten lines over the same bytes (R-FILE).
 
-Every file is read in order and out of order, reopened from its index, and read once more after a change: the reader must never return rows
-of another state of the file. The third side of a bad line is the generator, which knows the fault and its place.
+Every file is read in order and out of order, opened again from its index, and once more after something happened to it: the reader must
+never take the rows of another state of the file. Third side of a bad line is the generator, which knows its fault and where it stands.
 """
 
 from __future__ import annotations
@@ -16,19 +16,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from equivalence.cases.difference import Difference
 from equivalence.cases.result import CheckResult, Finding
+from equivalence.checks.input.answers import Seen, compared
 from equivalence.generators.files import BAD_AT, SAMPLE_BYTES, SAMPLES, FilesCase, pack
 from production.errors import BadInput
 from production.files.source import PackedSource, open_source
 from reference.files import Line, read_lines, rows_of
 
-_SIDES = ("reference", "production")
 _THEN = 1_700_000_000 * 10**9
 """When files were last changed, in nanoseconds: long ago, so that nobody waits for a clock to tick."""
 _READS = 12
-Seen = dict[str, Any]
-"""Answers of one side on the files, by the question."""
 
 
 @dataclass
@@ -42,7 +39,7 @@ class _Files:
     paths: list[Path] = field(default_factory=list)
     ticks: int = 0
     read: dict[tuple[tuple[bytes, ...], str], list[Line]] = field(default_factory=dict)
-    """Rows that the reference has read, by contents and key."""
+    """What the reference has read, by contents and key."""
 
     def write(self, number: int, content: bytes, *, same_tick: bool = False) -> None:
         """Put a content into a file; only `same_tick` leaves the time of its last change."""
@@ -60,7 +57,7 @@ class _Files:
         return open_source(self.paths if paths is None else paths, cache_folder=self.folder / "cache", **options)
 
     def expected(self, *, contents: Sequence[bytes] | None = None, chat_key: str = "messages") -> list[Line] | Seen:
-        """Return the reference's rows, or the refusal at opening."""
+        """The rows of the reference, or how opening is refused."""
         contents = self.contents if contents is None else contents
         asked = (tuple(contents), chat_key)
         if asked not in self.read:  # parsing is what takes long
@@ -84,12 +81,12 @@ def check_packed_files(case: FilesCase) -> CheckResult:
         for number, draft in enumerate(case.files):
             files.paths.append(Path(folder) / f"{number}.jsonl{draft.packing}")
             files.write(number, files.contents[number])
-        findings += _compared("opened", *_both(files, files.open, whole=True))
+        findings += compared("opened", *_both(files, files.open, whole=True))
         for act in case.acts:
             if findings:
                 break
             for name, sides in _ACTS[act](files).items():
-                findings += _compared(f"{act}: {name}", *sides)
+                findings += compared(f"{act}: {name}", *sides)
     return CheckResult(check="packed_files", findings=findings)
 
 
@@ -114,7 +111,7 @@ def _both(
 
 
 def _told(files: _Files, lines: list[Line], *, whole: bool) -> Seen:
-    """Return the reference's answers."""
+    """The reference's answers."""
     skip = files.case.skip
     rows = rows_of(lines, skip=skip)
     faults = [line for line in lines if line.fault]
@@ -136,7 +133,7 @@ def _told(files: _Files, lines: list[Line], *, whole: bool) -> Seen:
 
 
 def _asked(source: PackedSource, places: dict[str, int], numbers: list[int], *, whole: bool) -> Seen:
-    """Return production's answers, with rows in the order of `numbers`."""
+    """Production's answers, rows in the order of `numbers`."""
     seen: Seen = {
         "number of rows": len(source),
         "skipped": [(places[bad.file], *bad[1:]) for bad in source.skipped],
@@ -171,7 +168,7 @@ def _read(source: PackedSource, number: int, places: dict[str, int]) -> tuple[An
 
 
 def _fault(line: Line) -> tuple[str, int, int, int]:
-    """Return kind, file, line and byte of a bad line."""
+    """Kind, file, line and byte of a bad line."""
     assert line.fault is not None
     at = BAD_AT.get(line.data.removesuffix(b"\n"), 0)
     # The row as a whole lacks the key; what is wrong further in is not looked at.
@@ -184,7 +181,7 @@ def _placed(error: BadInput, places: dict[str, int]) -> tuple[str, int | None, i
 
 
 def _last_rows(rows: Sequence[Line]) -> list[int]:
-    """Return the number of each file's last row."""
+    """The number of each file's last row."""
     return [place for place, line in enumerate(rows) if place + 1 == len(rows) or rows[place + 1].file != line.file]
 
 
@@ -214,7 +211,7 @@ def _pickle(files: _Files) -> dict[str, tuple[Seen, Seen]]:
 
 
 def _copy(files: _Files) -> dict[str, tuple[Seen, Seen]]:
-    """Compare copies in another folder with another compression: the same rows and fingerprint, and with one more row different ones."""
+    """Copies in another folder, packed otherwise, are the same rows with the same fingerprint; with one more row they are not."""
     folder = files.folder / "copies"
     folder.mkdir(exist_ok=True)
     paths, packings = [], ("", ".gz", ".zst")
@@ -232,7 +229,7 @@ def _copy(files: _Files) -> dict[str, tuple[Seen, Seen]]:
 
 
 def _reverse(files: _Files) -> dict[str, tuple[Seen, Seen]]:
-    """Compare files in reverse order: different rows and another fingerprint."""
+    """Files in another order are other rows, with another fingerprint."""
     contents = list(reversed(files.contents))
     paths = list(reversed(files.paths))
     both = _both(files, lambda: files.open(paths), reverse=True, contents=contents)
@@ -243,7 +240,7 @@ def _reverse(files: _Files) -> dict[str, tuple[Seen, Seen]]:
 
 
 def _rewrite(files: _Files) -> dict[str, tuple[Seen, Seen]]:
-    """Replace a file by other lines of the same size: the open source refuses to read on, and the next opening sees the new lines."""
+    """A file of the same size with other lines: the open source refuses to read on, and the next opening sees the new ones."""
     try:
         source = files.open()
     except BadInput:
@@ -265,7 +262,7 @@ def _rewrite(files: _Files) -> dict[str, tuple[Seen, Seen]]:
 
 
 def _rewrite_in_the_same_tick(files: _Files) -> dict[str, tuple[Seen, Seen]]:
-    """Replace a file by other lines with the same size and time: the change lies in a sampled block and is seen (R-FILE-4)."""
+    """The same with the time of before: the change lies in a sampled block, where it is seen (R-FILE-4)."""
     number, content = _changed(files)
     if files.case.files[number].packing:
         return {}
@@ -274,7 +271,7 @@ def _rewrite_in_the_same_tick(files: _Files) -> dict[str, tuple[Seen, Seen]]:
 
 
 def _verify(files: _Files) -> dict[str, tuple[Seen, Seen]]:
-    """Change a byte anywhere, with the same size and time: a reader that hashes all bytes sees the change."""
+    """A change anywhere, of the same size and time, is seen where all bytes are hashed."""
     number, content = _changed(files, anywhere=True)
     files.write(number, content, same_tick=not files.case.files[number].packing)
     return {"rows": _both(files, lambda: files.open(verify=True), whole=True)}
@@ -290,7 +287,7 @@ def _as_a_chat_file(files: _Files) -> dict[str, tuple[Seen, Seen]]:
     """Opened as chat files, whose messages may call tools in place of a content, they have other rows, and the reverse."""
     try:
         with files.open(takes_tool_calls=True) as source:
-            ours: Seen = {"rows": len(source), "of them without a content": _without_content(source)}
+            ours: Seen = {"rows": len(source), "faults": sum(1 for _ in source.faults())}
     except BadInput as error:
         ours = {"refused": error.kind}
     return {"rows of chat files": (_of_chat_files(files), ours), "rows": _both(files, files.open)}
@@ -304,26 +301,12 @@ def _of_chat_files(files: _Files) -> Seen:
         return {"refused": "empty_file"}
     if files.case.skip and not all(taken):
         return {"refused": "no_rows_left"}
-    kept = taken if files.case.skip else lines
-    return {
-        "rows": sum(map(len, kept)),
-        "of them without a content": sum(line.fault is not None for own in taken for line in own),
-    }
-
-
-def _without_content(source: PackedSource) -> int:
-    """Count the rows that hold a message which only calls tools; bad rows hold no message."""
-    found = 0
-    for row in range(len(source)):
-        try:
-            found += any(message.get("content") is None for message in source[row])
-        except BadInput:
-            continue
-    return found
+    rows, count = sum(map(len, taken)), sum(map(len, lines))
+    return {"rows": rows if files.case.skip else count, "faults": count - rows}
 
 
 def _damage_the_cache(files: _Files) -> dict[str, tuple[Seen, Seen]]:
-    """Change a byte of an index, of its verdicts or of an unpacked copy, with the same size and time."""
+    """A byte of an index, of its verdicts or of an unpacked copy is another one, with the size and time of before."""
     kept = sorted(path for path in (files.folder / "cache").glob(".*") if path.stat().st_size)
     if not kept:
         return {}
@@ -338,7 +321,7 @@ def _damage_the_cache(files: _Files) -> dict[str, tuple[Seen, Seen]]:
 
 
 def _cut_the_packed_file(files: _Files) -> dict[str, tuple[Seen, Seen]]:
-    """Cut off the end of a packed file: no row may be read, not even a row before the cut."""
+    """The end of a packed file is missing: no rows, not those before the cut."""
     for number, draft in enumerate(files.case.files):
         packed = draft.packed(files.contents[number])
         if draft.packing and files.contents[number] and not (draft.packing == ".gz" and draft.zeros):
@@ -373,7 +356,7 @@ _ACTS: dict[str, Callable[[_Files], dict[str, tuple[Seen, Seen]]]] = {
 
 
 def _changed(files: _Files, *, anywhere: bool = False) -> tuple[int, bytes]:
-    """Return a file and other contents of the same size: two neighbouring lines swapped, or one letter of the first line changed."""
+    """A file and another content of its size for it: two neighbouring lines swapped, or a letter of its first line changed."""
     number = files.random.randrange(len(files.contents))
     if anywhere:  # where most of it lies in no sample
         number = max(range(len(files.contents)), key=lambda number: len(files.contents[number]))
@@ -407,28 +390,3 @@ def _is_in_no_sample(content: bytes, lines: Sequence[bytes], place: int) -> bool
     last = len(content) - SAMPLE_BYTES
     blocks = [last * block // (SAMPLES - 1) for block in range(SAMPLES)]
     return all(end <= block or block + SAMPLE_BYTES <= start for block in blocks)
-
-
-def _compared(name: str, theirs: Seen, ours: Seen) -> list[Finding]:
-    """Return one finding for each answer that differs, with the first differing place."""
-    found = [
-        Difference(tensor=f"{name}: {key}", position=None, left=_short(left), right=_short(right), kind="other")
-        for key in dict.fromkeys((*theirs, *ours))
-        for left, right in [_apart(theirs.get(key), ours.get(key))]
-        if left != right
-    ]
-    return [Finding(left=_SIDES[0], right=_SIDES[1], differences=found)] if found else []
-
-
-def _apart(left: Any, right: Any) -> tuple[Any, Any]:
-    """Return the first items that differ in two lists or dicts; other values unchanged."""
-    if isinstance(left, dict) and isinstance(right, dict) and left.keys() == right.keys():
-        return next(((left[key], right[key]) for key in left if left[key] != right[key]), (None, None))
-    if isinstance(left, list) and isinstance(right, list) and len(left) == len(right):
-        return next(((a, b) for a, b in zip(left, right, strict=True) if a != b), (None, None))
-    return left, right
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 300 else f"{text[:300]} …"

@@ -5,6 +5,7 @@ Recorded outcomes are the third side where nothing can be installed: NeMo-RL's p
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -16,19 +17,33 @@ from equivalence.cases.difference import compare_rows
 from equivalence.cases.result import CheckResult, Finding
 from equivalence.checks.cuts.pairs import Side, compare_sides
 from equivalence.checks.rows.rows import build, covers
-from equivalence.recorded.outcomes import Packing, Partition, RecordedBatch, RecordedRow
+from equivalence.recorded.outcomes import (
+    CONVERSATION_MULTIPLE,
+    CONVERSATION_PAD,
+    Packing,
+    Partition,
+    RecordedBatch,
+    RecordedConversation,
+    RecordedRow,
+)
 from equivalence.subjects import load
 from equivalence.subjects.protocol import Refusal, Row, Subject
+from equivalence.subjects.reference import TransformersTokenizer
 from production.errors import PackproofError
+from production.online import chat as production_chat
 from production.online import packing as production_packing
+from production.online.padded_batch import build_rectangle
 from production.parallel import context_parallel as production_cut
 from production.parallel.multi_token import depth_tables
 from production.rows import batch as production_batches
 from production.rows.batch import FlatBatch
 from production.rows.builder import Row as ProductionRow
 from reference import batches as reference_batches
+from reference import chat as reference_chat
 from reference import context_parallel as reference_cut
+from reference import microbatches as reference_microbatches
 from reference import packing as reference_packing
+from reference.prompts import Prompt
 
 CHECK = "recorded"
 RECORDED = "recorded"
@@ -52,12 +67,14 @@ EXCEPTIONS = {
 _Bins = Sequence[Sequence[int]]
 
 
-def check_recorded(value: Packing | Partition | RecordedBatch | RecordedRow) -> CheckResult:
+def check_recorded(value: Packing | Partition | RecordedBatch | RecordedConversation | RecordedRow) -> CheckResult:
     """Check one outcome of any kind, as a saved case holds it; rows with both sides of this project."""
     if isinstance(value, RecordedRow):
         return check_recorded_row(value, [load("reference"), load("production")])
     if isinstance(value, Packing):
         return check_recorded_packing(value)
+    if isinstance(value, RecordedConversation):
+        return check_recorded_conversation(value)
     return check_recorded_partition(value) if isinstance(value, Partition) else check_recorded_batch(value)
 
 
@@ -97,6 +114,24 @@ def check_recorded_batch(recorded: RecordedBatch) -> CheckResult:
         RECORDED: _before_and_after(recorded.batch, recorded.padded),
         "reference": _collated_by_reference(recorded),
         "production": _collated_by_production(recorded),
+    }
+    return compare_sides(CHECK, sides)
+
+
+def check_recorded_conversation(recorded: RecordedConversation) -> CheckResult:
+    """Both sides make of a conversation the padded sequence, mask and weight that NeMo-RL made (R-ONLINE-1, 2, 8 and 10)."""
+    from equivalence.generators import tokenizers  # noqa: PLC0415 - the other checks here need none
+
+    tokenizer = copy.deepcopy(tokenizers.load("word"))
+    tokenizer.chat_template = recorded.template
+    if recorded.without_bos_token:
+        tokenizer.bos_token = None
+    sides: dict[str, Side] = {
+        RECORDED: "no token"
+        if not recorded.input_length
+        else _sequence(recorded.input_ids, recorded.token_mask, recorded.input_length, recorded.weight),
+        "reference": _tokenized_by_reference(recorded, tokenizer),
+        "production": _tokenized_by_production(recorded, tokenizer),
     }
     return compare_sides(CHECK, sides)
 
@@ -184,6 +219,57 @@ def _collated_by_production(recorded: RecordedBatch) -> Side:
     batch = production_batches.collate(rows)
     padded = production_batches.pad_validation(batch, size=recorded.data_parallel_size)
     return _before_and_after(vars(batch), vars(padded))
+
+
+def _tokenized_by_reference(recorded: RecordedConversation, tokenizer: Any) -> Side:
+    settings = reference_chat.ChatSettings(
+        bos_token=tokenizer.bos_token if recorded.add_bos else None,
+        eos_token=tokenizer.eos_token if recorded.add_eos else None,
+        add_generation_prompt=recorded.add_generation_prompt,
+        on_unjoined_pieces="allow",
+    )
+    adapted = TransformersTokenizer(tokenizer)
+    pieces = reference_chat.tokenize_messages(
+        list(recorded.messages), Prompt(format="default"), adapted, settings, recorded.tools
+    )
+    tokens, mask, weight = reference_chat.weighted(pieces, recorded.max_length)
+    if not tokens:
+        return "no token"
+    whole = reference_microbatches.rectangle([(tokens, mask)], CONVERSATION_MULTIPLE, CONVERSATION_PAD)
+    return _sequence(whole.input_ids[0].tolist(), whole.token_mask[0].tolist(), whole.input_lengths[0], weight)
+
+
+def _tokenized_by_production(recorded: RecordedConversation, tokenizer: Any) -> Side:
+    settings = production_chat.ChatSettings(
+        add_bos=recorded.add_bos,
+        add_eos=recorded.add_eos,
+        add_generation_prompt=recorded.add_generation_prompt,
+        on_unjoined_pieces="allow",
+        max_length=recorded.max_length,
+    )
+    line = production_chat.Chat(messages=list(recorded.messages), tools=recorded.tools)
+    (made,) = production_chat.ChatTokenizer(tokenizer=tokenizer, settings=settings).tokenize([line])
+    if not len(made.token_ids):
+        return "no token"
+    whole = build_rectangle(
+        [made], make_sequence_length_divisible_by=CONVERSATION_MULTIPLE, pad_token_id=CONVERSATION_PAD
+    )
+    return _sequence(
+        whole.input_ids[0].tolist(),
+        whole.token_mask[0].tolist(),
+        int(whole.input_lengths[0]),
+        float(whole.sample_mask[0]),
+    )
+
+
+def _sequence(ids: Sequence[int], mask: Sequence[float], length: int, weight: float) -> dict[str, torch.Tensor]:
+    """A padded sequence of the online path."""
+    return {
+        "input_ids": torch.tensor(ids),
+        "token_mask": torch.tensor(mask, dtype=torch.float32),
+        "input_length": torch.tensor(int(length)),
+        "sample_mask": torch.tensor(float(weight)),
+    }
 
 
 def _before_and_after(batch: Mapping[str, Any], padded: Mapping[str, Any]) -> dict[str, torch.Tensor]:

@@ -348,4 +348,8 @@ def _(d: Draft) -> None:
 def _(d: Draft) -> None:
     call = [{"id": "0", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
     key, value = d.one_of((("tool_calls", call), ("name", "w0"), ("reasoning_content", "w1"), ("tool_calls", None)))
-    d.message(d.one_of(("assistant", "user")))[key] = value
+    role = d.one_of(("assistant", "user"))
+    message = d.message(role)
+    message[key] = value
+    if d.prompt_format == "identity" and role == "user" and d.one_of((True, False)):
+        del message["content"]  # which renders as nothing there: two keys, one of which nothing reads

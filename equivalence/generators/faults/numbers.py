@@ -9,7 +9,7 @@ from typing import Any
 from equivalence.generators.drafts import Draft, exactly, override, roomy
 from equivalence.generators.faults.fault_class import DEFAULT, Faults, at_least, built, fault, lenient, looked_at
 from equivalence.generators.row_facts import NEMOTRON, Facts, render
-from equivalence.generators.tokenizers import SPANNING
+from equivalence.generators.tokenizers import AROUND, SPANNING
 from equivalence.subjects import Row
 
 FAULTS: Faults = {}
@@ -134,6 +134,22 @@ def _(d: Draft) -> None:
     d.tokenizer = "spanning"
     for each in d.conversations[:2]:
         each[0]["content"] = d.one_of(("w0", "w1 w0"))
+    d.pack = roomy
+
+
+@fault(
+    FAULTS,
+    "token_around_turns",
+    "contents",
+    "an added token matches from the end of a turn into the next one, around the special token that begins it",
+    hits=lambda f, r: looked_at(r) and f.case.tokenizer == "around" and any(AROUND in text for text in _rendered(f)),
+    not_in=dict.fromkeys(("identity", "default"), "no format's own token stands between two turns"),
+    weight=0.5,
+)
+def _(d: Draft) -> None:
+    lenient(d)
+    at_least(d, 1)
+    d.tokenizer = "around"
     d.pack = roomy
 
 
