@@ -14,13 +14,14 @@ from torch import distributed
 
 from production.errors import PackproofError
 from production.parallel.sizes import RankCoordinates
+from production.tokens.fingerprint import TokenizerFingerprint, differences_from_json
 from production.training.checkpoint.manager import Checkpoints, restore, restore_resharded
 from production.training.checkpoint.manifest import CheckpointRefused, Manifest, verify
 from production.training.checkpoint.weights import load_weights
 from production.training.config import Job
 from production.training.config.settings import uses_distributed_optimizer
 from production.training.data.batch_stream import BatchStream
-from production.training.data.fingerprint import BUCKETS, MISSING, check_resume, option
+from production.training.data.fingerprint import BUCKETS, MISSING, ResumeRefused, check_resume, option
 from production.training.engine import Engine
 
 _FREE = ("recompute", "overlap", "log_", "barrier", "timers")
@@ -122,14 +123,30 @@ def _packing(job: Job) -> dict[str, Any]:
 _OF_THE_WORLD = ("world_size", "data_parallel_size")
 
 
-def check_going_on(job: Job, saved: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+def check_going_on(job: Job, manifest: Manifest, now: Mapping[str, Any], tokenizer: TokenizerFingerprint) -> bool:
     """Compare this run with the one that a checkpoint was saved by; return True where it continues in another layout
     (`checkpointing.reshard`).
 
     Consumed samples alone decide the order of rows, and weights and optimizer are laid out anew. A rank's random
     draws are not, and bins of the online path and the order `megatron-cyclic-sharded` depend on the data-parallel
-    size. Raises ResumeRefused for keys that may not differ.
+    size. Raises ResumeRefused for keys that may not differ; of a tokenizer it says which probe text has other ids.
     """
+    saved: Mapping[str, Any] = manifest.fingerprint
+    told: list[str] = []
+    if manifest.tokenizer:
+        told = differences_from_json(manifest.tokenizer, tokenizer, name="the checkpoint")
+        if not told:  # the same tokenizer, though a library may write its definition otherwise now
+            saved = {**saved, "tokenizer": now.get("tokenizer")}
+    try:
+        return _check_going_on(job, saved, now)
+    except ResumeRefused as error:
+        if not told or "tokenizer" not in error.differing:
+            raise
+        what = f"{error.what}. {' '.join(told)}"
+        raise ResumeRefused(what=what, where=error.where, mend=error.mend, differing=error.differing) from None
+
+
+def _check_going_on(job: Job, saved: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
     if not job.checkpointing.reshard or not job.is_packed or job.data.order == "megatron-cyclic-sharded":
         check_resume(saved, now)
         return False

@@ -15,6 +15,7 @@ from rich.console import Console
 
 from production.errors import PackproofError
 from production.parallel.multi_token_feed import rolls_from_tables
+from production.tokens.fingerprint import fingerprint_tokenizer
 from production.training.admission import reasons_against
 from production.training.certificate import check_certificate
 from production.training.checkpoint.folders import HeldFolders, held_folders
@@ -114,7 +115,8 @@ class _Run:
             vocabulary = vocabulary_size(job, feed.tokenizer)
             self._identity = identity(job, feed, self._place, vocab_size=vocabulary, run_steps=self._total_steps())
             check_same(self._identity, self._place)
-            is_resharded = found is not None and check_going_on(job, found[1].fingerprint, self._identity)
+            self._tokenizer = fingerprint_tokenizer(feed.tokenizer)
+            is_resharded = found is not None and check_going_on(job, found[1], self._identity, self._tokenizer)
             self._shutdown = Shutdown(
                 asked=self._asked,
                 must_save_by=job.checkpointing.checkpoint_must_save_by,
@@ -331,6 +333,7 @@ class _Run:
             run=self._name,
             trained_tokens=self._trained_tokens,
             skipped_rows=len(self._feed.skipped),
+            tokenizer=self._tokenizer.to_json(),
             allowed=self._held.check,
         )
         self._progress.say(f"saved {path} ({time.perf_counter() - began:.1f} s)")

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from production.tokens.fingerprint import fingerprint_tokenizer
+from production.tokens.folder import load_folder
 from production.training.config import Data, SetupRefused, load, notes, packed_otherwise, refusals, validate
 from production.training.config import validation as validation_module
 
@@ -410,6 +412,21 @@ def test_r_setup_21_rows_that_were_packed_for_something_else_are_told(tmp_path):
             words is None
             or f"packed with another tokenizer than policy.tokenizer.name {TOKENIZER}: {words}" in found[0]
         )
+    fingerprint = fingerprint_tokenizer(load_folder(TOKENIZER)).to_json()
+    shifted = {**fingerprint, "probes": fingerprint["probes"] | {"newlines": [1, 2, 3]}}
+    for of_tokenizer, words in (
+        (
+            {"files": files | {"tokenizer.json": "0"}, "fingerprint": fingerprint},
+            None,
+        ),  # other files, the same tokenizer
+        ({"fingerprint": fingerprint}, None),
+        ({"fingerprint": shifted}, "The probe text 'newlines'"),
+        ({"fingerprint": {}}, "cannot be read"),
+    ):
+        manifest.write_text(json.dumps({"settings": settings, "output": {"bytes": 3}, "tokenizer": of_tokenizer}))
+        found = packed_otherwise(job)
+        assert len(found) == (words is not None), of_tokenizer.keys()
+        assert words is None or words in found[0]
     manifest.write_text("[" * 100_000)
     (told,) = packed_otherwise(job)
     assert "the manifest cannot be read" in told

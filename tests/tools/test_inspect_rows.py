@@ -15,6 +15,7 @@ from production.tokens.fingerprint import fingerprint_tokenizer
 from production.tokens.folder import load_folder
 from production.tokens.message_keys import MessageKeys
 from production.tokens.prompts import split_conversations
+from tools.inspect_rows import scan as module
 from tools.inspect_rows.__main__ import main
 from tools.inspect_rows.duplicates import RECORD, DuplicateFinder, hash_messages
 from tools.inspect_rows.fix import Fixer, changes_of
@@ -117,8 +118,13 @@ def _same(row, other):
     return not isinstance(other, RowRefused) and all(getattr(row, name).equal(getattr(other, name)) for name in names)
 
 
-def test_any_number_of_processes_finds_the_same(sample, tokenizer):
-    assert without_time(inspect(SAMPLE, tokenizer, processes=2)) == without_time(sample)
+def test_any_number_of_processes_and_runs_finds_the_same(sample, tokenizer, monkeypatch):
+    monkeypatch.setattr(module, "RUN_BYTES", 1 << 16)  # twenty runs, where the sample is one
+    told = []
+    found = inspect(SAMPLE, tokenizer, processes=2, progress=lambda done, total: told.append((done, total)))
+    assert without_time(found) == without_time(sample)
+    assert len(told) > 15
+    assert told[-1] == (241, 241)
 
 
 def test_each_fault_is_found_at_its_row_line_and_conversation(write, tokenizer):
@@ -381,5 +387,22 @@ def test_a_manifest_is_written_where_there_is_none_and_read_by_everybody(write, 
     assert manifest.tokenizer_fingerprint == json.loads(json.dumps(fingerprint_tokenizer(tokenizer).to_json()))
     assert manifest.output["rows"] == sum(manifest.fill["counts"]) == 1
     assert command(path) == 0
+    capsys.readouterr()
     assert command(path, "--write-manifest") == 2
     assert "has a manifest already" in capsys.readouterr().err
+
+
+def test_a_manifest_of_another_tokenizer_or_other_bytes_is_told(write, capsys):
+    path = write(CHAT)
+    assert command(path, "--pack-length", 64, "--write-manifest") == 0
+    assert "note: " not in capsys.readouterr().out
+    place = path.with_name(f"{path.name}.manifest.json")
+    manifest = json.loads(place.read_bytes())
+    manifest["tokenizer"]["fingerprint"]["probes"]["digits"][1] += 1
+    place.write_text(json.dumps(manifest))
+    path.write_bytes(path.read_bytes().replace(b"hello", b"jello"))
+    assert command(path) == 0
+    printed = capsys.readouterr().out
+    assert "was packed with another tokenizer" in printed
+    assert "The probe text 'digits'" in printed
+    assert "is not the file that its manifest describes" in printed

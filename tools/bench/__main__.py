@@ -10,6 +10,7 @@ import tyro
 
 from production.errors import PackproofError
 from tools.bench.attention import attention
+from tools.bench.files import inspect_files, inspect_memory, pack_chats, packers
 from tools.bench.loader import loader
 from tools.bench.multi_token import multi_token
 from tools.bench.rows import rows
@@ -28,6 +29,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         "loader": loader,
         "attention": attention,
         "suite": suite,
+        "inspect": inspect_files,
+        "inspect_memory": inspect_memory,
+        "pack": pack_chats,
+        "packers": packers,
     }
     try:
         tyro.extras.subcommand_cli_from_dict(commands, args=argv, prog="packproof-bench")

@@ -178,7 +178,8 @@ class Fixer:
     ) -> tuple[list[tuple[int, Sequence[Any]]], list[tuple[int, Sequence[Any]]], list[tuple[int, str, str]]]:
         """Return the conversations that a row holds whole, those for a further row, and those that are left out."""
         dropped: list[tuple[int, str, str]] = []
-        left, more = list(conversations), []
+        left = list(conversations)
+        more: list[tuple[int, Sequence[Any]]] = []
         while left:
             (built,) = self._builder.build_whole_group([[message for _, each in left for message in each]])
             if isinstance(built, RowRefused):
