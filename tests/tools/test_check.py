@@ -108,6 +108,12 @@ def test_a_row_that_trains_nothing_though_nothing_is_cut_is_a_loss_that_no_key_a
     assert "no token" in printed
 
 
+def test_a_row_that_trains_nothing_since_it_is_cut_is_a_loss_that_the_preset_allows(job, check):
+    status, printed, made = check(job([row("word " * 3000, "an answer behind the cut")]), "--only", "file")
+    assert (status, made["parts"]["file"]["status"]) == (0, "equal")
+    assert "1 conversation is cut" in printed
+
+
 def test_a_loss_is_refused_where_the_configuration_does_not_allow_it(job, check):
     strict = {"data.default.semantics": '"megatron-lm-0.19,lost_conversations=refuse"'}
     status, printed, _ = check(job(**strict), "--only", "file")

@@ -15,6 +15,7 @@ from production.tokens.fingerprint import fingerprint_tokenizer
 from production.tokens.folder import load_folder
 from production.tokens.message_keys import MessageKeys
 from production.tokens.prompts import split_conversations
+from tools.inspect_rows import scan as module
 from tools.inspect_rows.__main__ import main
 from tools.inspect_rows.duplicates import RECORD, DuplicateFinder, hash_messages
 from tools.inspect_rows.fix import Fixer, changes_of
@@ -117,8 +118,13 @@ def _same(row, other):
     return not isinstance(other, RowRefused) and all(getattr(row, name).equal(getattr(other, name)) for name in names)
 
 
-def test_any_number_of_processes_finds_the_same(sample, tokenizer):
-    assert without_time(inspect(SAMPLE, tokenizer, processes=2)) == without_time(sample)
+def test_any_number_of_processes_and_runs_finds_the_same(sample, tokenizer, monkeypatch):
+    monkeypatch.setattr(module, "RUN_BYTES", 1 << 16)  # twenty runs, where the sample is one
+    told = []
+    found = inspect(SAMPLE, tokenizer, processes=2, progress=lambda done, total: told.append((done, total)))
+    assert without_time(found) == without_time(sample)
+    assert len(told) > 15
+    assert told[-1] == (241, 241)
 
 
 def test_each_fault_is_found_at_its_row_line_and_conversation(write, tokenizer):

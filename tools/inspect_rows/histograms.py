@@ -42,6 +42,10 @@ BINS = (
 """The histograms of an inspection. The shares count conversation tokens of a row over the pack length, and trained over own tokens of a conversation."""
 
 
+_PARTS = 1 << 32
+"""Parts of one in which values are added up: shares to 2e-10, whole numbers exactly."""
+
+
 class HistogramCounter:
     """Counts values of one kind; may be pickled and added to another of the same kind."""
 
@@ -49,7 +53,7 @@ class HistogramCounter:
         self.bins = bins
         self.counts = np.zeros(len(bins.edges) - 1, dtype=np.int64)
         self.count = 0
-        self.total = 0.0
+        self._total = 0  # in whole parts, so that sums of parts are those of the whole to the bit
         self.least = float("inf")
         self.most = float("-inf")
 
@@ -60,7 +64,7 @@ class HistogramCounter:
         places = np.searchsorted(self.bins.edges, values, side="right") - 1
         np.add.at(self.counts, np.clip(places, 0, len(self.counts) - 1), 1)
         self.count += len(values)
-        self.total += float(values.sum())
+        self._total += int(np.rint(np.asarray(values, dtype=np.float64) * _PARTS).astype(np.int64).sum())
         self.least = min(self.least, float(values.min()))
         self.most = max(self.most, float(values.max()))
 
@@ -68,7 +72,7 @@ class HistogramCounter:
         """Add the counts of another part."""
         self.counts += other.counts
         self.count += other.count
-        self.total += other.total
+        self._total += other._total
         self.least = min(self.least, other.least)
         self.most = max(self.most, other.most)
 
@@ -80,7 +84,7 @@ class HistogramCounter:
             edges=self.bins.edges,
             counts=tuple(self.counts.tolist()),
             count=self.count,
-            total=self.total,
+            total=self._total / _PARTS,
             least=self.least if self.count else None,
             most=self.most if self.count else None,
         )
