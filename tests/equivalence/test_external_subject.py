@@ -369,6 +369,33 @@ def test_a_forked_worker_starts_its_own_adapter_and_leaves_its_parents_alone(sub
     wait_until_gone(pid)
 
 
+def test_an_adapter_that_never_reads_its_stdin_ends_with_packproof():
+    child = ChildProcess([sys.executable, "-c", "import time; print('up', flush=True); time.sleep(1000)"])
+    while not child._incoming:
+        child._pump(1.0)
+    guard = child._process.pid
+    (adapter,) = map(int, Path(f"/proc/{guard}/task/{guard}/children").read_text().split())
+    child._close_pipes()  # as if packproof were gone
+    child._process.wait()
+    wait_until_gone(adapter)
+
+
+def test_a_forked_process_that_lives_on_holds_no_pipe_of_its_parents_adapter(subject):
+    found = subject("counts")
+    pid = int(rows_of(found, counts=(1,))[0].input_ids[0])
+    idle = os.fork()
+    if idle == 0:
+        time.sleep(1000)
+        os._exit(0)
+    try:
+        found._child._close_pipes()
+        found._child._process.wait()
+        wait_until_gone(pid, seconds=4)
+    finally:
+        os.kill(idle, signal.SIGKILL)
+        os.waitpid(idle, 0)
+
+
 def test_the_guard_gives_an_adapter_time_to_end_by_itself(tmp_path):
     """Closing stdin is no kill: what an adapter does at its end, such as writing a file, is done."""
     script = "import pathlib, sys, time; sys.stdin.read(); time.sleep(0.2); pathlib.Path('done').touch()"
