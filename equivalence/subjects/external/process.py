@@ -101,11 +101,12 @@ class ChildProcess:
         if at_once:
             self._process.send_signal(signal.SIGTERM)
         self._close_pipes()
-        try:
-            self._process.wait(_END_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        for end in (self._process.terminate, self._process.kill):
+            try:
+                self._process.wait(_END_SECONDS)
+            except subprocess.TimeoutExpired:
+                end()  # SIGTERM first: the guard then kills what it guards
+        self._process.wait()
 
     def abandon(self) -> None:
         """Close the pipes of a subject that another process started: for a forked process, which must not hold them."""
