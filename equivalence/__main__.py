@@ -80,7 +80,7 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True)
 class Promote:
-    """Make a saved counterexample permanent: it moves into equivalence/corpus/saved and becomes a test."""
+    """Make a saved counterexample permanent: the case moves into equivalence/cases/saved and becomes a test."""
 
     file: Annotated[Path, tyro.conf.Positional]
     """The case, such as build/equivalence/corpus/….json."""

@@ -1,4 +1,4 @@
-"""Errors of the suite itself, all of one base: each says what, where and how to mend it."""
+"""Errors of the suite itself, all of one base: each says what, where and how to fix it."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class PackproofError(ValueError, metaclass=_Kind):
     """Way to fix it."""
 
     def __init__(self, *, what: str, where: str, mend: str) -> None:
-        super().__init__(f"{where}: {what}. To mend it: {mend}")
+        super().__init__(f"{where}: {what}. To fix it: {mend}")
         self.what = what
         self.where = where
         self.mend = mend

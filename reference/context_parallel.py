@@ -23,7 +23,7 @@ def owned_positions(
     if layout not in LAYOUTS:
         raise ValueError(f"no layout is called {layout!r}; choose one of {', '.join(LAYOUTS)}")
     if not 0 <= rank < context_parallel_size:
-        raise ValueError(f"rank {rank} is none of {context_parallel_size} context-parallel ranks")
+        raise ValueError(f"rank must be 0 to {context_parallel_size - 1}, got {rank}")
     if layout == "contiguous":
         return contiguous_positions(cu_seqlens, rank, context_parallel_size)
     positions: list[int] = []

@@ -146,7 +146,7 @@ def padding(
     if tensor_parallel_size > 1 and sequence_parallel:
         factor *= tensor_parallel_size
     if multiple % factor != 0:
-        raise PaddingError(f"sequences are padded to {multiple}, which {factor} does not divide; give a multiple of it")
+        raise PaddingError(f"the length of a padded sequence must be a multiple of {factor}, got {multiple}")
     kernel = {"unquantized": 1, "fp8_blockwise": 128, "fp8_mxfp8": 32, "fp8_other": 16}[precision]
     if hybrid_expert_parallel:
         kernel = max(kernel, 128)
@@ -200,7 +200,7 @@ def process_microbatch(
     if isinstance(batch, Batch):  # it has `packed_cu_seqlens`
         return direct(batch, rank, context_parallel_size, depths, layout)
     if how is None:
-        raise PaddingError("the online path has no padding; give one")
+        raise PaddingError("the online path needs a padding; give one")
     row = squeeze(batch, how)
 
     def share(tensor: torch.Tensor) -> torch.Tensor:

@@ -62,7 +62,7 @@ class Model:
         # One token reads every weight, also those of all experts.
         model.logits(torch.zeros(1, dtype=torch.int64), [0, 1])
         if unused := sorted(set(model.weights) - model.weights.read):
-            raise ValueError(f"the model has no place for {', '.join(unused)}; mend the shape, or leave them out")
+            raise ValueError(f"the model does not use {', '.join(unused)}; correct the shape, or remove these tensors")
         return model
 
     def logits(self, input_ids: Tensor, cu_seqlens: Sequence[int]) -> list[Tensor]:

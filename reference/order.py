@@ -48,7 +48,9 @@ def one_source(
 ) -> Iterator[Sample]:
     """Sample after sample, epoch after epoch. R-ORDER-1, R-ORDER-3, R-ORDER-4."""
     if last_batch != "wrap" and rows < global_batch_size:
-        raise OrderError(f"{rows} rows are no global batch of {global_batch_size}; wrap, or make it smaller")
+        raise OrderError(
+            f"a source needs at least {global_batch_size} rows, one global batch, got {rows}; wrap, or lower global_batch_size"
+        )
     given = 0
     for epoch in itertools.count():
         is_over = max_epochs is not None and epoch >= max_epochs
@@ -97,7 +99,9 @@ def blend(rows: Sequence[int], weights: Sequence[float], *, kind: str, seed: int
 def global_batches(samples: Iterator[Sample], global_batch_size: int, consumed_samples: int) -> Iterator[list[Sample]]:
     """Yield the global batches that come after `consumed` samples. R-ORDER-2."""
     if consumed_samples % global_batch_size:
-        raise OrderError(f"{consumed_samples} samples are no number of global batches of {global_batch_size}")
+        raise OrderError(
+            f"consumed_samples must be a multiple of {global_batch_size}, the global batch size, got {consumed_samples}"
+        )
     rest = itertools.islice(samples, consumed_samples, None)
     while batch := list(itertools.islice(rest, global_batch_size)):
         yield batch

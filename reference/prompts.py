@@ -99,7 +99,7 @@ def split_conversations(messages: Sequence[Message]) -> list[list[Message]]:
 def check_message(message: object, number: int) -> None:
     """Refuse a value that is not a message. R-SPLIT-2."""
     if not isinstance(message, Mapping) or "role" not in message:
-        raise RowRefused("bad_message", f"message {number} of the row is no mapping with a role; give it one")
+        raise RowRefused("bad_message", f"message {number} of the row must be a mapping with a role")
 
 
 def check_row_ends(messages: Sequence[Message], semantics: Semantics) -> None:
@@ -194,7 +194,7 @@ def encode(text: str, tokenizer: Tokenizer) -> list[int]:
     try:
         return tokenizer.encode(text)
     except TypeError as error:
-        raise RowRefused("bad_text", "the text cannot be encoded (a lone surrogate?); mend the content") from error
+        raise RowRefused("bad_text", "the text cannot be encoded (a lone surrogate?); correct the content") from error
 
 
 def tokenize_conversation(
@@ -217,7 +217,11 @@ def tokenize_conversation(
             for position in range(idx, min(end, len(tokens))):
                 targets[position] = IGNORE_INDEX
             if not matches(tokens[idx : idx + len(turn_tokens)], turn_tokens, semantics):
-                raise RowRefused("turn_mismatch", "the turn encodes otherwise alone than in its place", turn=number)
+                raise RowRefused(
+                    "turn_mismatch",
+                    "the turn has other tokens encoded alone than in its place; choose a format whose turns do not merge",
+                    turn=number,
+                )
             turns.append(Turn(role=message["role"], start=idx, end=idx + len(turn_tokens)))
             idx += len(turn_tokens)
     if masked and idx != len(tokens):
@@ -235,12 +239,16 @@ def check_turn(conversation: Conversation, number: int, semantics: Semantics) ->
         raise RowRefused("bad_message", "the role is not text", turn=number)
     role = conversation[number]["role"]
     if exact and role not in ROLES:
-        raise RowRefused("unknown_role", f"role {role!r} is not exactly one of {', '.join(ROLES)}", turn=number)
+        raise RowRefused("unknown_role", f"role must be exactly one of {', '.join(ROLES)}, got {role!r}", turn=number)
 
     if role.lower() == "assistant":
         content = conversation[number].get("content")
         if not isinstance(content, Sized):
-            raise RowRefused("bad_content", "an assistant turn's content is missing or no text", turn=number)
+            raise RowRefused(
+                "bad_content",
+                "an assistant turn's content must be text, and is missing or of another type",
+                turn=number,
+            )
         if len(content) == 0:
             raise RowRefused("empty_assistant", "an assistant turn is empty; remove the conversation", turn=number)
 
@@ -255,7 +263,7 @@ def check_turn(conversation: Conversation, number: int, semantics: Semantics) ->
             )
 
     if role.lower() not in ROLES:
-        raise RowRefused("unknown_role", f"role {role!r} is none of {', '.join(ROLES)}", turn=number)
+        raise RowRefused("unknown_role", f"role must be one of {', '.join(ROLES)}, got {role!r}", turn=number)
 
 
 def masked_length(message: Message, length: int, number: int, prompt: Prompt, semantics: Semantics) -> int:

@@ -90,7 +90,7 @@ def build_row(messages: Sequence[Message], tokenizer: Tokenizer, settings: RowSe
     """
     prompt, semantics, pack_length = settings.prompt, settings.semantics, settings.pack_length
     if prompt.format == "default" and semantics.default_format == "refuse":
-        raise RowRefused("unsupported_format", "this path has no format `default`; choose another")
+        raise RowRefused("unsupported_format", "this path does not support the format `default`; choose another")
     prompts.check_pad_token(tokenizer, prompt, semantics)
     if not messages:
         raise RowRefused("empty_row", "the row has no message; remove it")

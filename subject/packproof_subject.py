@@ -193,7 +193,7 @@ def encode(fields: Mapping[str, Any], prefix: str = "") -> tuple[Header, list[by
     arrays: list[Header] = []
     buffers: list[bytes] = []
     for key, value in fields.items():
-        if value is None or isinstance(value, (bool, int, float, str, Mapping)) or key == "sources":
+        if value is None or isinstance(value, (bool, int, float, str, Mapping)) or _is_nested(str(key), value):
             values[prefix + str(key)] = _plain(value)
             continue
         dtype, shape, data, is_list = _as_bytes(str(key), value)
@@ -299,6 +299,11 @@ def _told(error: Exception, refusals: Mapping[str, str]) -> Header:
     own = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
     where = f"{own[-1].filename}:{own[-1].lineno} in {own[-1].name}" if own else ""
     return {"type": "error", "error": text, "where": where}
+
+
+def _is_nested(key: str, value: Any) -> bool:
+    """Return whether a field holds more than numbers: the sources of a pack, or the dicts of its shards and depths."""
+    return key == "sources" or (isinstance(value, (list, tuple)) and len(value) > 0 and isinstance(value[0], Mapping))
 
 
 def _plain(value: Any) -> Any:

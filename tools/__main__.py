@@ -40,6 +40,11 @@ COMMANDS = {
         module="tools.inspect_rows.__main__",
         when="look at every row of a packed file: what a run refuses, loses or trains otherwise; --fix repairs",
     ),
+    "conformance": Command(
+        module="tools.conformance", when="which level does a packing function reach, in whatever environment it runs?"
+    ),
+    "vectors": Command(module="packproof.commands.vectors", when="write test vectors for a CI that keeps no process"),
+    "judge": Command(module="packproof.commands.judge", when="judge answers to the test vectors"),
     "pack": Command(module="tools.pack_rows.cli", when="pack chat files into rows of Megatron-LM's format"),
     "train": Command(
         module="production.training.__main__",

@@ -56,7 +56,9 @@ class DataCase:
         except CaseError:
             raise
         except (KeyError, TypeError, ValueError, AttributeError, ImportError, RecursionError) as error:
-            raise CaseError(f"{where} is no case of a check on data: {error!r}; save the case again") from error
+            raise CaseError(
+                f"{where} cannot be read as a case of a check on data: {error!r}; save the case again"
+            ) from error
         if schema != SCHEMA:
             raise CaseError(f"{where} has schema {schema!r}, this packproof reads {SCHEMA}; save it again")
         return case
@@ -120,7 +122,7 @@ def _class_of(name: str) -> Any:
     module, _, attribute = name.partition(":")
     found = getattr(importlib.import_module(module), attribute) if module.startswith(_HOMES) else None
     if not (isinstance(found, type) and dataclasses.is_dataclass(found)):
-        raise CaseError(f"{name} is no dataclass of the suite, so a case cannot hold one; save the case again")
+        raise CaseError(f"a case holds dataclasses of the suite only, got {name}; save the case again")
     return cast("Any", found)
 
 

@@ -71,7 +71,7 @@ class RowCase:
         try:
             read = json.loads(text)
         except (ValueError, RecursionError) as error:
-            raise CaseError(f"{where} is no JSON: {error}; save the case again") from error
+            raise CaseError(f"{where} is not valid JSON: {error}; save the case again") from error
         if not isinstance(read, dict) or read.get("schema") != SCHEMA:
             found = read.get("schema") if isinstance(read, dict) else type(read).__name__
             raise CaseError(f"{where} has schema {found!r}, this packproof reads {SCHEMA}; save the case again")
@@ -93,7 +93,9 @@ class RowCase:
                 expected=read.get("expected"),
             )
         except (KeyError, TypeError, ValueError) as error:
-            raise CaseError(f"{where} is no case: {error!r}; it needs messages, settings and tokenizer") from error
+            raise CaseError(
+                f"{where} cannot be read as a case: {error!r}; a case needs messages, settings and tokenizer"
+            ) from error
 
     def with_(self, **changes: Any) -> RowCase:
         """Return the same case with some fields changed."""

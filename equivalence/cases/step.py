@@ -23,9 +23,16 @@ CHECKS = ("models", "leaks", "paths")
 TRAINED = ("anywhere", "first", "last", "share r/n")
 """Places of a row's trained targets: anywhere; at the first, or last, position of each segment; in the share of rank r of n that R-CP-1 cuts."""
 
+
+def squared_relu(values: torch.Tensor) -> torch.Tensor:
+    """Return the square of the positive part, as megatron-core's function of this name, which takes seconds to import."""
+    return torch.nn.functional.relu(values).square()
+
+
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu": torch.nn.functional.gelu,
     "silu": torch.nn.functional.silu,
+    "squared_relu": squared_relu,
 }
 
 
@@ -226,9 +233,9 @@ class ModelCase:
         try:
             read = json.loads(text)
         except (ValueError, RecursionError) as error:
-            raise CaseError(f"{where} is no JSON: {error}; save the case again") from error
+            raise CaseError(f"{where} is not valid JSON: {error}; save the case again") from error
         if not isinstance(read, dict) or read.pop("schema", None) != SCHEMA:
-            raise CaseError(f"{where} is no case of a model of schema {SCHEMA}; save the case again")
+            raise CaseError(f"{where} must be a case of a model of schema {SCHEMA}; save the case again")
         try:
             if "shape" in read:
                 read["shape"] = ModelShape(**read["shape"])
@@ -242,7 +249,9 @@ class ModelCase:
                     read[name] = tuple(read[name])
             case = cls(**read)
         except (KeyError, TypeError, ValueError) as error:
-            raise CaseError(f"{where} is no case of a model: {error!r}; it needs rows and masked") from error
+            raise CaseError(
+                f"{where} cannot be read as a case of a model: {error!r}; a case needs rows and masked"
+            ) from error
         if case.check not in CHECKS:
             raise CaseError(f"{where} is for the check {case.check!r}; choose one of {', '.join(CHECKS)}")
         return case

@@ -117,11 +117,13 @@ def parse(text: str, *, where: str = "the case") -> Case:
     try:
         read = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise CaseError(f"{where} is no JSON: {error}; save the case again") from error
+        raise CaseError(f"{where} is not valid JSON: {error}; save the case again") from error
     kind = next((kind for kind in KINDS if isinstance(read, dict) and kind.key in read), None)
     if kind is None:
         keys = ", ".join(f"{kind.key} ({kind.name})" for kind in KINDS)
-        raise CaseError(f"{where} is no case: it has none of the keys {keys}; give a case that a run saved")
+        raise CaseError(
+            f"{where} must be a saved case: a JSON object with one of the keys {keys}; give a case that a run saved"
+        )
     return cast("Case", _named(kind.type).from_json(text, where=where))
 
 
@@ -168,7 +170,7 @@ def promote(path: Path, name: str) -> Path:
     """
     case = read(path)
     if not re.fullmatch(r"[a-z0-9][a-z0-9_-]*", name):
-        raise CaseError(f"{name!r} is no name for a case: use small letters, digits, - and _")
+        raise CaseError(f"the name of a case must have only small letters, digits, - and _, got {name!r}")
     target = SAVED / kind_of(case).folder / f"{name}.json"
     if target.exists():
         raise CaseError(f"{target} exists already: choose another name")

@@ -18,6 +18,7 @@ from equivalence.generators import tokenizers
 from equivalence.subjects.reference import adapt
 from equivalence.trainers.whole_run import (
     BALANCE,
+    BIN_TOKENS,
     DEPTHS,
     LAYERS,
     MULTIPLE,
@@ -159,7 +160,7 @@ def _online(case: RunCase, messages: Sequence[list[dict[str, str]]], weights: Se
     whole = microbatches.rectangle([(tokens, mask) for tokens, mask, _ in found], MULTIPLE, made.pad_token_id)
     counted = [weight * own for weight, (_, _, own) in zip(weights, found, strict=True)]
     whole = dataclasses.replace(whole, sample_mask=torch.tensor(counted))
-    bins = microbatches.bins(whole.input_lengths, MULTIPLE, PACK_LENGTH, PACKER, case.data_size)
+    bins = microbatches.bins(whole.input_lengths, MULTIPLE, BIN_TOKENS, PACKER, case.data_size)
     lengths = [microbatches.round_up(length, MULTIPLE) for length in whole.input_lengths]
     how = microbatches.padding(
         multiple=MULTIPLE,

@@ -42,9 +42,14 @@ _MARKED = {
     b'{"messages": [{"role": "u", "content": "b^\x00"}]}\n': "nul_byte",
     b'^\xef\xbb\xbf{"messages": [{"role": "u", "content": "b"}]}\n': "bom",
     b'{"messages": [{"role": "u", "content": "b"}]} ^x\n': "invalid_json",
+    b'{"messages": [{"role": "u", "content": "b"}]}^\x0b\n': "invalid_json",
+    b'{"messages": [{"role": "u", "content": "b"}]} ^\x0c\n': "invalid_json",
     b'{"messages": [{"role": "u", "content": "b"}], "x": ^NaN}\n': "invalid_json",
     b'{"messages": [{"role": "u", "content": "b", ^"role": "v"}]}\n': "duplicate_key",
     rb'{"messages": [{"role": "u", "content": "b^\ud800"}]}' + b"\n": "lone_surrogate",
+    # A row of a chat file, whose messages may call tools in place of a content (R-FILE-14); no packed row.
+    b'{"messages": [{"role": "u", "content": ^null, "tool_calls": [{"x": 1}]}]}\n': "content_null",
+    b'{"messages": [^{"role": "u", "tool_calls": [{"x": 1}]}]}\n': "missing_content",
 }
 BAD = tuple((line.replace(b"^", b""), kind, line.index(b"^")) for line, kind in _MARKED.items())
 """Lines that hold no row: the bytes, SPEC's kind of fault, and the byte of the fault."""
@@ -53,7 +58,17 @@ BAD_AT = {line.removesuffix(b"\n"): at for line, _, at in BAD}
 
 Packing = Literal["", ".gz", ".zst"]
 ACTS = (
-    *("reopen", "pickle", "copy", "reverse", "rewrite", "rewrite in the same tick", "verify", "other key"),
+    *(
+        "reopen",
+        "pickle",
+        "copy",
+        "reverse",
+        "rewrite",
+        "rewrite in the same tick",
+        "verify",
+        "other key",
+        "as a chat file",
+    ),
     *("damage the cache", "cut the packed file"),
 )
 """Change of the files after they were read once."""

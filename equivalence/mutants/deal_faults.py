@@ -111,7 +111,7 @@ DEAL_MUTANTS = (
     ),
     LayoutMutant(
         name="bin_count_not_raised",
-        story="the number of bins is no multiple of dp",
+        story="the number of bins is not a multiple of dp",
         target="production.online.packing:raise_bin_count",
         wrong=_bins_as_they_are,
         first="packing",

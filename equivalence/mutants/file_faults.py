@@ -253,7 +253,7 @@ def _mutant(name: str, story: str, target: str, wrong: Callable[[Any], Any]) -> 
 
 
 FILE_MUTANTS = (
-    _mutant("last_line_unindexed", "a last line without a newline is no row", "production.files.index:_LineWriter.finish", _flushed_only),
+    _mutant("last_line_unindexed", "a last line without a newline is not a row", "production.files.index:_LineWriter.finish", _flushed_only),
     _mutant("newline_first_in_a_block", "a newline that is a block's first byte ends nothing", "production.files.index:_LineWriter._find_each", _from_the_second_byte),
     _mutant("newline_last_in_a_block", "a newline that is a block's last byte ends nothing", "production.files.index:_LineWriter._find_each", _last_byte_unseen),
     _mutant("dense_newline_last_in_a_block", "the same where lines are short", "production.files.index:_LineWriter._find_by_mask", _last_byte_unseen),

@@ -226,5 +226,5 @@ def _read(name: str) -> list[dict[str, Any]]:
     found = hashlib.sha256(packed).hexdigest()
     if found != SHA256[name]:
         what = f"its sha256 is {found[:12]}… where {SHA256[name][:12]}… was recorded"
-        raise InputError(f"the recorded outcomes {path} are damaged or another file: {what}; {mend}")
+        raise InputError(f"the recorded outcomes {path} are damaged or replaced: {what}; {mend}")
     return [json.loads(line) for line in gzip.decompress(packed).splitlines()]

@@ -153,7 +153,7 @@ class Tally:
 def differing(
     result: CheckResult, *, prompt_format: str, where: str, case: str | None = None, command: str = ""
 ) -> list[Differing]:
-    """The findings of a check in the report's terms."""
+    """Return the findings of a check in the report's terms."""
     return [
         Differing(
             check=result.check,
@@ -172,12 +172,12 @@ def differing(
 
 
 def first_difference(finding: Finding) -> Difference:
-    """The first position that differs, of the first tensor that does."""
+    """Return the first position that differs, of the first tensor that does."""
     return finding.differences[0]
 
 
 def described(difference: Difference, check: str) -> dict[str, Any]:
-    """A difference of a check as JSON."""
+    """Return a difference of a check as JSON."""
     return {
         "tensor": difference.tensor,
         "position": list(difference.position) if isinstance(difference.position, Sequence) else difference.position,

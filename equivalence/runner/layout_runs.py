@@ -86,7 +86,7 @@ def preload_models() -> None:
 
 
 def plain_layout(sizes: ParallelSizes) -> tuple[str, Any]:
-    """Production as it is."""
+    """Return production without a fault."""
     return "equivalence.trainers.production_step:layout", sizes
 
 
@@ -122,7 +122,7 @@ def run_layout(cases: Sequence[ModelCase], *, entered: Entered = plain_layout) -
 
 
 def check_case(case: ModelCase, *, entered: Entered = plain_layout) -> list[CheckResult]:
-    """All checks of one case, in worlds of its own."""
+    """Run all checks of one case, in worlds of its own."""
     (ran,) = run_layout([case], entered=entered)
     return ran.results
 
@@ -227,7 +227,7 @@ def _ask_or_fail(case: ModelCase, run: Run, alone: list[RankOutcome] | None) -> 
 
 
 def _ask(case: ModelCase, run: Run, alone: list[RankOutcome] | None) -> Judge:
-    """All steps of a case on the ranks; `alone` is what one rank gave."""
+    """Run all steps of a case on the ranks; `alone` is what one rank gave."""
     if case.check != "models":  # these ask and judge in turn
         result = {"leaks": check_leaks, "paths": check_paths}[case.check](case, run)
         return lambda: [result]
@@ -251,7 +251,7 @@ def _ask(case: ModelCase, run: Run, alone: list[RankOutcome] | None) -> Judge:
 
 
 def _reordered(case: ModelCase, order: Sequence[int]) -> GivenRows:
-    """The case with row `order[i]` of the global batch at i."""
+    """Return the case with row `order[i]` of the global batch at i."""
     rows = [row for rank in range(case.data_size) for row in case.rows_of_rank(rank)]
     # Rank by rank, as they were dealt: row i stands at its rank's i // dp.
     per_rank = len(case.rows) // case.data_size
@@ -269,12 +269,12 @@ def _judged(case: ModelCase, judge: Judge | Failure) -> list[CheckResult]:
 
 
 def _no_model(case: ModelCase, error: Exception) -> CheckResult:
-    """Parts of gradients that are no whole model, or not the reference's."""
+    """Return parts of gradients that are no whole model, or not the reference's."""
     return _finding(case, "what all ranks give", "one model's gradients", str(error))
 
 
 def failed_case(case: ModelCase, failure: Failure) -> CheckResult:
-    """A rank that gave no result, as a finding with its stack."""
+    """Return a rank that gave no result, as a finding with its stack."""
     kind = failure.first.exception or failure.first.state
     return _finding(case, f"rank {failure.first.rank} of {case.layout}", f"a result, not {kind}", str(failure))
 

@@ -104,7 +104,7 @@ def execute(options: Options, progress: Progress) -> Outcome:
             outcome.tally.errors.append(str(died))
     known.end()
     for name in options.subjects:
-        jobs.release(name)
+        jobs.forget(name)
     outcome.seconds = time.perf_counter() - started
     if not outcome.tally.rows and not outcome.interrupted and not outcome.tally.errors:
         index, count = options.shard
@@ -186,7 +186,7 @@ def _planned(outcome: Outcome, size: Size) -> Iterator[Job]:
 
 
 def _of_production(outcome: Outcome, size: Size, steps: list[Job], *, layouts: bool = True) -> Iterator[Job]:
-    """Saved steps and runs, runs of twenty steps, training steps, and with `layouts` checks of data first."""
+    """Yield saved steps and runs, runs of twenty steps, training steps, and with `layouts` checks of data first."""
     options = outcome.options
     if not options.holds_production:
         return
@@ -200,12 +200,12 @@ def _of_production(outcome: Outcome, size: Size, steps: list[Job], *, layouts: b
 
 
 def _recorded(options: Options) -> Iterator[Job]:
-    """Recorded outcomes: all that hold production, or those of rows alone, which any subject builds."""
+    """Return recorded outcomes: all that hold production, or those of rows alone, which any subject builds."""
     return (job for job in recorded_jobs(options.subjects) if options.holds_production or job.aim in PRESETS)
 
 
 def _saved_cases(outcome: Outcome, kinds: list[str]) -> list[Path]:
-    """Fresh cases, then shipped ones, of these kinds; rows of settings that the run does not take are left out and counted."""
+    """Return fresh cases, then shipped ones, of these kinds; rows of settings that the run does not take are left out and counted."""
     taken, found, left_out = outcome.options.restriction, [], 0
     for path, case in store.replay(outcome.options.out / "corpus", kinds=kinds):
         if isinstance(case, RowCase) and not taken.takes(case.settings):
@@ -218,7 +218,7 @@ def _saved_cases(outcome: Outcome, kinds: list[str]) -> list[Path]:
 
 
 def _other_rows(outcome: Outcome, size: Size) -> Iterator[Job]:
-    """Rows of the sample in other settings, and file readers."""
+    """Yield rows of the sample in other settings, and file readers."""
     options = outcome.options
     if outcome.own is not None:
         yield from sample_jobs(outcome.own, options.tokenizer, size, options.subjects, restriction=options.restriction)
@@ -227,13 +227,13 @@ def _other_rows(outcome: Outcome, size: Size) -> Iterator[Job]:
 
 
 def _parted(generated: Iterator[Job]) -> tuple[list[Job], list[Job]]:
-    """Rows aimed at fault classes, and all others."""
+    """Return rows aimed at fault classes, and all others."""
     listed = list(generated)
     return [job for job in listed if job.aim], [job for job in listed if not job.aim]
 
 
 def _by_ranks(steps: list[Job]) -> tuple[list[Job], list[Job], list[Job]]:
-    """Training steps of one rank, of the most ranks, and between."""
+    """Return training steps of one rank, of the most ranks, and between."""
     ranks = {id(job): job.layout.world_size if job.layout else 1 for job in steps}
     one_rank = [job for job in steps if ranks[id(job)] == 1]
     largest = [job for job in steps if ranks[id(job)] == MOST_WORKERS]
@@ -256,7 +256,8 @@ def _preload(options: Options) -> None:
         warnings.simplefilter("ignore")  # of megatron-core, that CUDA and optional kernels are absent
         if options.holds_production:
             importlib.import_module("equivalence.runner.layout_jobs")
-        importlib.import_module("equivalence.runner.recorded_jobs")
+        if not options.restriction.is_any:  # recorded outcomes have settings of their own; megatron-core takes seconds
+            importlib.import_module("equivalence.runner.recorded_jobs")
         if options.models:
             importlib.import_module("equivalence.runner.step_jobs").preload_models()
             importlib.import_module("equivalence.runner.run_jobs").preload_training()
@@ -265,7 +266,7 @@ def _preload(options: Options) -> None:
 
 
 def sample_notes(sample: Path | None, tokenizer: str) -> list[str]:
-    """Prompt formats that do not fit the sample's tokenizer: rows of them are compared all the same, and nothing else says so."""
+    """Return prompt formats that do not fit the sample's tokenizer: rows of them are compared all the same, and nothing else says so."""
     if sample is None:
         return []
     loaded = tokenizers.load(tokenizer)

@@ -89,12 +89,12 @@ def count_rows(path: Path) -> int:
         count = sum(1 for _ in file)
     if not count:
         raise InputError(f"{path} is empty; give a packed JSONL file with --sample, or --sample none")
-    next(first_rows(str(path), 1, "messages", skip=True), None)  # BadInput for what is no JSON lines
+    next(first_rows(str(path), 1, "messages", skip=True), None)  # BadInput for what is not JSON lines
     return count
 
 
 def _taken(said: Any, allowed: tuple[Any, ...]) -> Any:
-    """The first allowed value where what the manifest says is none of them; None leaves it to the manifest and the default."""
+    """Return the first allowed value where what the manifest says is none of them; None leaves it to the manifest and the default."""
     return None if not allowed or said in allowed else allowed[0]
 
 

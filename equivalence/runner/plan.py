@@ -147,7 +147,7 @@ MODEL_COST = {1: 30.0, 2: 70.0, 4: 140.0, 8: 250.0}
 
 
 def cost(job: Job) -> float:
-    """A job's work in rows' worth."""
+    """Return a job's work in rows' worth."""
     if job.layout is not None:
         return MODEL_COST[job.layout.world_size] * job.examples
     check = CHECKS.get(KINDS.get(job.kind, job.kind))
@@ -155,7 +155,7 @@ def cost(job: Job) -> float:
 
 
 def shard_of(text: str) -> tuple[int, int]:
-    """`i/n` as numbers, i from 1. InputError says what is wrong."""
+    """Return `i/n` as numbers, i from 1. InputError says what is wrong."""
     index, _, count = text.partition("/")
     if not (index.isdigit() and count.isdigit() and 1 <= int(index) <= int(count)):
         raise InputError(f"--shard {text}: give i/n with i from 1 to n, such as 1/4")
@@ -163,7 +163,7 @@ def shard_of(text: str) -> tuple[int, int]:
 
 
 def corpus_jobs(paths: Sequence[Path], subjects: tuple[str, ...]) -> list[Job]:
-    """Saved cases of any kind, some to a job."""
+    """Return saved cases of any kind, some to a job."""
     return [Job(kind="corpus", subjects=subjects, paths=tuple(map(str, some))) for some in itertools.batched(paths, 5)]
 
 
@@ -171,7 +171,7 @@ WHOLE_TOKENIZER = "nemotron-like"
 
 
 def own_jobs(own: OwnSettings, tokenizer: str, subjects: tuple[str, ...]) -> Iterator[Job]:
-    """Every row of a packed file in its own settings, some to a job."""
+    """Yield every row of a packed file in its own settings, some to a job."""
     settings = own.settings
     for some in itertools.batched(range(own.rows), OWN_ROWS):
         yield _sample_job(own, settings, some[0], 1, len(some), tokenizer, subjects, is_own=True)
@@ -184,7 +184,7 @@ OWN_ROWS = 31
 def sample_jobs(
     own: OwnSettings, tokenizer: str, size: Size, subjects: tuple[str, ...], *, restriction: Restriction = EVERYTHING
 ) -> Iterator[Job]:
-    """Some rows of the packed sample in each other format, cp and preset that the restriction takes."""
+    """Yield some rows of the packed sample in each other format, cp and preset that the restriction takes."""
     presets = [*MEGATRON_PRESETS, *(preset for preset in PRESET_NAMES if preset not in MEGATRON_PRESETS)]
     presets += [name for name in restriction.semantics if name not in presets]
     sizes = [*CONTEXT_PARALLEL_SIZES, *restriction.context_parallel_sizes]
@@ -247,7 +247,7 @@ def generated_jobs(
     rows: int | None = None,
     restriction: Restriction = EVERYTHING,
 ) -> Iterator[Job]:
-    """Generated rows, batches and divergences of the formats taken, round by round; with `rows` as many rounds as they need.
+    """Yield generated rows, batches and divergences of the formats taken, round by round; with `rows` as many rounds as they need.
 
     Rows that walk between presets are left out where semantics are restricted.
     """
@@ -311,7 +311,7 @@ RECORDED_AT_ONCE = 700
 
 
 def recorded_jobs(subjects: tuple[str, ...]) -> Iterator[Job]:
-    """Every recorded outcome, in every size: some to a job."""
+    """Yield every recorded outcome, in every size: some to a job."""
     for name, count in RECORDED.items():
         for first in range(0, count, RECORDED_AT_ONCE):
             examples = min(RECORDED_AT_ONCE, count - first)
@@ -319,7 +319,7 @@ def recorded_jobs(subjects: tuple[str, ...]) -> Iterator[Job]:
 
 
 def layout_jobs(size: Size, seed: int, subjects: tuple[str, ...]) -> Iterator[Job]:
-    """Cuts, depths and bins; their sides are reference, production and megatron-core's own arithmetic, whoever builds rows."""
+    """Yield cuts, depths and bins; their sides are reference, production and megatron-core's own arithmetic, whoever builds rows."""
     for check, number in itertools.product(LAYOUT_CHECKS, range(size.rounds)):
         yield Job(
             kind="layouts",
@@ -332,7 +332,7 @@ def layout_jobs(size: Size, seed: int, subjects: tuple[str, ...]) -> Iterator[Jo
 
 
 def model_jobs(size: Size, seed: int, subjects: tuple[str, ...]) -> Iterator[Job]:
-    """Training steps, a job for each layout, the most ranks first; like those of layouts, whoever builds rows."""
+    """Yield training steps, a job for each layout, the most ranks first; like those of layouts, whoever builds rows."""
     for world_size in sorted(size.models, reverse=True):
         steps, found = size.models[world_size], layouts(world_size)
         wanted = len(found) if steps.layouts is None else min(steps.layouts, len(found))
@@ -356,7 +356,7 @@ def model_jobs(size: Size, seed: int, subjects: tuple[str, ...]) -> Iterator[Job
 
 
 def trainer_jobs(size: Size, seed: int, subjects: tuple[str, ...]) -> Iterator[Job]:
-    """Runs of twenty steps, a job for each kind of model and number of ranks."""
+    """Yield runs of twenty steps, a job for each kind of model and number of ranks."""
     for kind, ranks in size.trainer.items():
         for count in ranks:
             yield Job(
@@ -370,7 +370,7 @@ def trainer_jobs(size: Size, seed: int, subjects: tuple[str, ...]) -> Iterator[J
 
 
 def whole_run_jobs(size: Size, seed: int, subjects: tuple[str, ...]) -> Iterator[Job]:
-    """Whole runs of the training job, a job for each path and number of ranks."""
+    """Yield whole runs of the training job, a job for each path and number of ranks."""
     for count, path in itertools.product(size.whole_runs, ("direct", "online")):
         yield Job(
             kind="whole_run",
@@ -383,7 +383,7 @@ def whole_run_jobs(size: Size, seed: int, subjects: tuple[str, ...]) -> Iterator
 
 
 def spread(few: Sequence[Job], many: Sequence[Job]) -> Iterator[Job]:
-    """The jobs of both, `few` at even distances: a world of eight ranks leaves other workers to what needs none."""
+    """Yield the jobs of both, `few` at even distances, because a world of eight ranks leaves workers for jobs without ranks."""
     every = len(many) // max(len(few), 1) + 1
     left = iter(few)
     for number, job in enumerate(many):
@@ -394,5 +394,5 @@ def spread(few: Sequence[Job], many: Sequence[Job]) -> Iterator[Job]:
 
 
 def _seed(*parts: str) -> int:
-    """A seed of its own for each job, the same everywhere."""
+    """Return a seed of its own for each job, the same everywhere."""
     return int.from_bytes(hashlib.sha256("/".join(parts).encode()).digest()[:6], "big")

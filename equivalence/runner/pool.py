@@ -63,7 +63,7 @@ def run_jobs(jobs: Sequence[Job], workers: int) -> Iterator[tuple[Job, Tally] | 
 
 
 def default_workers() -> int:
-    """The cores that this process may use."""
+    """Return the cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

@@ -37,7 +37,7 @@ class Restriction:
         )
 
     def moved(self, case: RowCase) -> RowCase:
-        """A drawn case with the cp and semantics that are not taken replaced by taken ones, in turn by its length; its format is."""
+        """Return a drawn case with the cp and semantics that are not taken replaced by taken ones, in turn by its length; its format is."""
         settings = case.settings
         changes: dict[str, object] = {}
         if self.context_parallel_sizes and settings.context_parallel_size not in self.context_parallel_sizes:
@@ -81,7 +81,7 @@ def _listed(text: str | None) -> tuple[str, ...]:
 
 
 def _presets(text: str | None) -> tuple[str, ...]:
-    """Presets separated by commas, each followed by its own overrides (`field=value`)."""
+    """Return presets separated by commas, each followed by its own overrides (`field=value`)."""
     found: list[str] = []
     for each in (part.strip() for part in (text or "").split(",") if part.strip()):
         if "=" in each and found:

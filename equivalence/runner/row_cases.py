@@ -27,12 +27,12 @@ PRESET_PAIRS = (
 
 
 def check_saved(case: RowCase, sides: Sequence[Subject]) -> list[CheckResult]:
-    """`check_case` in the store's terms."""
+    """Return `check_case` in the store's terms."""
     return [check_case(case, sides)]
 
 
 def check_case(case: RowCase, sides: Sequence[Subject]) -> CheckResult:
-    """All sides of a case against each other in the check that it was saved for, and against what it expects."""
+    """Compare all sides of a case with each other in the check for which it was saved, and with its expected values."""
     if case.check == "batches":
         return check_rows_of_batch([case, *(case.with_(messages=each) for each in case.others)], sides)
     if case.check == "divergences":
@@ -62,12 +62,12 @@ def check_rows_of_batch(cases: Sequence[RowCase], sides: Sequence[Subject]) -> C
 
 
 def walk(case: RowCase, sides: Sequence[Subject], pair: tuple[str, str]) -> CheckResult:
-    """A case between two presets, field by field."""
+    """Return a case between two presets, field by field."""
     return check_divergences(case.messages, tokenizers.load(case.tokenizer), case.settings, sides, presets=pair)
 
 
 def smallest_case(entry: registry.Divergence) -> RowCase:
-    """An entry's smallest row as a case."""
+    """Return an entry's smallest row as a case."""
     messages: tuple[Any, ...] = tuple({"role": role, "content": content} for role, content in entry.smallest)
     return RowCase(
         messages=messages,
@@ -80,7 +80,7 @@ def smallest_case(entry: registry.Divergence) -> RowCase:
 
 
 def entry_of(case: RowCase) -> registry.Divergence:
-    """The entry of the registry that a case of `smallest` holds sides to. CaseError where there is none."""
+    """Return the entry of the registry that a case of `smallest` holds sides to. CaseError where there is none."""
     for entry in registry.REGISTRY:
         if label(entry) in case.labels:
             return entry

@@ -48,7 +48,7 @@ def preload_training() -> None:
 
 
 def case_of(kind: str, layout: Layout, *, ranks: int, seed: int) -> TrainingCase:
-    """The run of a kind in a layout of at most `ranks` ranks: the model fits all of them, so it is the same in all."""
+    """Return the run of a kind in a layout of at most `ranks` ranks: the model fits all of them, so it is the same in all."""
     unit = 2 * max(ranks, 2)
     wide = max(ranks, 2)
     is_moe = kind == "experts"
@@ -95,7 +95,7 @@ _SCHEDULES = (
 
 
 def layouts_of(job: Job) -> list[Layout]:
-    """The layouts that a job trains in; `first` is the number of ranks, 0 for the few of the smallest run."""
+    """Return the layouts that a job trains in; `first` is the number of ranks, 0 for the few of the smallest run."""
     kind = job.aim or ""
     if not job.first:
         return list(FEW[kind])
@@ -150,7 +150,7 @@ def check_run(case: TrainingCase, shared: Trained | None = None) -> tuple[list[C
 def _distributed(
     case: TrainingCase, plain: Sequence[TrainingOutcome], expected: Trained, world: World
 ) -> Iterator[CheckResult]:
-    """The distributed optimizer with clipping, against the reference and the plain one; without, where it is then equal to the bit."""
+    """Check the distributed optimizer with clipping, against the reference and the plain one; without clipping where both are equal to the bit."""
     outcomes = _trained(dataclasses.replace(case, is_distributed=True), world)
     yield check_trainer(case, outcomes, expected)
     yield check_distributed(case, plain, outcomes, expected)

@@ -27,7 +27,7 @@ Results = list[CheckResult]
 def shrink(
     case: ModelCase, results: Results, check: Callable[[ModelCase], Results], *, seconds: float = SHRINK_SECONDS
 ) -> tuple[ModelCase, Results]:
-    """The smallest case found that differs in the same way (`signature`), with what its checks gave."""
+    """Return the smallest case found that differs in the same way (`signature`), with what its checks gave."""
     asked = signature(results)
     until = time.monotonic() + seconds
     tried = {case.to_json()}
@@ -58,7 +58,7 @@ def signature(results: Results) -> frozenset[tuple[str, object]]:
 
 
 def simpler_cases(case: ModelCase) -> Iterator[ModelCase]:
-    """Cases a step simpler, the cheapest first; all of them can run."""
+    """Yield cases a step simpler, the cheapest first; all of them can run."""
     for changed in itertools.chain(_layouts(case), _rows(case), _plainer(case)):
         if _can_run(changed):
             yield changed

@@ -19,14 +19,14 @@ __all__ = ["cases_of", "preload_models", "run_drawn", "run_saved", "tiny_cases",
 
 
 def tiny_cases(layout: Layout, *, seed: int = 0) -> list[ModelCase]:
-    """Training-step cases that `--size tiny` runs for a layout; empty if that size skips the layout."""
+    """Return training-step cases that `--size tiny` runs for a layout; empty if that size skips the layout."""
     return [
         case for job in model_jobs(SIZES["tiny"], seed, ()) if job.layout == layout for case in cases_of(job, layout)
     ]
 
 
 def cases_of(job: Job, layout: Layout) -> list[ModelCase]:
-    """The cases of a job, each with an aim of its own, so that few cases still cover every kind of model; the first has the third witness."""
+    """Return the cases of a job, each with an aim of its own, so that few cases still cover every kind of model; the first has the third witness."""
     found: list[ModelCase] = []
     for check, count in zip(CHECKS, job.counts, strict=True):
         for number in range(count):

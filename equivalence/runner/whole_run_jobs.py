@@ -55,7 +55,7 @@ def preload_whole_runs() -> None:
 
 
 def cases_of(job: Job) -> list[RunCase]:
-    """The runs of a job: one path in data parallelism alone, or in every layout of as many ranks as `first` says."""
+    """Return the runs of a job: one path in data parallelism alone, or in every layout of as many ranks as `first` says."""
     assert job.aim is not None
     found = [each for each in layouts(job.first) if each.sizes.expert_tensor == 1] if job.first else [DP2]
     return [
@@ -103,7 +103,7 @@ def check_fault(fault: str, *, path: str, layout: Layout, seed: int) -> CheckRes
 
 
 def short_case(path: str, layout: Layout, *, seed: int) -> RunCase:
-    """The shortest run that is stopped between two steps on either side."""
+    """Return the shortest run that is stopped between two steps on either side."""
     return RunCase(
         path=path, sizes=layout.sizes, data_size=layout.data_size, seed=seed, steps=4, stop_after=2, workers=(1, 0)
     )
@@ -135,7 +135,7 @@ def perform(case: RunCase, folder: Path, *, fault: str | None = None) -> Perform
 
 
 def expect_from(case: RunCase, folder: Path, outcomes: Sequence[Sequence[RunOutcome]]) -> ExpectedRun:
-    """The reference's run from the weights that the ranks began with."""
+    """Return the reference's run from the weights that the ranks began with."""
     return expect_run(case, folder, whole([parts[0].begun for parts in outcomes]))
 
 

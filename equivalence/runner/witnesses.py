@@ -54,7 +54,7 @@ def witnesses(names: tuple[str, ...]) -> list[Witness]:
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python and the libraries that decide a row."""
+    """Return versions of Python and the libraries that decide a row."""
     return {"python": platform.python_version(), **{name: _version(name) for name in LIBRARIES}}
 
 

@@ -44,7 +44,7 @@ class TransformersTokenizer:
         if template is None:
             raise LookupError
         if not isinstance(template, str):  # Megatron-LM hands the set of named templates over as if it were one
-            raise TypeError("a set of named chat templates is no template; leave one")
+            raise TypeError("a chat template must be one text, got a set of named templates; keep one of them")
         # The last option is none of transformers': a variable that the template sees, as in Megatron-LM.
         return str(
             self._tokenizer.apply_chat_template(

@@ -80,9 +80,11 @@ class TrainingCase:
         except CaseError:
             raise
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise CaseError(f"{where} is no run of steps: {error!r}; it needs a model and a schedule") from error
+            raise CaseError(
+                f"{where} cannot be read as a run of steps: {error!r}; a run needs a model and a schedule"
+            ) from error
         if schema != SCHEMA:
-            raise CaseError(f"{where} is no run of schema {SCHEMA}; save the case again")
+            raise CaseError(f"{where} must be a run of schema {SCHEMA}; save the case again")
         return case
 
     @property

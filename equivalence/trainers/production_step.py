@@ -60,7 +60,7 @@ class GivenRectangles(ModelCase):
     rectangles: tuple[Rectangle, ...]
     """The bins of the global batch in order, one for each microbatch."""
     padding: Any
-    """`squeeze.Padding`."""
+    """Padding of the online path (`production.online.bins.Padding`)."""
 
 
 _OF_SEGMENTS = ("packed_cu_seqlens", "packed_cu_seqlens_lengths", "packed_max_seqlen")

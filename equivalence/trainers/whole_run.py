@@ -31,7 +31,9 @@ PROMPT_FORMAT = "nemotron-nano-v2"
 VOCABULARY = 112
 """Ids of `word`."""
 PACK_LENGTH = 40
-"""P; online the capacity of a bin."""
+"""P; online the length from which a conversation is too long."""
+BIN_TOKENS = 64
+"""Capacity of a bin of the online path: most conversations have 20 to 40 tokens, so that bins hold one or two."""
 LAYERS = 1
 DEPTHS = 2
 EXPERTS = 4
@@ -72,7 +74,7 @@ class RunCase:
 
     @property
     def is_direct(self) -> bool:
-        """Whether rows are packed ahead of time."""
+        """True if rows are packed ahead of time."""
         return self.path == "direct"
 
     @property
@@ -313,7 +315,8 @@ def _settings(case: RunCase, folder: Path, part: int) -> dict[str, Any]:
         "sft.val_global_batch_size": VALIDATION_BATCH,
         "policy.tokenizer.name": str(tokenizers.folder(TOKENIZER)),
         "policy.train_global_batch_size": case.global_batch_size,
-        "policy.max_total_sequence_length": PACK_LENGTH,
+        "policy.max_total_sequence_length": PACK_LENGTH if case.is_direct else BIN_TOKENS,
+        "data.max_input_seq_length": None if case.is_direct else PACK_LENGTH,
         "policy.precision": "float64",
         "policy.make_sequence_length_divisible_by": MULTIPLE,
         "policy.sequence_packing.enabled": not case.is_direct,

@@ -144,7 +144,9 @@ def alone(function: Any, payload: Any, worker: Worker) -> Any:
         changed = ", ".join(
             f"{name}: {before[name]} became {now}" for name, now in after.items() if now != before[name]
         )
-        raise StateLeftBehindError(f"the case must set back what it changes for those after it ({changed})")
+        raise StateLeftBehindError(
+            f"the case must restore the settings that it changes, for the cases after it ({changed})"
+        )
     return result
 
 

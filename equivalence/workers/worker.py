@@ -30,7 +30,7 @@ def check_name(name: str) -> None:
     """Refuse a name that cannot be `module:function`, with InputError; imports nothing."""
     module, colon, attribute = name.partition(":")
     if not (colon and module and all(part.isidentifier() for part in (*module.split("."), *attribute.split(".")))):
-        raise InputError(f"{name!r} names no function that a worker could find: give module:function")
+        raise InputError(f"the name of a function for a worker must be module:function, got {name!r}")
 
 
 @functools.cache

@@ -94,7 +94,7 @@ def cut_end(name: str, chat_key: str) -> BadInput | None:
 def stream_lines(name: str, *, most_bytes: int | None = None) -> Iterator[bytes]:
     """Yield the lines of a file with their newlines, unpacked where its name says so, up to `most_bytes` of them.
 
-    Raises BadInput for a file that cannot be opened, is damaged, or is no JSON lines (`contents`).
+    Raises BadInput for a file that cannot be opened, is damaged, or is not JSON lines (`contents`).
     """
     path = Path(name)
     packed = compression_of(path)

@@ -167,7 +167,7 @@ class LineFile:
     def _find_or_build(self, *, verify: bool) -> None:
         descriptor = open_for_reading(self._path, self.name)
         try:
-            # Before an index of it is built, which reads all of a file that is no JSON lines.
+            # Before an index of it is built, which reads all of a file that is not JSON lines.
             check_packed(os.pread(descriptor, FIRST_BYTES, 0), compression_of(self._path), file=self.name)
             places = cache_places(self._path, INDEX_SUFFIX, self._cache_folder)
             copies = cache_places(self._path, _COPY_SUFFIX, self._cache_folder)

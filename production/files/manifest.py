@@ -68,7 +68,7 @@ def read_manifest(file: Path) -> Manifest | None:
     except (OSError, ValueError, RecursionError) as error:
         raise _bad(path, f"cannot be read ({error})") from error
     if not isinstance(said, dict):
-        raise _bad(path, "is no JSON object")
+        raise _bad(path, "is not JSON object")
     _check_size(file, path, said)
     settings = said.get("settings")
     known = {**said, **settings} if isinstance(settings, dict) else said
@@ -170,5 +170,5 @@ def _mapping(value: object) -> Mapping[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _bad(path: Path, what: str, mend: str = "mend it, or move it away") -> BadInput:
+def _bad(path: Path, what: str, mend: str = "correct it, or move it away") -> BadInput:
     return BadInput(kind="manifest", what=f"the manifest {what}", mend=mend, file=str(path))

@@ -55,6 +55,26 @@ def parse_record(
         raise
 
 
+def parse_object(line: bytes, *, unterminated: bool = False) -> dict[str, Any]:
+    """Return the object of a line whatever its keys, for chat files of other layouts; strictly as `parse_record` (R-FILE-6)."""
+    line, length = line.rstrip(b" \t\r"), len(line)
+    try:
+        row: Any = _decode(line)
+        if type(row) is dict and _count_written_keys(line) == _count_keys(row, 0):
+            return row
+    except (msgspec.DecodeError, RecursionError):
+        pass  # the strict parser decides, and names the fault
+    try:
+        parsed = StrictJson(_text(line)).value
+    except LineError as fault:
+        if unterminated and fault.at_end:
+            raise LineError("truncated_last_line", length, "the file ends within this row") from None
+        raise
+    if type(parsed) is not dict:
+        raise LineError("row_not_object", 0, f"the row is {_name(parsed)}, not an object")
+    return parsed
+
+
 def _parse_strictly(line: bytes, chat_key: str, *, takes_tool_calls: bool) -> dict[str, Any]:
     parsed = StrictJson(_text(line))
     fault_of_shape, _ = _check_shape(parsed.value, chat_key, takes_tool_calls=takes_tool_calls)

@@ -83,7 +83,7 @@ class ModelSettings:
             told = {"where": f"model.transformer.{name}", "mend": "leave it out"}
             if name not in known:
                 told["mend"] = "see megatron-core's TransformerConfig for its fields"
-                raise PackproofError(what=f"{name} is no field of TransformerConfig", **told)
+                raise PackproofError(what=f"{name} is not a field of TransformerConfig", **told)
             if name in DERIVED:
                 raise PackproofError(what=f"{name} follows from the layout", **told)
             if name in NOT_BUILT and value != known[name]:

@@ -87,7 +87,7 @@ def choose_padding(
     hybrid_expert_parallel: bool,
     longest_bin: int,
 ) -> Padding:
-    """The padding of a data-parallel rank (R-ONLINE-5). `longest_bin`, that of its own bins (`padded_batch.longest_bin`), counts where there is
+    """Return the padding of a data-parallel rank (R-ONLINE-5). `longest_bin`, that of its own bins (`padded_batch.longest_bin`), counts where there is
     more than one pipeline stage.
 
     Raises PackproofError where the sequences' multiple is none of the domain factor, and for an unknown precision.
@@ -105,7 +105,7 @@ def choose_padding(
     )
     if make_sequence_length_divisible_by < 1 or make_sequence_length_divisible_by % factor:
         raise PackproofError(
-            what=f"{make_sequence_length_divisible_by} is no multiple of {factor} (2·cp, times tp with sequence parallelism)",
+            what=f"must be a multiple of {factor} (2·cp, times tp with sequence parallelism), got {make_sequence_length_divisible_by}",
             where="make_sequence_length_divisible_by",
             mend=f"give a multiple of {factor}",
         )

@@ -42,14 +42,14 @@ class ParallelSizes:
         """Return dp, the replicas in a world. Raises PackproofError where the world is not made of whole replicas."""
         if world_size % self.of_a_replica:
             raise PackproofError(
-                what=f"{world_size} ranks are no multiple of tp {self.tensor} · cp {self.context} · pp {self.pipeline}",
+                what=f"the number of ranks must be a multiple of tp {self.tensor} · cp {self.context} · pp {self.pipeline}, got {world_size}",
                 where="layout",
                 mend=f"start a multiple of {self.of_a_replica} ranks, or make a dimension smaller",
             )
         experts = self.expert * self.expert_tensor * self.pipeline
         if world_size % experts:
             raise PackproofError(
-                what=f"{world_size} ranks are no multiple of ep {self.expert} · etp {self.expert_tensor} · pp {self.pipeline}",
+                what=f"the number of ranks must be a multiple of ep {self.expert} · etp {self.expert_tensor} · pp {self.pipeline}, got {world_size}",
                 where="layout",
                 mend=f"start a multiple of {experts} ranks, or make a dimension smaller",
             )

@@ -77,7 +77,7 @@ class FlatBatch:
 
 
 def collate_checked(rows: Sequence[Row | Sample], settings: BatchSettings) -> Batch:
-    """The batch of these rows, for a job of these settings. Raises BatchRefused (R-GUARD-1) before anything is copied.
+    """Return the batch of these rows, for a job of these settings. Raises BatchRefused (R-GUARD-1) before anything is copied.
 
     A row is a `Row`, or a mapping with a field for each of `guards.FIELDS`, as a dataset or a cache holds them.
     """

@@ -57,7 +57,7 @@ class BatchSettings:
         for name in ("context_parallel_size", "data_parallel_size", "global_batch_size"):
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise PackproofError(what=f"{value} is no size", where=name, mend="give at least 1")
+                raise PackproofError(what=f"must be at least 1, got {value}", where=name, mend="give at least 1")
         if self.multi_token_prediction and self.pad_token_id is None:
             raise PackproofError(
                 what="without the pad id the mask cannot be held against the targets",

@@ -10,10 +10,11 @@ from typing import Any
 
 from production.errors import PackproofError
 from production.files.manifest import read_manifest
+from production.tokens.fingerprint import TokenizerFingerprint, differences_from_json
 from production.training.checkpoint.manifest import RESHARDABLE, CheckpointRefused, Manifest
 from production.training.config import Job, multi_token_depths
 from production.training.config.settings import uses_distributed_optimizer
-from production.training.data.fingerprint import BUCKETS, check_resume
+from production.training.data.fingerprint import BUCKETS, ResumeRefused, check_resume
 
 _DIMENSIONS = ("data", "tensor", "context", "pipeline", "expert", "expert_tensor")
 _SIZES = ("world_size", *(f"{name}_parallel_size" for name in _DIMENSIONS))
@@ -34,13 +35,31 @@ _FORMAT = "checkpointing.optimizer_format"
 _START_ANEW = "start a new run from the weights (model.initial: megatron)"
 
 
-def check_going_on(job: Job, checkpoint: Manifest, now: Mapping[str, Any]) -> bool:
+def check_going_on(
+    job: Job, checkpoint: Manifest, now: Mapping[str, Any], tokenizer: TokenizerFingerprint | None = None
+) -> bool:
     """Compare this run with the one that a checkpoint was saved by; return True where it continues in another layout.
 
     Consumed samples alone decide the order of rows, and weights and optimizer are laid out anew. Raises ResumeRefused
-    for keys that may not differ, CheckpointRefused where a number or the checkpoint's format depends on the layout.
+    for keys that may not differ, CheckpointRefused where a number or the checkpoint's format depends on the layout; of
+    a tokenizer the error says which probe text has other ids.
     """
-    saved = checkpoint.fingerprint
+    saved: Mapping[str, Any] = checkpoint.fingerprint
+    told: list[str] = []
+    if checkpoint.tokenizer and tokenizer is not None:
+        told = differences_from_json(checkpoint.tokenizer, tokenizer, name="the checkpoint")
+        if not told:  # the same tokenizer, though a library may write its definition otherwise now
+            saved = {**saved, "tokenizer": now.get("tokenizer")}
+    try:
+        return _check_going_on(job, checkpoint, saved, now)
+    except ResumeRefused as error:
+        if not told or "tokenizer" not in error.differing:
+            raise
+        what = f"{error.what}. {' '.join(told)}"
+        raise ResumeRefused(what=what, where=error.where, mend=error.mend, differing=error.differing) from None
+
+
+def _check_going_on(job: Job, checkpoint: Manifest, saved: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
     unbound = () if checkpoint.sharding_type == "dp_reshardable" else (BUCKETS,)
     if not job.checkpointing.reshard:
         check_resume(saved, now, free=unbound)

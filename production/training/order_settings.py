@@ -42,7 +42,7 @@ class OrderSettings:
                 raise order_refused(f"{value!r} is no {name}", name, f"choose one of {', '.join(choices)}")
         for name in ("global_batch_size", "data_parallel_size", "max_epochs", "run_steps"):
             if (size := getattr(self, name)) is not None and size < 1:
-                raise order_refused(f"{size} is no size", name, "give at least 1")
+                raise order_refused(f"must be at least 1, got {size}", name, "give at least 1")
         if self.global_batch_size % self.data_parallel_size:
             what = f"{self.global_batch_size} rows over {self.data_parallel_size} data-parallel ranks"
             raise order_refused(what, "global_batch_size", "make it a multiple of data_parallel_size")

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from production.errors import PackproofError
+from production.tokens.fingerprint import fingerprint_tokenizer
 from production.training.checkpoint.manifest import Manifest, check_optimizer, damaged, read_manifest, whole_checkpoints
 from production.training.config import Job, order_settings, sizes
 from production.training.data.fingerprint import fed_identity
@@ -30,7 +31,8 @@ def resume_outlook(job: Job, world_size: int, tokenizer: Any | None) -> tuple[li
         manifest = read_manifest(path)
         check_whole(path, manifest)
         if tokenizer is not None:
-            check_going_on(job, manifest, _identity(job, manifest, world_size, tokenizer))
+            now = _identity(job, manifest, world_size, tokenizer)
+            check_going_on(job, manifest, now, fingerprint_tokenizer(tokenizer))
     except PackproofError as error:
         return [error], []
     unseen = "the contents of the data and of the checkpoint" + (

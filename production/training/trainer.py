@@ -15,6 +15,7 @@ from rich.console import Console
 
 from production.errors import PackproofError
 from production.parallel.multi_token_feed import rolls_from_tables
+from production.tokens.fingerprint import fingerprint_tokenizer
 from production.training.admission import reasons_against
 from production.training.certificate import check_certificate
 from production.training.checkpoint.folders import HeldFolders, held_folders
@@ -122,7 +123,8 @@ class _Run:
                 run_steps=self._total_steps(),
             )
             check_same(self._identity, self._place)
-            is_resharded = found is not None and check_going_on(job, found[1], self._identity)
+            self._tokenizer = fingerprint_tokenizer(feed.tokenizer)
+            is_resharded = found is not None and check_going_on(job, found[1], self._identity, self._tokenizer)
             self._shutdown = Shutdown(
                 asked=self._asked,
                 must_save_by=job.checkpointing.checkpoint_must_save_by,
@@ -191,7 +193,7 @@ class _Run:
             is_last = self._step + 1 == total
             validates = _is_due(self._step + 1, sft.val_period) or (is_last and sft.val_at_end)
             saves = saving.enabled and (is_last or _is_due(self._step + 1, saving.save_period))
-            # A checkpoint of a loss that is no number must not be written: what is pending is reported first.
+            # A checkpoint of a loss that is not a number must not be written: what is pending is reported first.
             is_reported = validates or saves or is_last or _is_due(self._step + 1, self._job.logger.report_period)
             self._take(fed, began)
             why = self._report() if is_reported else None
@@ -344,6 +346,7 @@ class _Run:
             run=self._name,
             trained_tokens=self._trained_tokens,
             skipped_rows=len(self._feed.skipped),
+            tokenizer=self._tokenizer.to_json(),
             allowed=self._held.check,
         )
         self._progress.say(f"saved {path} ({time.perf_counter() - began:.1f} s)")

@@ -91,10 +91,10 @@ def test_a_value_that_is_no_case_is_refused_by_name(tmp_path):
     (tmp_path / "it.json").write_text(
         json.dumps({"schema": 1, "check": "order", "note": "", "origin": "", "value": {"os:stat": {}}})
     )
-    with pytest.raises(CaseError, match="os:stat is no dataclass of the suite"):
+    with pytest.raises(CaseError, match="a case holds dataclasses of the suite only, got os:stat"):
         store.read(tmp_path / "it.json")
     (tmp_path / "it.json").write_text('{"schema": 1, "nothing": 1}')
-    with pytest.raises(CaseError, match=r"it\.json is no case: it has none of the keys messages"):
+    with pytest.raises(CaseError, match=r"it\.json must be a saved case: a JSON object with one of the keys messages"):
         store.read(tmp_path / "it.json")
 
 

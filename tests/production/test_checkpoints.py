@@ -222,7 +222,7 @@ STARTS = {
     "a larger vocabulary": (
         "step_00000002",
         ["model.vocab_size=4608"],
-        "rows and the model's 4608 (embedding.word_embeddings.weight): rows would be left zero. To mend it: set model.vocab_size to 4096",
+        "rows and the model's 4608 (embedding.word_embeddings.weight): rows would be left zero. To fix it: set model.vocab_size to 4096",
     ),
     "another number of experts": ("step_00000002", ["model.num_moe_experts=4"], "megatron-core cannot load it"),
     "no multi-token depth": ("step_00000002", [f"{MEGATRON}.mtp_num_layers=0"], None),

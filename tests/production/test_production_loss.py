@@ -81,7 +81,7 @@ def test_what_would_only_show_in_the_gradient_is_refused():
         {"context_parallel_size": 0},
         {"layout": "spiral"},
     ):
-        with pytest.raises(PackproofError, match="To mend it"):
+        with pytest.raises(PackproofError, match="To fix it"):
             settings(**options)
     with pytest.raises(PackproofError, match="no divisor"):
         loss.direct_loss(LOSSES, target_mask=MASK, settings=settings("global_valid_tokens"))

@@ -149,11 +149,11 @@ def test_r_online_5_each_data_parallel_rank_has_the_row_length_of_its_own_longes
 
 def test_what_cannot_be_padded_is_refused():
     for options in ({"sequence_multiple": 0}, {"row_length": 10, "row_multiple": 4}, {"row_length": 0}):
-        with pytest.raises(PackproofError, match="To mend it"):
+        with pytest.raises(PackproofError, match="To fix it"):
             squeeze.Padding(**options)
     with pytest.raises(PackproofError, match="16 tokens with padding, and rows of 12"):
         squeeze.squeeze(sequences(), squeeze.Padding(sequence_multiple=4, row_length=12))
-    with pytest.raises(PackproofError, match=r"6 is no multiple of 4 \(2·cp"):
+    with pytest.raises(PackproofError, match=r"must be a multiple of 4 \(2·cp"):
         squeeze.choose_padding(**JOB | {"make_sequence_length_divisible_by": 6, "context_parallel_size": 2})
     with pytest.raises(PackproofError, match="unknown precision 'fp4'"):
         squeeze.choose_padding(**JOB | {"precision": "fp4"})
@@ -184,7 +184,7 @@ def test_r_online_2_3_and_6_the_rectangle_its_bins_and_its_divisor():
         with pytest.raises(PackproofError, match="no token"):
             padded_batch.build_rectangle(bad, make_sequence_length_divisible_by=1)
     for fault in (lambda: sequences(0), lambda: padded_batch.take_sequences(whole, [])):
-        with pytest.raises(PackproofError, match="To mend it"):
+        with pytest.raises(PackproofError, match="To fix it"):
             fault()
 
 
@@ -397,7 +397,7 @@ def test_faults_are_found_on_the_host_before_any_copy():
     with pytest.raises(BatchRefused, match="ends at 7"):  # also where nothing is cut
         process_microbatch(torn, MicrobatchSettings())
     for options in ({"depths": -1}, {"depths": 1, "weights": "rows", "mtp": "upstream_roll"}, {"layout": "spiral"}):
-        with pytest.raises(PackproofError, match="To mend it"):
+        with pytest.raises(PackproofError, match="To fix it"):
             MicrobatchSettings(**options)
 
 

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.worlds
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"transformer": {"hidden_sizes": 8}}, "hidden_sizes is no field"),
+        ({"transformer": {"hidden_sizes": 8}}, "hidden_sizes is not a field"),
         ({"transformer": {"sequence_parallel": True}}, "follows from the layout"),
         ({"architecture": "hybrid"}, "hybrid_layer_pattern None"),
         ({"hybrid_layer_pattern": "*-"}, "architecture gpt"),
@@ -57,7 +57,7 @@ def test_what_megatron_core_says_against_a_model_is_passed_on():
 @pytest.mark.parametrize(
     ("sizes", "world", "words"),
     [
-        (ParallelSizes(tensor=2), 3, "no multiple of tp 2"),
+        (ParallelSizes(tensor=2), 3, "must be a multiple of tp 2"),
         (ParallelSizes(expert=4), 2, "no multiple of ep 4"),
     ],
 )

@@ -205,7 +205,7 @@ def test_calls_that_no_packer_can_serve():
         pack([1], 8, algorithm="first_fit_shuffle")
     with pytest.raises(PackproofError, match="concatenative takes no seed"):
         pack([1], 8, algorithm="concatenative", seed=1)
-    with pytest.raises(PackproofError, match="3 indices that are not those of 3 sequences"):
+    with pytest.raises(PackproofError, match="must hold each index of the 3 sequences once"):
         first_fit([1, 2, 3], 8, order=[0, 1, 1])
     with pytest.raises(PackproofError, match="a multiple of 0"):
         raise_bin_count([[0]], 0)

@@ -30,7 +30,7 @@ FILES = {
     "a word a billion times": ("logger:\n  log_dir: ${mul:abcd,1000000000}\n", "mul takes two numbers"),
     "an empty interpolation": ("logger:\n  log_dir: ${}\n", "cannot be resolved"),
     "5 MiB": ("# " + "x" * (5 << 20), "more than 4 MiB"),
-    "a list": ("- 1\n", "is no mapping of sections"),
+    "a list": ("- 1\n", "is not a mapping of sections"),
     "a section that is a word": ("policy: fast\n", "where a section stands"),
     "a section that is empty": ("policy:\n", "where a section stands"),
 }

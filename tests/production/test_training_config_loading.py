@@ -316,5 +316,5 @@ def test_every_refusal_is_one_of_packproofs_and_its_message_has_all_three_parts(
     error = refused(BASE, ["sft.sed=1"])
     assert isinstance(error, PackproofError)
     assert re.fullmatch(
-        r"sft\.sed \(override .*\): .* nearest is sft\.seed\. To mend it: write sft\.seed, or .*", str(error)
+        r"sft\.sed \(override .*\): .* nearest is sft\.seed\. To fix it: write sft\.seed, or .*", str(error)
     )

@@ -49,10 +49,10 @@ def test_the_published_comparison_as_it_stands_is_planned_at_any_world_size_that
 @pytest.mark.parametrize(
     ("ranks", "told"),
     [
-        (500, "500 ranks are no multiple of tp 8 x cp 16 x pp 1 = 128"),
-        (64, "64 ranks are no multiple of tp 8 x cp 16 x pp 1 = 128"),
+        (500, "500 ranks are not a multiple of tp 8 x cp 16 x pp 1 = 128"),
+        (64, "64 ranks are not a multiple of tp 8 x cp 16 x pp 1 = 128"),
         (384, "64 rows over 3 data-parallel ranks"),
-        (0, "0 ranks are no multiple of tp 8 x cp 16 x pp 1 = 128"),
+        (0, "0 ranks are not a multiple of tp 8 x cp 16 x pp 1 = 128"),
     ],
 )
 def test_a_world_that_the_published_layout_does_not_divide_is_refused_with_the_numbers(ranks, told, capsys):
@@ -322,4 +322,4 @@ def test_memory_is_shared_by_the_distributed_optimizer_only():
 def test_a_world_size_of_the_environment_that_is_no_number_is_refused(monkeypatch, capsys, said, options):
     monkeypatch.setenv("WORLD_SIZE", said)
     assert main(["--config", str(PUBLISHED), *options]) == 2
-    assert f"WORLD_SIZE (environment): {said!r} is no number of ranks" in capsys.readouterr().err
+    assert f"WORLD_SIZE (environment): {said!r} is not a number of ranks" in capsys.readouterr().err

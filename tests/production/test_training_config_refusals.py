@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from production.tokens.fingerprint import fingerprint_tokenizer
+from production.tokens.folder import load_folder
 from production.training.config import Data, SetupRefused, load, notes, packed_otherwise, refusals, validate
 from production.training.config import validation as validation_module
 
@@ -288,11 +290,11 @@ def test_a_warm_up_longer_than_the_decay_says_both_and_what_set_them():
     key = f"{MEGATRON}.scheduler.lr_decay_iters"
     told = "a warm-up of 20 steps does not end before the decay does, at step 20, warm-up included"
     assert f"{told}: {key} (derived from " in str(derived)
-    assert str(derived).endswith(f"To mend it: set it below 20, or {key} above 20")
+    assert str(derived).endswith(f"To fix it: set it below 20, or {key} above 20")
     (given,) = refusals(load(BASE, [f"{MEGATRON}.scheduler.lr_warmup_iters=4", f"{key}=4"]), 1)
     assert f"at step 4, warm-up included: {key} (override '{key}=4')" in str(given)
     (negative,) = refusals(load(BASE, [f"{MEGATRON}.scheduler.lr_warmup_iters=-1"]), 1)
-    assert "a warm-up of -1 steps. To mend it: give 0 or more" in str(negative)
+    assert "a warm-up of -1 steps. To fix it: give 0 or more" in str(negative)
 
 
 def test_a_weight_decay_that_is_not_set_is_told_with_the_value_that_it_has():
@@ -402,6 +404,21 @@ def test_r_setup_21_rows_that_were_packed_for_something_else_are_told(tmp_path):
             words is None
             or f"packed with another tokenizer than policy.tokenizer.name {TOKENIZER}: {words}" in found[0]
         )
+    fingerprint = fingerprint_tokenizer(load_folder(TOKENIZER)).to_json()
+    shifted = {**fingerprint, "probes": fingerprint["probes"] | {"newlines": [1, 2, 3]}}
+    for of_tokenizer, words in (
+        (
+            {"files": files | {"tokenizer.json": "0"}, "fingerprint": fingerprint},
+            None,
+        ),  # other files, the same tokenizer
+        ({"fingerprint": fingerprint}, None),
+        ({"fingerprint": shifted}, "The probe text 'newlines'"),
+        ({"fingerprint": {}}, "cannot be read"),
+    ):
+        manifest.write_text(json.dumps({"settings": settings, "output": {"bytes": 3}, "tokenizer": of_tokenizer}))
+        found = packed_otherwise(job)
+        assert len(found) == (words is not None), of_tokenizer.keys()
+        assert words is None or words in found[0]
     manifest.write_text("[" * 100_000)
     (told,) = packed_otherwise(job)
     assert "the manifest cannot be read" in told

@@ -1,4 +1,4 @@
-"""What goes wrong in a running job ends it with a message that names it: a rank that hangs, a full disk, a loss that is no number."""
+"""What goes wrong in a running job ends it with a message that names it: a rank that hangs, a full disk, a loss that is not a number."""
 
 import json
 import threading

@@ -1,4 +1,4 @@
-"""A job does not mislead and does not destroy: what trained nothing has no loss, what is no number is not saved, what is another run's stays."""
+"""A job does not mislead and does not destroy: what trained nothing has no loss, what is not a number is not saved, what is another run's stays."""
 
 import json
 

@@ -196,7 +196,7 @@ def test_an_export_builds_the_model_of_a_pipeline_in_one_stage(tmp_path, case):
 def test_a_file_of_fewer_rows_than_a_global_batch_is_refused_by_its_keys(tmp_path):
     rows = jobs.write_rows(tmp_path / "rows.jsonl", rows=3)
     job = load(jobs.write_job(tmp_path, rows))
-    with pytest.raises(PackproofError, match="3 rows are no global batch of 4") as caught:
+    with pytest.raises(PackproofError, match=r"at least 4 rows, one global batch .* got 3") as caught:
         BatchStream(job, PLACE)
     assert str(rows) in caught.value.where
     for key in ("policy.train_global_batch_size", "data.last_batch"):

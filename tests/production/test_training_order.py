@@ -23,14 +23,14 @@ def rows_of(order, steps, start=0):
     [
         ({"kind": "random"}, "kind", "'random' is no kind"),
         ({"last_batch": "keep"}, "last_batch", "'keep' is no last_batch"),
-        ({"global_batch_size": 0}, "global_batch_size", "0 is no size"),
+        ({"global_batch_size": 0}, "global_batch_size", "must be at least 1, got 0"),
         ({"global_batch_size": 5}, "global_batch_size", "5 rows over 2"),
-        ({"max_epochs": 0}, "max_epochs", "0 is no size"),
+        ({"max_epochs": 0}, "max_epochs", "must be at least 1, got 0"),
         ({"kind": "shuffle"}, "seed", "shuffle needs a seed"),
         ({"seed": 1}, "seed", "sequential takes no seed"),
         ({"kind": "megatron-cyclic", "last_batch": "wrap", "run_steps": 3, "seed": 1}, "seed", "takes no seed"),
         ({"kind": "megatron-cyclic", "last_batch": "wrap"}, "run_steps", "number of steps is not given"),
-        ({"kind": "megatron-cyclic", "last_batch": "wrap", "run_steps": 0}, "run_steps", "0 is no size"),
+        ({"kind": "megatron-cyclic", "last_batch": "wrap", "run_steps": 0}, "run_steps", "must be at least 1, got 0"),
         (
             {"kind": "megatron-cyclic", "last_batch": "wrap", "run_steps": 3, "max_epochs": 1},
             "max_epochs",
@@ -62,8 +62,8 @@ def test_settings_that_would_have_to_be_guessed_are_refused_by_name(changes, whe
 @pytest.mark.parametrize(
     ("rows", "changes", "what"),
     [
-        ((3,), {}, "3 rows are no global batch of 4"),
-        ((3,), {"last_batch": "stop"}, "3 rows are no global batch of 4"),
+        ((3,), {}, "a source needs at least 4 rows, one global batch, got 3"),
+        ((3,), {"last_batch": "stop"}, "a source needs at least 4 rows, one global batch, got 3"),
         ((0,), {}, "without a row"),
         ((5, 5), {}, "2 sources with no weights"),
         ((5,), {"weights": (1.0, 1.0), "last_batch": "wrap"}, "1 sources with 2 weights"),
@@ -178,7 +178,7 @@ def test_r_batch_4_a_validation_repeats_its_last_row_at_weight_0():
     ("changes", "what"),
     [
         ({"limit": 6}, "6 rows of a source that has 5"),
-        ({"limit": 0}, "0 is no number"),
+        ({"limit": 0}, "0 is not a number"),
         ({"global_batch_size": 3}, "3 rows over 2"),
     ],
 )

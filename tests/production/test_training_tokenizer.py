@@ -80,9 +80,9 @@ def test_many_files_are_told_by_their_number(refused, tmp_path):
     ("content", "why"),
     [
         (b"", "it is empty"),
-        (b"{", "it is no JSON: Expecting property name enclosed in double quotes: line 1 column 2 (char 1)"),
-        (b"\x00", "it is no JSON: Expecting value: line 1 column 1 (char 0)"),
-        (b"[]", "it is no JSON object"),
+        (b"{", "it is not JSON: Expecting property name enclosed in double quotes: line 1 column 2 (char 1)"),
+        (b"\x00", "it is not JSON: Expecting value: line 1 column 1 (char 0)"),
+        (b"[]", "it is not JSON object"),
         (b"\xff\xfe{}", "'utf-8' codec can't decode byte 0xff in position 0: invalid start byte"),
     ],
 )
@@ -94,7 +94,7 @@ def test_a_file_that_is_damaged_is_named_with_what_is_wrong_in_it(refused, token
 def test_a_file_that_was_copied_in_part_is_named(refused, tokenizer):
     whole = (tokenizer / "tokenizer.json").read_bytes()
     (tokenizer / "tokenizer.json").write_bytes(whole[: len(whole) // 2])
-    assert refused(tokenizer).startswith("tokenizer.json is damaged: it is no JSON: ")
+    assert refused(tokenizer).startswith("tokenizer.json is damaged: it is not JSON: ")
 
 
 @pytest.mark.parametrize("content", ["{}", '{"version": 1, "model": 3}'])

@@ -330,5 +330,5 @@ def test_a_dry_run_refuses_a_file_that_is_no_json_lines(dry_run, tmp_path):
     for content, why in ((b"PAR1" + bytes(60), "a Parquet file"), (b"", "the file has no row"), (b"[\n {}\n]", "one JSON array")):  # fmt: skip
         file.write_bytes(content)
         status, _, said = dry_run(**{f"{TRAIN}.data_path": file})
-        assert (status, why in said, "To mend it" in said) == (2, True, True)
+        assert (status, why in said, "To fix it" in said) == (2, True, True)
     assert not list(tmp_path.glob("*index*"))  # a dry run writes nothing

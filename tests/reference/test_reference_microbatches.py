@@ -80,7 +80,7 @@ def test_r_online_5_what_the_whole_row_is_padded_to(options, multiple):
 
 
 def test_r_online_4_a_multiple_that_the_domain_factor_does_not_divide_is_an_error():
-    with pytest.raises(microbatches.PaddingError, match="which 4 does not divide"):
+    with pytest.raises(microbatches.PaddingError, match="must be a multiple of 4, got 6"):
         microbatches.padding(
             multiple=6,
             context_parallel_size=2,

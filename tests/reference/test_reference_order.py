@@ -36,7 +36,7 @@ def test_r_order_3_epochs_end_and_wrap_fills_the_last_batch_from_the_next_one():
 
 def test_r_order_3_fewer_rows_than_a_global_batch_are_refused_unless_wrapped():
     for last_batch in ("drop", "stop"):
-        with pytest.raises(OrderError, match="3 rows are no global batch of 4"):
+        with pytest.raises(OrderError, match="a source needs at least 4 rows, one global batch, got 3"):
             take(1, global_batch_size=4, last_batch=last_batch)
     assert len(take(4, global_batch_size=4)) == 4
 
@@ -92,7 +92,7 @@ def test_r_order_2_a_resume_is_the_rest_of_the_same_batches():
     )
     rest = global_batches(one_source(5, kind="shuffle", seed=7, global_batch_size=2, last_batch="wrap"), 2, 6)
     assert list(itertools.islice(rest, 5)) == whole[3:]
-    with pytest.raises(OrderError, match="3 samples are no number of global batches of 2"):
+    with pytest.raises(OrderError, match="consumed_samples must be a multiple of 2, the global batch size, got 3"):
         next(global_batches(iter([]), 2, 3))
 
 

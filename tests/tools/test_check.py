@@ -77,7 +77,7 @@ def test_parts_that_were_left_out_are_said_not_to_be_shown_and_prove_nothing(job
         ("config", "file", "rows", "order"), "equal"
     )
     assert made["parts"]["rows"]["compared"] == made["parts"]["file"]["compared"] == len(LINES)
-    assert "1 conversations are cut" in printed, "a loss that the preset allows is told"
+    assert "1 conversation is cut" in printed, "a loss that the preset allows is told"
 
 
 def test_the_page_is_one_file_without_a_network(job, check):
@@ -117,7 +117,7 @@ def test_a_loss_is_refused_where_the_configuration_does_not_allow_it(job, check)
 
 
 HOSTILE = {
-    "another tokenizer": (row("<|im_start|>hello<|im_end|>", "hi"), 0, "<|im_start|> stands in 1 lines and is"),
+    "another tokenizer": (row("<|im_start|>hello<|im_end|>", "hi"), 0, "<|im_start|> stands in 1 line and is"),
     "U+2028": (row("one\u2028two", "three"), 0, "U+2028"),
     "CRLF": (row("one", "two") + "\r", 0, "CRLF"),
     "tool calls": (

@@ -106,6 +106,7 @@ def test_rows_that_the_layout_cannot_cut_are_named(open_job):
         ({"tensor": 8, "pipeline": 4}, 1, ["tp4 pp2"]),
         ({"context": 3}, 5, ["cp2 dp4"]),
         ({"pipeline": 2, "context": 8, "expert": 4}, 1, ["cp4 pp2 ep2"]),
+        ({"tensor": 2, "expert": 2, "expert_tensor": 2}, 2, ["tp2 dp2 ep2"]),
     ],
 )
 def test_a_layout_is_shrunk_to_eight_ranks_and_keeps_every_dimension(sizes, data, names):

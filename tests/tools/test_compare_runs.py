@@ -277,7 +277,7 @@ def test_what_is_no_run_is_refused_with_what_is_missing(tmp_path, name, content,
 def test_a_file_of_no_known_kind_is_told_which_kinds_there_are(tmp_path, name, content, capsys):
     (tmp_path / name).write_text(content)
     assert main(["recorded", str(tmp_path / name), str(tmp_path / name)]) == 2
-    assert "To mend it: give a Megatron-LM log, a run's folder or its metrics.jsonl" in capsys.readouterr().err
+    assert "To fix it: give a Megatron-LM log, a run's folder or its metrics.jsonl" in capsys.readouterr().err
 
 
 def test_an_empty_folder_is_refused(tmp_path):
@@ -381,7 +381,7 @@ def test_losses_of_depths_and_validations_are_held_as_the_loss_is(tmp_path, caps
     assert not found.equal
     assert "validation losses differ at 1 of 1, first at step 20, by 0.5 at most" in text
     found, text = said(mtp_1_loss=LOSSES | {5: math.nan})
-    assert (found.all_finite, text) == (False, "losses that are no numbers: b at step 5 (mtp 1 loss)")
+    assert (found.all_finite, text) == (False, "losses that are not numbers: b at step 5 (mtp 1 loss)")
     log = write_log(tmp_path / "a.log")
     apart = tmp_path / "b.log"
     apart.write_text("".join(log_line(step, loss, 50.0, mtp=(loss + 2, loss + 2)) for step, loss in LOSSES.items()))
@@ -587,7 +587,7 @@ def test_exit_codes_say_compared_not_held_and_cannot_run(tmp_path, capsys):
     assert main(["--help"]) == 0
     captured = capsys.readouterr()
     assert (
-        f"{tmp_path / 'missing.log'}: there is no such file or folder. To mend it: give a Megatron-LM log, a run's"
+        f"{tmp_path / 'missing.log'}: there is no such file or folder. To fix it: give a Megatron-LM log, a run's"
         in captured.err
     )
     assert f"--html {tmp_path / 'a.log' / 'page.html'}: it cannot be written" in captured.err

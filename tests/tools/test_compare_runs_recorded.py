@@ -222,7 +222,7 @@ def test_a_loss_left_out_where_the_gradient_is_not_0_is_no_number(tmp_path, caps
     text = (RECORDED / "one.log").read_text()
     (tmp_path / "a.log").write_text(re.sub(r" lm loss: 8.240642E\+00 \|", "", text))
     assert main([str(tmp_path / "a.log"), str(RECORDED / "one.metrics.jsonl")]) == 1
-    assert "losses that are no numbers: a at step 4" in capsys.readouterr().out
+    assert "losses that are not numbers: a at step 4" in capsys.readouterr().out
 
 
 def test_a_record_without_a_loss_at_a_masked_step_says_the_same(tmp_path):

@@ -332,13 +332,13 @@ def test_a_dump_is_asked_only_for_what_it_holds(run, packed, tmp_path, arguments
     status, _, err = run("--fed", folder, *arguments)
     assert status == 2
     assert says in err
-    assert "To mend it: " in err
+    assert "To fix it: " in err
 
 
 def test_a_dump_that_is_none_is_refused(run, packed, tmp_path):
     folder = write(tmp_path, packed, {}, dp=2)
     assert "has no rank_R.safetensors" in run("--fed", tmp_path)[2]
-    assert f"To mend it: give one of the steps in it: --fed {folder}" in run("--fed", folder.parent)[2]
+    assert f"To fix it: give one of the steps in it: --fed {folder}" in run("--fed", folder.parent)[2]
     assert f"--fed {folder} --rank 1" in run("--fed", folder / "rank_1.safetensors")[2]
     said = json.loads((folder / "rank_0.rows.json").read_text())
     del said["made_with"]
@@ -410,7 +410,7 @@ def test_what_a_dump_says_is_read_strictly(run, packed, chat, tmp_path, path):
         file.write_text(json.dumps(each))
         status, out, err = run("--fed", folder)
         assert (status, out, err.count("\n")) == (2, "", 1), each
-        assert "To mend it: dump the step again" in err
+        assert "To fix it: dump the step again" in err
 
 
 def test_a_jobs_dump_given_as_a_batch_leads_to_the_option_that_reads_it(run, packed, tmp_path):

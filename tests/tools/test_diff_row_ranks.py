@@ -133,7 +133,7 @@ def test_a_segment_that_does_not_divide_is_refused_with_what_where_and_mend(run,
     _, out, _ = run(*arguments, columns=200)
     assert "REFUSED at share by reference, production: indivisible_segment" in out
     assert "segment 0 has 10 tokens, which 8 does not divide" in out
-    assert "To mend it: build the row for cp 4" in out
+    assert "To fix it: build the row for cp 4" in out
     assert "the row is built for cp 1 and cut for cp 4" in out
 
 
@@ -141,7 +141,7 @@ def test_a_segment_that_does_not_divide_is_refused_with_what_where_and_mend(run,
     ("arguments", "says"),
     [
         (["--cp", 2, "--rank", 2], "--rank: there is no rank 2 among tp 1 · cp 2 · dp 1 · pp 1 = 2 ranks"),
-        (["--cp", 0], "--cp: 0 is no size"),
+        (["--cp", 0], "--cp: must be at least 1, got 0"),
         (["--stop-at", "depth"], "without multi-token prediction"),
         (["--depth", -1], "--depth: -1 depths"),
         (["--depth", 1, "--stop-at", "batch"], "would show nothing"),
@@ -163,7 +163,7 @@ def test_what_cannot_be_is_refused_with_what_where_and_mend(run, rows, arguments
     status, out, err = run(*of(rows), *arguments)
     assert (status, out) == (2, "")
     assert says in err
-    assert "To mend it: " in err
+    assert "To fix it: " in err
     assert len(err.splitlines()) == 1
 
 

@@ -381,5 +381,22 @@ def test_a_manifest_is_written_where_there_is_none_and_read_by_everybody(write, 
     assert manifest.tokenizer_fingerprint == json.loads(json.dumps(fingerprint_tokenizer(tokenizer).to_json()))
     assert manifest.output["rows"] == sum(manifest.fill["counts"]) == 1
     assert command(path) == 0
+    capsys.readouterr()
     assert command(path, "--write-manifest") == 2
     assert "has a manifest already" in capsys.readouterr().err
+
+
+def test_a_manifest_of_another_tokenizer_or_other_bytes_is_told(write, capsys):
+    path = write(CHAT)
+    assert command(path, "--pack-length", 64, "--write-manifest") == 0
+    assert "note: " not in capsys.readouterr().out
+    place = path.with_name(f"{path.name}.manifest.json")
+    manifest = json.loads(place.read_bytes())
+    manifest["tokenizer"]["fingerprint"]["probes"]["digits"][1] += 1
+    place.write_text(json.dumps(manifest))
+    path.write_bytes(path.read_bytes().replace(b"hello", b"jello"))
+    assert command(path) == 0
+    printed = capsys.readouterr().out
+    assert "was packed with another tokenizer" in printed
+    assert "The probe text 'digits'" in printed
+    assert "is not the file that its manifest describes" in printed

@@ -4,7 +4,6 @@ import functools
 import gzip
 import hashlib
 import json
-import random
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,9 +11,10 @@ from types import SimpleNamespace
 import pytest
 
 from production.errors import PackproofError
+from production.files.fingerprint import fingerprint_file
+from production.tokens.fingerprint import fingerprint_tokenizer
 from tools.pack_rows import PackSettings, lengths, main, pack_files
-from tools.pack_rows.bins import first_fit_decreasing, sequential
-from tools.pack_rows.conversations import Conversation, SourceLocation
+from tools.pack_rows.conversation import Conversation, SourceLocation
 from tools.pack_rows.lengths import LengthMeter, Measured
 from tools.pack_rows.output import describe_tokenizer, manifest, manifest_path
 from tools.pack_rows.packing import row_line
@@ -75,41 +75,6 @@ def settings(**changed):
 def digits(count):
     """A conversation of `count` tokens under identity: digits are one token each, and an empty system message is none."""
     return [system(), user("1" * count)]
-
-
-# --- bins
-
-
-def test_bins_on_the_published_lengths():
-    published = [4, 1, 3, 2, 1, 3, 4, 5]
-    assert first_fit_decreasing(published, 8) == [[7, 5], [6, 0], [2, 3, 4, 1]]
-    assert sequential(published, 8) == [[0, 1, 2], [3, 4, 5], [6], [7]]
-
-
-def test_first_fit_decreasing_is_first_fit_over_all_bins():
-    draw = random.Random(7)
-    several = 0
-    for _ in range(200):
-        sizes = [draw.randint(0, 9) for _ in range(draw.randint(0, 30))]
-        plain: list[list[int]] = []
-        for item in sorted(range(len(sizes)), key=lambda i, sizes=sizes: (-sizes[i], -i)):
-            for bin_ in plain:
-                if sum(sizes[i] for i in bin_) + sizes[item] <= 10:
-                    bin_.append(item)
-                    break
-            else:
-                plain.append([item])
-        assert first_fit_decreasing(sizes, 10) == plain
-        several += len(plain) > 3
-    assert several > 50
-
-
-@pytest.mark.parametrize("pack", [first_fit_decreasing, sequential])
-def test_no_bin_takes_what_is_longer_than_itself(pack):
-    assert pack([8], 8) == [[0]]
-    assert pack([], 8) == []
-    with pytest.raises(ValueError, match="item 1 has length 9"):
-        pack([8, 9], 8)
 
 
 # --- rows
@@ -446,9 +411,13 @@ def test_the_manifest_says_what_the_rows_were_made_of(tmp_path):
         "sha256": hashlib.sha256(content).hexdigest(),
         "bytes": len(content),
         "rows": content.count(b"\n"),
+        "digest": fingerprint_file(out).digest,
     }
+    assert sum(report["fill"]["counts"]) == report["output"]["rows"]
+    assert report["packer"]["name"] == "first_fit_decreasing"
     assert report["inputs"][0]["sha256"] == hashlib.sha256(CHAT.read_bytes()).hexdigest()
-    assert report["tokenizer"] == describe_tokenizer(MINI, 4096)
+    fingerprint = fingerprint_tokenizer(load_cached(MINI)).to_json()
+    assert report["tokenizer"] == {**describe_tokenizer(MINI, 4096), "fingerprint": json.loads(json.dumps(fingerprint))}
     assert report["settings"]["prompt_format"] == "nemotron-nano-v2"
     assert report["counts"]["conversations_read"] == CHAT.read_bytes().count(b"\n")
     assert sum(report["refused"].values()) == report["counts"]["conversations_refused"] > 0
@@ -479,7 +448,7 @@ def test_bad_input_is_exit_code_2_with_a_remedy(tmp_path, capsys):
         ((good, "--out", out, "--context-parallel-size", 3), "multiple of 6"),
         ((write(tmp_path / "empty.jsonl", []), "--out", out), "no conversation is left"),
         ((good, "--out", good, "--overwrite"), "one of the inputs"),
-        ((tmp_path / "chat.jsonl.zst", "--out", out), "unpack it"),
+        ((write(tmp_path / "chat.jsonl.xz", [[user("1")]]), "--out", out), "unpack it"),
     ]
     broken = tmp_path / "broken.jsonl.gz"
     broken.write_bytes(gzip.compress(good.read_bytes() * 100)[:-20])

@@ -280,7 +280,7 @@ def test_places_that_cannot_be_are_errors_with_a_mend(tmp_path, capsys):
     bare.mkdir()
     for inputs, tokenizer, target, why in (
         (parquet, MINI, out, "a Parquet file"),
-        (tmp_path, MINI, out, "it is a folder"),
+        (bare, MINI, out, "the folder has no file that ends in"),
         (tmp_path / "none.jsonl", MINI, out, "there is no such file"),
         (odd, MINI, out, "no UTF-8"),
         (tmp_path / ("x" * 5000), MINI, out, "cannot be opened"),
@@ -293,6 +293,6 @@ def test_places_that_cannot_be_are_errors_with_a_mend(tmp_path, capsys):
         assert main([str(inputs), *options]) == 2
         said = capsys.readouterr().err
         assert why in said
-        assert "To mend it" in said
+        assert "To fix it" in said
         assert "Traceback" not in said
     assert not out.exists()

@@ -172,7 +172,7 @@ def test_rows_that_cannot_be_cut_are_refused():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"cp": 0}, "cp: 0 is no size"),
+        ({"cp": 0}, "cp: must be at least 1, got 0"),
         ({"depths": -1}, "-1 depths"),
         ({"rows": 5}, "5 rows over 2 data-parallel ranks"),
         ({"ep": 3}, "8 ranks do not divide into groups of 3"),

@@ -12,11 +12,13 @@ from equivalence.runner import exits
 from production.errors import PackproofError
 from tools.bench.attention import attention
 from tools.bench.cache import cache
+from tools.bench.files import inspect_files, inspect_memory, pack_chats, packers
 from tools.bench.loader import loader
 from tools.bench.multi_token import multi_token
 from tools.bench.rows import rows
 from tools.bench.shards import shards
 from tools.bench.source import source
+from tools.bench.subject import subject
 from tools.bench.suite import suite
 
 
@@ -35,6 +37,11 @@ def _main(argv: Sequence[str] | None) -> int:
         "cache": cache,
         "attention": attention,
         "suite": suite,
+        "subject": subject,
+        "inspect": inspect_files,
+        "inspect_memory": inspect_memory,
+        "pack": pack_chats,
+        "packers": packers,
     }
     try:
         tyro.extras.subcommand_cli_from_dict(commands, args=argv, prog="packproof-bench")

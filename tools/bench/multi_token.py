@@ -58,7 +58,7 @@ def multi_token(
     """Shift ids, positions, labels and mask of one row to all depths; prints and returns what both sides take and send."""
     if pack_length % segment_tokens:
         raise PackproofError(
-            what=f"{pack_length} tokens are no whole number of segments of {segment_tokens}",
+            what=f"must be a multiple of {segment_tokens}, the tokens of a segment, got {pack_length}",
             where="pack_length",
             mend="make it a multiple of segment_tokens",
         )

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from production.errors import PackproofError
 from production.training.config import Job
 from production.training.dry_run import DryRun, examine
-from tools.check.result import Finding, PartResult
+from tools.check.result import Finding, PartResult, counted
 
 
 def check_config(job: Job, world_size: int | None) -> tuple[PartResult, DryRun]:
@@ -22,15 +22,15 @@ def check_config(job: Job, world_size: int | None) -> tuple[PartResult, DryRun]:
         compared=1,
         witnesses=("the checks of a dry run, megatron-core's own among them",),
         findings=_told_once([*found.refusals, *needed]),
-        notes=list(found.notes),
+        notes=list(dict.fromkeys(found.notes)),
         not_shown=[f"{each.where}: {each.what}" for each in found.absent if each not in needed],
     )
     result.status = "refused" if result.findings else "equal"
     faults = len(result.findings)
     result.summary = (
-        f"{faults} reason{'s' if faults != 1 else ''} against this job on {found.ranks} ranks"
+        f"{counted(faults, 'reason')} against this job on {counted(found.ranks, 'rank')}"
         if faults
-        else f"nothing against this job on {found.ranks:,} ranks"
+        else f"nothing against this job on {counted(found.ranks, 'rank')}"
     )
     result.numbers = {"ranks": found.ranks}
     result.seconds = time.monotonic() - started

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from tools.check.line_texts import look_through, notes_of
 from tools.check.progress import Progress
-from tools.check.result import Finding, PartResult
+from tools.check.result import Finding, PartResult, counted
 from tools.check.scan import Scanned, place_of, plain_scan, scan
 from tools.check.target import Target
 from tools.inspect_rows.inspection import Finding as RowFinding
@@ -15,6 +15,8 @@ from tools.inspect_rows.inspection import Finding as RowFinding
 OVERFULL_SHARE = 0.01
 UNDERFULL = 0.6
 """Shares from which a file looks as if it had been packed for something else; below them nothing is said."""
+_BY_VALUE = ", which padding_mask=by_value takes for padding"
+_ITSELF = ", and becomes the token itself"
 FIRST_PLACES = 3
 """Rows of each fault that are named."""
 
@@ -42,7 +44,7 @@ def check_file(target: Target, *, most: int, deadline: float, progress: Progress
     counts = [each.inspection.counts for each in scans]
     trained = sum(each["trained_tokens"] for each in counts)
     refused = sum(each["rows_refused"] + each["rows_unreadable"] for each in counts)
-    result.summary = f"{result.compared:,} rows inspected, {trained:,} trained tokens, {refused:,} rows refused"
+    result.summary = f"{counted(result.compared, 'row')} inspected, {trained:,} trained tokens, {refused:,} refused"
     result.numbers = {"scans": [plain_scan(each) for each in scans]}
     result.seconds = sum(each.inspection.seconds for each in scans)
     return result, scans
@@ -75,35 +77,49 @@ def _losses(found: Scanned) -> Iterator[str]:
     skipped = [each for each in inspection.findings if each.is_unreadable and each.severity == "loses"]
     if skipped:
         yield (
-            f"{name}: {counts['rows_unreadable']:,} lines that cannot be read are left out (on_bad_row: skip), the first at line "
-            f"{skipped[0].line} ({skipped[0].kind})"
+            f"{name}: {counted(counts['rows_unreadable'], 'unreadable line', 'is', 'are')} left out (on_bad_row: skip); the first is "
+            f"line {skipped[0].line} ({skipped[0].kind})"
         )
     if counts["truncated"] or counts["dropped"]:
-        worst = (
-            f", most in {place_of(found.dataset, inspection.worst[0][0])} ({inspection.worst[0][1]:,} tokens)"
-            if inspection.worst
-            else ""
-        )
+        worst = ""
+        if inspection.worst:
+            worst = f", most in {place_of(found.dataset, inspection.worst[0][0])} ({inspection.worst[0][1]:,} tokens)"
         yield (
-            f"{name}: {counts['truncated']:,} conversations are cut and {counts['dropped']:,} are dropped ({counts['truncated_tokens']:,} "
-            f"tokens and more){worst}. The preset {found.dataset.dataset.semantics} allows it, as Megatron-LM does; with "
-            "lost_conversations=refuse the check fails on it"
+            f"{name}: {counted(counts['truncated'], 'conversation', 'is', 'are')} cut and {counted(counts['dropped'], 'conversation', 'is', 'are')} "
+            f"dropped ({counts['truncated_tokens']:,} tokens and more){worst}. The preset {found.dataset.dataset.semantics} allows it, as "
+            "Megatron-LM does; with lost_conversations=refuse the check fails on it"
         )
-    for count, what in (
-        (counts["conversations_that_train_nothing"], "conversations train nothing"),
-        (counts["unrendered_messages"], "messages render to nothing in this format"),
-        (counts["unknown_keys"], "keys of messages are passed over"),
-        (counts["empty_conversations"], "conversations render to no token"),
-        (counts["pad_labels"], "labels are the pad id, which padding_mask=by_value takes for padding"),
-        (counts["control_tokens"], "control tokens stand in contents as text, and become the tokens themselves"),
-        (counts["removed_switches"], "messages lose /think or /no_think"),
-        (counts["boundary_labels"], "labels reach across a boundary and train"),
-        (counts["hidden_segments"], "segments are hidden behind others, since they are empty"),
-        (inspection.duplicate_rows.redundant, "rows are copies of another row"),
-        (inspection.duplicate_conversations.redundant, "conversations are copies of another one"),
+    copies = inspection.duplicate_rows.redundant, inspection.duplicate_conversations.redundant
+    for count, noun, verb, verbs in (
+        (counts["conversations_that_train_nothing"], "conversation", "trains nothing", "train nothing"),
+        (
+            counts["unrendered_messages"],
+            "message",
+            "renders to nothing in this format",
+            "render to nothing in this format",
+        ),
+        (counts["unknown_keys"], "unknown key", "is passed over", "are passed over"),
+        (counts["empty_conversations"], "conversation", "renders to no token", "render to no token"),
+        (counts["pad_labels"], "label", "is the pad id" + _BY_VALUE, "are the pad id" + _BY_VALUE),
+        (
+            counts["control_tokens"],
+            "control token",
+            "stands in a content as text" + _ITSELF,
+            "stand in contents as text, and become the tokens themselves",
+        ),
+        (counts["removed_switches"], "message", "loses /think or /no_think", "lose /think or /no_think"),
+        (
+            counts["boundary_labels"],
+            "label",
+            "reaches across a boundary and trains",
+            "reach across a boundary and train",
+        ),
+        (counts["hidden_segments"], "empty segment", "is hidden behind another", "are hidden behind others"),
+        (copies[0], "row", "is a copy of another", "are copies of others"),
+        (copies[1], "conversation", "is a copy of another", "are copies of others"),
     ):
         if count:
-            yield f"{name}: {count:,} {what}"
+            yield f"{name}: {counted(count, noun, verb, verbs)}"
 
 
 def _looks_packed_otherwise(found: Scanned) -> Iterator[str]:
@@ -131,4 +147,4 @@ def _other_presets(found: Scanned) -> Iterator[str]:
     for each in found.inspection.presets:
         if refused := sum(each.rows_refused.values()):
             kinds = ", ".join(f"{count:,} {kind}" for kind, count in sorted(each.rows_refused.items()))
-            yield f"{found.dataset.names}: the preset {each.name} would refuse {refused:,} rows that this job trains ({kinds})"
+            yield f"{found.dataset.names}: the preset {each.name} would refuse {counted(refused, 'row')} that this job trains ({kinds})"

@@ -18,7 +18,7 @@ from production.training.config import multi_token_depths, sizes
 from tools.check.cut_rows import cut_rows
 from tools.check.edges import spread
 from tools.check.progress import Progress
-from tools.check.result import Finding, PartResult
+from tools.check.result import Finding, PartResult, counted
 from tools.check.scan import Scanned, place_of
 from tools.check.shrink import SmallLayout, small_layouts, small_shape
 from tools.check.target import Target
@@ -49,7 +49,7 @@ def check_layout(
     else:
         names = _train(target, rows, result, progress, entered)
     result.status = "differs" if result.findings else "equal" if result.compared and names else "not run"
-    faults = f", {len(result.findings)} faults" if result.findings else ""
+    faults = f", {counted(len(result.findings), 'fault')}" if result.findings else ""
     result.summary = f"{walked}; training steps in {', '.join(names) or 'no layout'}{faults}"
     result.seconds = time.monotonic() - started
     return result
@@ -133,12 +133,8 @@ def _walk(target: Target, rows: _Rows, result: PartResult) -> str:
         result.not_shown.append(
             f"the walk took {count} rows, where a global batch has {job.policy.train_global_batch_size}"
         )
-    held = "lost or held twice" if found.faults else "owned once"
-    return (
-        f"{walked.ranks:,} ranks and {count} rows walked, every token {held}"
-        if not found.faults
-        else f"{walked.ranks:,} ranks walked, tokens {held}"
-    )
+    held = "tokens are lost or held twice" if found.faults else "every token has one owner"
+    return f"{counted(walked.ranks, 'rank')} and {counted(count, 'row')} walked, {held}"
 
 
 def _sizes_of_the_model(target: Target) -> dict[str, int]:

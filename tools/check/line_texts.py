@@ -10,14 +10,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from production.files.head import stream_lines
+from tools.check.result import counted
 
 _SEPARATORS = re.compile(rb"\xe2\x80[\xa8\xa9]|\xc2\x85|\\u202[89]|\\u0085")
 """U+2028, U+2029 and U+0085, as they are or escaped: Python's `splitlines` ends a line at each."""
 _MARKER = re.compile(rb"<\|[A-Za-z0-9_]{2,40}\|>|\[/?INST\]|<(?:start|end)_of_turn>|<SPECIAL_\d+>")
-_SEPARATOR_TEXT = (
-    "lines hold U+2028, U+2029 or U+0085, at which Python's splitlines and some readers end a line: rows are counted by \\n here and in "
-    "Megatron-LM, so a tool that counts more has split them; count lines with wc -l"
-)
+CRLF, SEPARATOR = "CRLF", "separator"
+"""Kinds of lines, beside markers, which are their own kind."""
 _MOST_MARKERS = 64
 _SPLIT = 2
 """Tokens from which a marker is mere text for a tokenizer."""
@@ -45,9 +44,9 @@ def look_through(file: str, *, deadline: float) -> LineTexts:
     for line in stream_lines(file):
         found.lines += 1
         if line.endswith(b"\r\n"):
-            found.add("CRLF")
+            found.add(CRLF)
         if _SEPARATORS.search(line):
-            found.add("separator")
+            found.add(SEPARATOR)
         for marker in (
             set(_MARKER.findall(line))
             if b"<|" in line or b"<S" in line or b"INST]" in line or b"_of_turn>" in line
@@ -63,21 +62,23 @@ def look_through(file: str, *, deadline: float) -> LineTexts:
 
 def notes_of(found: LineTexts, tokenizer: Any) -> Iterator[str]:
     """Yield what is worth knowing of a file's lines, with where it is first and what to do."""
-    for kind, what in (
-        (
-            "CRLF",
-            "lines end in CRLF: the rows are read as they are; write the file with \\n where another tool is to count its bytes",
-        ),
-        ("separator", _SEPARATOR_TEXT),
-    ):
-        if found.counts[kind]:
-            yield f"{found.file}, line {found.first[kind]}: {found.counts[kind]:,} {what}"
+    if count := found.counts[CRLF]:
+        yield (
+            f"{found.file}, line {found.first[CRLF]}: {counted(count, 'line', 'ends', 'end')} in CRLF: the rows are read as they are; write the "
+            "file with \\n where another tool is to count its bytes"
+        )
+    if count := found.counts[SEPARATOR]:
+        yield (
+            f"{found.file}, line {found.first[SEPARATOR]}: {counted(count, 'line', 'holds', 'hold')} U+2028, U+2029 or U+0085, at which Python's "
+            "splitlines and some readers end a line: rows are counted by \\n here and in Megatron-LM, so a tool that counts more has split them; "
+            "count lines with wc -l"
+        )
     for marker, count in found.counts.items():
-        if marker in ("CRLF", "separator"):
+        if marker in (CRLF, SEPARATOR):
             continue
         pieces = len(tokenizer(marker, add_special_tokens=False)["input_ids"])
         if pieces >= _SPLIT:
             yield (
-                f"{found.file}, line {found.first[marker]}: {marker} stands in {count:,} lines and is {pieces} tokens of this tokenizer, as if the file had "
-                "been written for another: give policy.tokenizer.name the tokenizer that it was packed with, or pack it anew without the marker"
+                f"{found.file}, line {found.first[marker]}: {marker} stands in {counted(count, 'line')} and is {pieces} tokens of this tokenizer, as "
+                "if the file had been written for another: give policy.tokenizer.name the tokenizer that it was packed with, or pack it anew without the marker"
             )

@@ -12,7 +12,7 @@ from production.parallel.sizes import ParallelSizes
 from production.training.config import Dataset, Job, order_settings, sizes
 from production.training.order_settings import OrderSettings
 from tools.check.progress import Progress
-from tools.check.result import Finding, PartResult
+from tools.check.result import Finding, PartResult, counted
 from tools.check.target import Target
 
 STEPS = 4
@@ -52,7 +52,7 @@ def check_job_order(target: Target, *, progress: Progress) -> PartResult:
             for each in found.findings
         ]
     result.status = "differs" if result.findings else "equal"
-    result.summary = f"{settings.kind}, last batch {settings.last_batch}: {', '.join(places)} compared on {settings.data_parallel_size} data-parallel ranks"
+    result.summary = f"{settings.kind}, last batch {settings.last_batch}: {', '.join(places)} compared on {counted(settings.data_parallel_size, 'data-parallel rank')}"
     if settings.last_batch == "drop" and settings.weights is None and (left := rows[0] % settings.global_batch_size):
         result.notes.append(f"{left} of {rows[0]:,} rows fill no global batch and are never fed (last_batch: drop)")
     result.numbers = {"places": places, "rows": list(rows)}

@@ -67,6 +67,13 @@ class PartResult:
         return PARTS[self.name]
 
 
+def counted(count: int, noun: str, verb: str = "", verbs: str = "") -> str:
+    """Return a count with its noun, and with the verb for one or for several: `1 row is`, `2 rows are`."""
+    word = noun if count == 1 else f"{noun}s"
+    said = verb if count == 1 else verbs
+    return f"{count:,} {word}{' ' if said else ''}{said}"
+
+
 def verdict_of(results: Iterable[PartResult], asked: Sequence[str]) -> Verdict:
     """Return the verdict: `proven` only where every part of PARTS compared something and found nothing.
 
@@ -91,8 +98,8 @@ def summary_of(verdict: Verdict, results: Mapping[str, PartResult]) -> str:
     if verdict == "partial":
         return f"no fault in what was asked for ({run}); the other parts were left out, so nothing is proven of them"
     if verdict == "refused":
-        return f"refused: the job cannot start as it stands ({faults} fault{'s' if faults != 1 else ''})"
+        return f"refused: the job cannot start as it stands ({counted(faults, 'fault')})"
     silent = [each.name for each in results.values() if each.status == "not run"]
     if silent and not faults:
         return f"not proven: {', '.join(silent)} could not be compared"
-    return f"not proven: {faults} fault{'s' if faults != 1 else ''}"
+    return f"not proven: {counted(faults, 'fault')}"

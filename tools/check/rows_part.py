@@ -19,7 +19,7 @@ from production.errors import BadInput, RowRefused
 from production.rows.builder import RowBuilder
 from tools.check.edges import spread
 from tools.check.progress import Progress
-from tools.check.result import Finding, PartResult
+from tools.check.result import Finding, PartResult, counted
 from tools.check.scan import Scanned, place_of
 from tools.check.target import CheckedDataset, Target
 
@@ -98,7 +98,7 @@ def check_rows(
         result.compared = 0
     differ = len(compared.differing)
     result.status = "differs" if differ else "equal" if result.compared else "not run"
-    result.summary = f"{compared.rows:,} rows compared, {differ:,} differ"
+    result.summary = f"{counted(compared.rows, 'row')} compared, {differ:,} differ"
     if compared.refused:
         kinds = ", ".join(f"{count:,} {kind}" for kind, count in compared.refused.most_common())
         result.summary += f"; refused alike by all sides: {kinds}"

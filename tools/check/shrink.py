@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -34,11 +35,11 @@ class SmallLayout:
 def small_layouts(sizes: ParallelSizes, data_size: int) -> list[SmallLayout]:
     """Return the job's layout where eight ranks hold it; else one or two in which each dimension above 1 is above 1.
 
-    Eight ranks hold three dimensions above 1. With all four (tp, cp, pp, dp) two layouts share them out.
+    Experts are whole (etp 1), since gloo gathers no uneven shares. Eight ranks hold three dimensions above 1. With all four (tp, cp, pp, dp) two layouts share them out.
     """
     real = {"tp": sizes.tensor, "cp": sizes.context, "pp": sizes.pipeline, "dp": data_size}
     if math.prod(real.values()) <= MOST_RANKS:
-        return [SmallLayout(sizes=sizes, data_size=data_size)]
+        return [SmallLayout(sizes=dataclasses.replace(sizes, expert_tensor=1), data_size=data_size)]
     large = [name for name, size in real.items() if size > 1]
     groups = [large] if len(large) <= 3 else [["tp", "cp", "pp"], ["cp", "pp", "dp"]]
     return [_small(group, real, sizes) for group in groups]
@@ -58,14 +59,12 @@ def _small(group: Sequence[str], real: Mapping[str, int], sizes: ParallelSizes) 
         small[max(room, key=lambda name: real[name] / small[name])] *= 2
     of_experts = small["tp"] * small["cp"] * small["dp"]
     expert = math.gcd(2, of_experts) if sizes.expert > 1 else 1
-    expert_tensor = 2 if sizes.expert_tensor > 1 and of_experts % (2 * expert) == 0 else 1
     return SmallLayout(
         sizes=ParallelSizes(
             tensor=small["tp"],
             context=small["cp"],
             pipeline=small["pp"],
             expert=expert,
-            expert_tensor=expert_tensor,
         ),
         data_size=small["dp"],
     )
@@ -75,6 +74,10 @@ def small_shape(job: Job, layout: SmallLayout, vocabulary: int) -> tuple[ModelSh
     """Return a small model of the job's kind for a layout, with `vocabulary` ids at least, and what it lacks of the job's model."""
     model, sizes = job.model, layout.sizes
     lacks: list[str] = []
+    if job.megatron.expert_tensor_parallel_size > 1:
+        lacks.append(
+            "expert tensor parallelism: CPU ranks cannot gather tokens of uneven shares, so each expert was whole"
+        )
     depths = multi_token_depths(job)
     if depths > MOST_DEPTHS:
         lacks.append(f"{depths} depths of multi-token prediction ran as {MOST_DEPTHS}")

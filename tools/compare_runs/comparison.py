@@ -262,7 +262,7 @@ def _trained_by_one(first: Run, second: Run) -> list[int]:
         for step, value in other.series["loss"].items():
             width = other.width("loss", step)
             is_hit = any(each in run.untrained for each in range(step - width + 1, step + 1))
-            # A mean over several steps is no number where one of them trained nothing: that agrees.
+            # A mean over several steps is not a number where one of them trained nothing: that agrees.
             if is_hit and (width == 1 or math.isfinite(value)):
                 found.add(step)
     return sorted(found)

@@ -229,7 +229,7 @@ def baseline_rows(job: Job) -> tuple[Path, RowSettings]:
     for key, what in lacks.items():
         if what:
             raise PackproofError(
-                what=f"{what}: the installed Megatron-LM, as it is put together here, has no such thing",
+                what=f"{what}: the installed Megatron-LM, as it is assembled here, does not have this",
                 where=job.where(key),
                 mend="leave it out to compare the two systems",
             )

@@ -88,7 +88,7 @@ def findings(comparison: Comparison) -> list[str]:
             for run, steps in zip(comparison.runs, each.not_finite, strict=True)
             if steps
         ]
-        return [f"losses that are no numbers: {', '.join(who)}"]
+        return [f"losses that are not numbers: {', '.join(who)}"]
     return [
         *_rounding(comparison),
         *_ratio(comparison),

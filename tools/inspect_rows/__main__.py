@@ -12,7 +12,7 @@ import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -33,7 +33,7 @@ from production.tokens.folder import load_folder
 from production.tokens.message_keys import MessageKeys
 from tools.inspect_rows.fix import FixBy, Fixer
 from tools.inspect_rows.inspection import Finding, Inspection
-from tools.inspect_rows.manifest import make_manifest
+from tools.inspect_rows.manifest import make_manifest, manifest_notes
 from tools.inspect_rows.page import write_page
 from tools.inspect_rows.scan import scan
 from tools.inspect_rows.terminal import show, verdict
@@ -120,6 +120,8 @@ def _run(options: Arguments, complaints: Console) -> int:
     settings = _settings(options)
     tokenizer = load_folder(options.tokenizer)
     found, redundant = _scan(options, options.files, tokenizer, settings, complaints)
+    if not options.ignore_manifest:
+        found = replace(found, notes=(*found.notes, *manifest_notes(options.files, tokenizer)))
     told: list[str] = []
     if options.write_manifest:
         told += [f"wrote {path}" for path in make_manifest(options.files, found, tokenizer, options.tokenizer)]

@@ -1,4 +1,4 @@
-"""Make the manifest of packed files that have none, from what an inspection found."""
+"""Compare packed files with their manifests, and make the manifest of a file that has none."""
 
 from __future__ import annotations
 
@@ -10,8 +10,31 @@ from typing import Any
 from production.errors import PackproofError
 from production.files.fingerprint import fingerprint_file
 from production.files.manifest import manifest_path, read_manifest, write_manifest
-from production.tokens.fingerprint import fingerprint_tokenizer
+from production.tokens.fingerprint import differences_from_json, fingerprint_tokenizer
 from tools.inspect_rows.inspection import Inspection
+
+
+def manifest_notes(files: Sequence[Path], tokenizer: Any) -> list[str]:
+    """Return how each file and this tokenizer differ from what the manifest beside the file says.
+
+    Raises BadInput for a manifest that cannot be read, or that is of a file of another size.
+    """
+    now = fingerprint_tokenizer(tokenizer)
+    told = []
+    for file in files:
+        manifest = read_manifest(file)
+        if manifest is None:
+            continue
+        if manifest.tokenizer_fingerprint is not None:
+            differing = differences_from_json(manifest.tokenizer_fingerprint, now, name=str(manifest.path))
+            if differing:
+                told.append(f"{file} was packed with another tokenizer. {' '.join(differing)}")
+        digest = manifest.output.get("digest")
+        if digest is not None and digest != (found := fingerprint_file(file).digest):
+            told.append(
+                f"{file} is not the file that its manifest describes: its digest is {found}, and the manifest says {digest}."
+            )
+    return told
 
 
 def make_manifest(files: Sequence[Path], found: Inspection, tokenizer: Any, folder: Path) -> list[Path]:

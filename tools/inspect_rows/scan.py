@@ -8,22 +8,16 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import multiprocessing
 import os
 import time
-import warnings
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from numpy.typing import NDArray
 
-from production.errors import BadInput, PackproofError
+from production.errors import BadInput
 from production.files.source import OnBadRow, PackedSource, open_source
 from production.rows.builder import GROUP_TOKENS, RowSettings, find_pad
 from production.rows.token_facts import tokenizer_notes
@@ -41,6 +35,7 @@ from tools.inspect_rows.inspection import (
 )
 from tools.inspect_rows.part import KEPT_WORST, SIZES, FindingKeeper, Part
 from tools.inspect_rows.row_facts import COUNTS, Place, RowInspector
+from tools.ordered_pool import cores, run_in_order
 
 type Progress = Callable[[int, int], None]
 """Called with the rows inspected so far and the rows in all."""
@@ -61,8 +56,9 @@ class _Work:
     group: int
     """Rows built together."""
 
-    def run(self, first: int, last: int) -> Part:
-        """Inspect rows `first` to before `last`."""
+    def run(self, rows_of_run: tuple[int, int]) -> Part:
+        """Inspect the rows from the first number to before the second."""
+        first, last = rows_of_run
         part = Part()
         for rows in itertools.batched(range(first, last), self.group):
             self.inspector.inspect([self._read(row) for row in rows], part)
@@ -78,10 +74,6 @@ class _Work:
             found = error
         location = self.source.locate(row)
         return Place(number=row, file=location.file, row=location.line - 1, line=location.line), found
-
-
-_work: _Work | None = None
-"""Set before the processes are forked: they share the tokenizer's memory."""
 
 
 def scan(
@@ -121,9 +113,7 @@ def scan(
     keys = MessageKeys.of_format(
         settings.prompt_format, settings.semantics, loaded, ignored=ignore_keys, ignore="--ignore-keys"
     )
-    count = _cores() if processes is None else processes
-    if count < 1:
-        raise PackproofError(what=f"{count} processes", where="processes", mend="give at least 1")
+    count = cores() if processes is None else processes
     with open_source([os.fspath(file) for file in files], chat_key=chat_key, cache_folder=cache_folder) as source:
         inspector = RowInspector(
             tokenizer=loaded,
@@ -138,7 +128,7 @@ def scan(
         total, done = Part(), 0
         keeper = FindingKeeper(keep, on_finding)
         with DuplicateFinder() as rows, DuplicateFinder() as conversations:
-            for last, part in _parts(work, wanted, count, source):
+            for (_, last), part in run_in_order(work.run, _runs(source, wanted), count):
                 total.merge(part)
                 keeper.add(_severe(part.findings, on_bad_row))
                 rows.add(part.row_hashes)
@@ -179,62 +169,10 @@ def _files(source: PackedSource) -> list[dict[str, Any]]:
     return [{key: file[key] for key in ("file", "bytes", "plain_bytes", "rows", "content")} for file in described]
 
 
-def _cores() -> int:
-    return len(os.sched_getaffinity(0))
-
-
 def _runs(source: PackedSource, wanted: int) -> Iterator[tuple[int, int]]:
     size = sum(int(file["plain_bytes"]) for file in _files(source))
     step = max(1, min(MOST_ROWS, RUN_BYTES * len(source) // max(size, 1)))
     return ((first, min(first + step, wanted)) for first in range(0, wanted, step))
-
-
-def _parts(work: _Work, wanted: int, processes: int, source: PackedSource) -> Iterator[tuple[int, Part]]:
-    """Yield the number of rows done and the counts of each run, in order."""
-    runs = _runs(source, wanted)
-    if processes == 1:
-        for first, last in runs:
-            yield last, work.run(first, last)
-        return
-    global _work  # noqa: PLW0603 - what is forked is found by its name
-    _work = work
-    before = os.environ.get("TOKENIZERS_PARALLELISM")
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a process has one core; the library warns of a fork otherwise
-    waiting: deque[tuple[int, Future[Part]]] = deque()
-    pool = ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("fork"), initializer=_begin)
-    try:
-        with warnings.catch_warnings():
-            # Of a fork beside threads: the child reads files, tokenizes without threads and uses numpy (see worker_process).
-            warnings.simplefilter("ignore", DeprecationWarning)
-            for first, last in itertools.islice(runs, 2 * processes):
-                waiting.append((last, pool.submit(_run, first, last)))
-        while waiting:
-            last, part = waiting.popleft()
-            yield last, part.result()
-            for first, next_last in itertools.islice(runs, 1):
-                waiting.append((next_last, pool.submit(_run, first, next_last)))
-    except BrokenProcessPool:
-        raise PackproofError(
-            what="a process that builds rows was ended from outside, as by the kernel when memory runs out",
-            where="scan",
-            mend="give fewer processes, or more memory",
-        ) from None
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
-        _work = None
-        if before is None:
-            os.environ.pop("TOKENIZERS_PARALLELISM")
-        else:
-            os.environ["TOKENIZERS_PARALLELISM"] = before
-
-
-def _begin() -> None:
-    torch.set_num_threads(1)
-
-
-def _run(first: int, last: int) -> Part:
-    assert _work is not None
-    return _work.run(first, last)
 
 
 def _severe(findings: Iterable[Finding], on_bad_row: OnBadRow) -> list[Finding]:

@@ -15,10 +15,13 @@ from equivalence.runner import exits
 from production.errors import PackproofError
 from production.files.file_state import is_there
 from production.semantics import DEFAULT_PRESET
-from tools.pack_rows.conversations import Refusal
+from tools.pack_rows.conversation import Refusal
+from tools.pack_rows.inputs import STDIN
+from tools.pack_rows.layouts import Layout
 from tools.pack_rows.lengths import PromptFormat
 from tools.pack_rows.output import manifest_path, write_rows
 from tools.pack_rows.packing import Packing, PackSettings, pack_files
+from tools.pack_rows.rows import Algorithm
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +35,7 @@ class PackRows:
     """
 
     inputs: Annotated[tuple[Path, ...], tyro.conf.Positional]
-    """Chat files, .jsonl or .jsonl.gz: one conversation a line, {"messages": [{"role", "content"}, …]}."""
+    """Chat files, .jsonl, .gz, .zst or .parquet, folders of them, or - for standard input: one conversation a line."""
     tokenizer: Path
     """Folder of the tokenizer that the job will use."""
     pack_length: int
@@ -47,16 +50,18 @@ class PackRows:
     """Key of the messages in the chat files; in the packed file it is "messages"."""
     context_parallel_size: int = 1
     """Context parallel size of the job; above 1 each conversation takes a multiple of twice this."""
-    algorithm: Literal["first-fit-decreasing", "sequential"] = "first-fit-decreasing"
-    """Fewest rows, or the input's order kept."""
+    layout: Layout = "auto"
+    """Layout of the lines: OpenAI messages, ShareGPT or Alpaca; auto looks at each file's first line, and the summary names what it took."""
+    algorithm: Algorithm = "first_fit_decreasing"
+    """The packer: fewest rows, the input's order kept (concatenative), or one of the others of the online path."""
     missing_system: Literal["insert", "refuse"] = "insert"
     """A conversation without a system message: put an empty one in front (its tokens count), or refuse it."""
     middle_system: Literal["refuse", "split"] = "refuse"
     """A conversation with a system message in the middle: refuse it, or split it there into several."""
     on_bad: Literal["error", "skip"] = "error"
     """Refused conversations: write nothing and exit 1, or leave them out, listed."""
-    on_long: Literal["error", "skip", "truncate"] = "error"
-    """Conversations longer than a row: write nothing and exit 1, leave them out, or let Megatron-LM cut them."""
+    on_long: Literal["error", "skip", "truncate", "split"] = "error"
+    """Conversations longer than a row: write nothing and exit 1, leave them out, let Megatron-LM cut them, or split them between turns (each part has the system message)."""
     pad_token: str | None = None
     """Pad token of the job, where it is not the prompt format's."""
     ignore_keys: tuple[str, ...] = ()
@@ -67,6 +72,10 @@ class PackRows:
     """Shuffle by this seed; without it the input's order is kept."""
     overwrite: bool = False
     """Replace OUT where it exists."""
+    processes: int | None = None
+    """Processes that measure conversations: all cores where it is not given. The rows are the same for any number."""
+    resume: bool = False
+    """Go on where a packing into the same OUT was killed."""
     list_refused: int = 20
     """Number of refused conversations to show; the manifest has the lines of all."""
 
@@ -91,7 +100,7 @@ def _main(argv: Sequence[str] | None) -> int:
             else "give paths that this user can read and write"
         )
         complaints.print(
-            Text(f"packproof-pack-rows: {place}: {error.strerror or error}. To mend it: {mend}"), soft_wrap=True
+            Text(f"packproof-pack-rows: {place}: {error.strerror or error}. To fix it: {mend}"), soft_wrap=True
         )
     return 2
 
@@ -104,6 +113,7 @@ def _run(options: PackRows, screen: Console, complaints: Console) -> int:
         semantics=options.semantics,
         chat_key=options.chat_key,
         context_parallel_size=options.context_parallel_size,
+        layout=options.layout,
         algorithm=options.algorithm,
         missing_system=options.missing_system,
         middle_system=options.middle_system,
@@ -115,12 +125,37 @@ def _run(options: PackRows, screen: Console, complaints: Console) -> int:
         seed=options.seed,
     )
     with complaints.status("packing"):  # shows on a terminal only
-        packing = pack_files(options.inputs, options.tokenizer, settings)
+        packing = pack_files(
+            options.inputs,
+            options.tokenizer,
+            settings,
+            processes=options.processes,
+            work=work_folder(options.out),
+            resume=options.resume,
+        )
+    try:
+        status = _finish(options, packing, screen, complaints)
+    except OSError:
+        packing.spool.close()  # measured conversations stay for --resume
+        raise
+    except PackproofError:
+        packing.spool.remove()
+        raise
+    packing.spool.remove()
+    return status
+
+
+def work_folder(out: Path) -> Path:
+    """Return the folder of a packing that is under way."""
+    return out.with_name(f".{out.name}.packing")
+
+
+def _finish(options: PackRows, packing: Packing, screen: Console, complaints: Console) -> int:
     _list_refused(packing, complaints, max(0, options.list_refused))
     if packing.failures:
         complaints.print(
             f"{len(packing.failures):,} conversations are refused, so nothing was written; mend them, or leave them "
-            "out with --on-bad skip (too long: --on-long skip or truncate).",
+            "out with --on-bad skip (too long: --on-long skip, split or truncate).",
             soft_wrap=True,
         )
         return 1
@@ -128,7 +163,7 @@ def _run(options: PackRows, screen: Console, complaints: Console) -> int:
         raise PackproofError(
             what="no conversation is left to pack, so nothing was written",
             where="the inputs",
-            mend="give other chat files, or mend the conversations listed above",
+            mend="give other chat files, or correct the conversations listed above",
         )
     screen.print(_table(packing))
     for note in packing.notes:
@@ -141,7 +176,9 @@ def _run(options: PackRows, screen: Console, complaints: Console) -> int:
 def _check_places(options: PackRows) -> None:
     if not options.inputs:
         raise PackproofError(
-            what="no chat file is given", where="the command line", mend="name one or more .jsonl or .jsonl.gz files"
+            what="no chat file is given",
+            where="the command line",
+            mend="name one or more chat files, a folder of them, or - for standard input",
         )
     if options.out.suffix in {".gz", ".zst"}:
         raise PackproofError(
@@ -159,7 +196,7 @@ def _check_places(options: PackRows) -> None:
             raise PackproofError(
                 what="the file exists", where=str(place), mend="choose another --out, or replace it with --overwrite"
             )
-    if options.out.resolve() in {path.resolve() for path in options.inputs}:
+    if options.out.resolve() in {path.resolve() for path in options.inputs if path != STDIN}:
         raise PackproofError(what="--out is one of the inputs", where=str(options.out), mend="choose another --out")
 
 
@@ -184,6 +221,7 @@ def _list_refused(packing: Packing, complaints: Console, shown: int) -> None:
 
 def _where(packing: Packing, refusal: Refusal) -> str:
     piece = f" piece {refusal.place.piece}" if refusal.place.piece else ""
+    piece += f" part {refusal.place.part}" if refusal.place.part else ""
     return f"{packing.inputs[refusal.place.input].path} line {refusal.place.line}{piece}"
 
 
@@ -201,6 +239,8 @@ def _table(packing: Packing) -> Table:
             table.add_row(name.replace("_", " "), f"{count:,}")
     kept = counts["conversation_tokens"] - counts["truncated_tokens"]
     table.add_row("rows filled", f"{kept / counts['row_tokens']:.2%}")
+    for file in packing.inputs:
+        table.add_row(Text(f"layout of {file.path.name}"), file.layout or "no line")
     for what, keys in (
         ("key dropped", "dropped_keys"),
         ("key of messages kept", "message_keys"),

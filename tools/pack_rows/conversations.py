@@ -1,134 +1,65 @@
-"""Reads chat files line by line into conversations that a packed row can hold, or into a refusal that says why not.
+"""Parse the lines of chat files into conversations that a packed row can hold, or into a refusal that says why not.
 
 What a packed file holds is trained on, so nothing here is repaired in silence.
 """
 
-import hashlib
-import json
-from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Literal
+from __future__ import annotations
 
-from production.errors import PackproofError
+from collections.abc import Iterator
+from typing import Any, Literal
+
 from production.files.faults import LineError
-from production.files.head import stream_lines
-from production.files.parse import Message, parse_row
+from production.files.parse import Message, parse_object, parse_record
 from production.tokens.message_keys import MessageKeys
+from tools.pack_rows.conversation import Conversation, ConversationError, Refusal, SourceLocation
+from tools.pack_rows.inputs import Chunk, InputFile
+from tools.pack_rows.layouts import messages_of
 
 MissingSystem = Literal["insert", "refuse"]
 MiddleSystem = Literal["refuse", "split"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class SourceLocation:
-    """Place of a conversation in the input."""
-
-    input: int
-    """Index of the input file."""
-    line: int
-    """Line, from 1."""
-    piece: int = 0
-    """Index of the piece, where a conversation was split at its system messages."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Conversation:
-    """One conversation of a row; its first message is the only system message."""
-
-    place: SourceLocation
-    """Place in the input."""
-    messages: tuple[Message, ...]
-    """Its messages with every key they came with."""
-    system_inserted: bool = False
-    """Whether the first message was put there, empty, because the conversation had none."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Refusal:
-    """One conversation that is in no row, and why."""
-
-    place: SourceLocation
-    """Place in the input."""
-    kind: str
-    """The name under which it is counted."""
-    detail: str
-    """Fault and fix."""
-
-
-@dataclass(kw_only=True)
-class InputFile:
-    """One input file, with what was counted while it was read."""
-
-    path: Path
-    """The file, `.jsonl` or gzipped `.jsonl.gz`."""
-    lines: int = 0
-    """Lines read."""
-    sha256: str = ""
-    """Hash of the file's bytes as they lie on disk; set when it has been read."""
-    split: int = 0
-    """Conversations split at system messages in the middle."""
-    dropped_keys: Counter[str] = field(default_factory=Counter)
-    """Keys beside the messages: a row joins conversations and cannot keep them."""
-    message_keys: Counter[str] = field(default_factory=Counter)
-    """Keys of messages beside role and content that name nothing to train and no text: kept, though only a chat template reads them."""
-
-
-class ConversationError(ValueError):
-    """A line or a conversation that cannot be packed."""
-
-    def __init__(self, kind: str, detail: str) -> None:
-        super().__init__(detail)
-        self.kind = kind
-
-
 def read_conversations(
+    chunk: Chunk,
     file: InputFile,
-    index: int,
     *,
     chat_key: str,
     missing_system: MissingSystem,
     middle_system: MiddleSystem,
     keys: MessageKeys,
 ) -> Iterator[Conversation | Refusal]:
-    r"""Yield the conversations of `file`, the input number `index`, in order; counts are kept in `file`.
+    r"""Yield the conversations of some lines in order; counts are kept in `file`, whose layout they have.
 
-    Lines end at `\n` only: real contents hold U+2028 and its like. Raises BadInput
-    where the file cannot be read, or is no JSON lines.
+    Lines end at `\n` only: real contents hold U+2028 and its like.
     """
-    for number, line in enumerate(_lines(file.path), 1):
-        file.lines = number
+    for number, line in enumerate(chunk.lines, chunk.first):
         try:
             messages = _parse(line, file, chat_key, keys)
             pieces = _at_systems(messages, file, missing_system, middle_system)
         except ConversationError as error:
-            yield Refusal(place=SourceLocation(input=index, line=number), kind=error.kind, detail=str(error))
+            place = SourceLocation(input=chunk.input, line=number)
+            yield Refusal(place=place, kind=error.kind, detail=str(error))
             continue
         for piece, (part, inserted) in enumerate(pieces):
-            place = SourceLocation(input=index, line=number, piece=piece)
+            place = SourceLocation(input=chunk.input, line=number, piece=piece)
             yield Conversation(place=place, messages=tuple(part), system_inserted=inserted)
-    with file.path.open("rb") as raw:
-        file.sha256 = hashlib.file_digest(raw, "sha256").hexdigest()
-
-
-def _lines(path: Path) -> Iterator[bytes]:
-    if path.suffix in {".zst", ".xz", ".bz2"}:
-        raise PackproofError(
-            what="only plain and gzipped chat files are read", where=str(path), mend="unpack it, or pack it with gzip"
-        )
-    yield from stream_lines(str(path))
 
 
 def _parse(line: bytes, file: InputFile, chat_key: str, keys: MessageKeys) -> list[Message]:
     """Return the messages of a line: by the parser that reads packed files, since the shape of a line is the same."""
     ended = line.endswith(b"\n")
     line = line.removesuffix(b"\n")
+    messages: list[Message]
+    beside: dict[str, Any]
     try:
-        messages = parse_row(line, chat_key=chat_key, unterminated=not ended)
+        if file.layout == "messages":
+            record = parse_record(line, chat_key=chat_key, unterminated=not ended)
+            messages = record[chat_key]
+            beside = {key: value for key, value in record.items() if key != chat_key}
+        else:
+            messages, beside = messages_of(parse_object(line, unterminated=not ended), file.layout, chat_key)
     except LineError as error:
         raise ConversationError(error.kind, f"{error.what}; {error.mend}") from None
-    beside = {key: value for key, value in json.loads(line).items() if key != chat_key}
     if (fault := keys.fault_of_line(beside)) is not None:
         raise ConversationError(fault[0], f"{fault[1]}; {keys.mend(fault[0])}")
     file.dropped_keys.update(list(beside))

@@ -15,12 +15,13 @@ from production.rows.builder import LONGEST, RowSettings, find_pad
 from production.rows.token_facts import ControlTokens, prompt_messages, removed_switches, tokenizer_notes
 from production.semantics import parse
 from production.tokens.conversations import ConversationTokenizer
+from production.tokens.fingerprint import fingerprint_tokenizer
 from production.tokens.folder import load_folder
 from production.tokens.format_fit import MISFIT_MEND, format_misfits, misfit_text
 from production.tokens.message_keys import MessageKeys
 from production.tokens.prompts import FORMATS, TURN_ROLES, Message, RowMessages, count_unrendered, format_of
 from production.tokens.turn_tokens import IGNORE_INDEX
-from tools.pack_rows.conversations import Conversation, Refusal
+from tools.pack_rows.conversation import Conversation, Refusal
 
 PromptFormat = Literal["nemotron-nano-v2", "nemotron-h-aligned", "identity", "default"]
 _MOST_CHARACTERS = 1 << 22
@@ -86,6 +87,8 @@ class LengthMeter:
                 mend="choose another format or other semantics",
             )
         tokenizer = load_folder(tokenizer_folder)
+        self.fingerprint = fingerprint_tokenizer(tokenizer)
+        """How the tokenizer behaves."""
         self.vocab_size: int = len(tokenizer)
         """Ids in the vocabulary, added ones included."""
         if self._format.render is None and not tokenizer.chat_template:

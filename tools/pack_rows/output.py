@@ -1,4 +1,4 @@
-"""Write rows and a manifest of their inputs and settings, because a packed file itself does not say which tokenizer built it."""
+"""Writes rows, and beside them what they were made of: nothing in a packed file itself says which tokenizer built it."""
 
 import hashlib
 import importlib.metadata
@@ -11,10 +11,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from tools.pack_rows.conversations import SourceLocation
+from production.files.cache import atomic_file
+from production.files.fingerprint import fingerprint_file
+from production.files.manifest import manifest_path, write_manifest
+from tools.pack_rows.conversation import SourceLocation
 from tools.pack_rows.packing import Packing, row_line
 
-MANIFEST_FORMAT = "packproof-packed-rows/1"
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -34,19 +36,21 @@ _VERSIONED = ("packproof", "transformers", "tokenizers", "jinja2")
 def write_rows(packing: Packing, out: Path) -> tuple[Path, Path]:
     """Write the rows to `out` and the manifest beside it; return both paths. A crash leaves the old files or the new.
 
-    The manifest goes last and holds the rows' hash, so a pair that does not belong together shows.
+    The manifest goes last and holds the rows' hash, so a pair that does not belong together shows. Rows are written
+    one at a time.
     """
-    lines = b"".join(map(row_line, packing.rows))
-    report = {"format": MANIFEST_FORMAT, "output": describe_output(out.name, lines), **manifest(packing)}
-    place = manifest_path(out)
-    write_atomically(out, lines)
-    write_atomically(place, json_bytes(report))
-    return out, place
-
-
-def manifest_path(out: Path) -> Path:
-    """Return the path of the manifest of the packed file `out`."""
-    return out.with_name(out.name + ".manifest.json")
+    digest = hashlib.sha256()
+    with atomic_file(out) as file:
+        for row in packing.rows:
+            line = row_line(row)
+            digest.update(line)
+            file.write(line)
+        size = file.tell()
+        file.flush()
+        os.fsync(file.fileno())
+    output = {"file": out.name, "sha256": digest.hexdigest(), "bytes": size, "rows": len(packing.rows)}
+    output["digest"] = fingerprint_file(out).digest
+    return out, write_manifest(out, {"output": output, **manifest(packing)})
 
 
 def describe_output(name: str, lines: bytes) -> dict[str, Any]:
@@ -60,7 +64,7 @@ def describe_output(name: str, lines: bytes) -> dict[str, Any]:
 
 
 def manifest(packing: Packing) -> dict[str, Any]:
-    """Return the manifest of the rows. It has names of files only, no folders and no time: equal inputs give equal bytes."""
+    """Return what the rows were made of. Names of files only, no folders and no time: equal inputs give equal bytes."""
     settings = asdict(packing.settings)
     refused: list[dict[str, list[SourceLocation]]] = [{} for _ in packing.inputs]
     for refusal in packing.refused:
@@ -69,6 +73,7 @@ def manifest(packing: Packing) -> dict[str, Any]:
         "inputs": [
             {
                 "file": file.path.name,
+                "layout": file.layout,
                 "sha256": file.sha256,
                 "lines": file.lines,
                 "refused_lines": {kind: _line_ranges(places) for kind, places in sorted(refused[index].items())},
@@ -77,10 +82,15 @@ def manifest(packing: Packing) -> dict[str, Any]:
             }
             for index, file in enumerate(packing.inputs)
         ],
-        "tokenizer": describe_tokenizer(packing.tokenizer, packing.vocab_size),
+        "tokenizer": {
+            **describe_tokenizer(packing.tokenizer, packing.vocab_size),
+            "fingerprint": packing.fingerprint.to_json(),
+        },
+        "packer": {"name": packing.settings.algorithm, "version": _versions(["packproof"])["packproof"]},
         "settings": settings,
         "notes": {note.kind: note.text for note in packing.notes},
         "counts": packing.counts(),
+        "fill": packing.fill(),
         "refused": dict(sorted(packing.refused_by_kind().items())),
         "versions": {"python": platform.python_version(), **_versions(_VERSIONED)},
     }
@@ -108,7 +118,7 @@ def json_bytes(value: object) -> bytes:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Write `content` to `path` so that no reader ever sees half of the content."""
+    """Write `content` to `path` so that no reader ever sees half of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, scratch = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
@@ -129,7 +139,7 @@ def _line_ranges(places: Iterable[SourceLocation]) -> str:
     """Return lines as text, `3, 7-12`, with the piece after a stroke where a conversation was split: `9/1`."""
     runs: list[list[SourceLocation]] = []
     for place in places:
-        if runs and place.piece == runs[-1][-1].piece == 0 and place.line == runs[-1][-1].line + 1:
+        if runs and place.piece == place.part == runs[-1][-1].piece == 0 and place.line == runs[-1][-1].line + 1:
             runs[-1].append(place)
         else:
             runs.append([place])
@@ -137,6 +147,17 @@ def _line_ranges(places: Iterable[SourceLocation]) -> str:
         f"{run[0].line}-{run[-1].line}" if len(run) > 1 else f"{run[0].line}{f'/{run[0].piece}' * bool(run[0].piece)}"
         for run in runs
     )
+
+
+__all__ = [
+    "describe_output",
+    "describe_tokenizer",
+    "json_bytes",
+    "manifest",
+    "manifest_path",
+    "write_atomically",
+    "write_rows",
+]
 
 
 def _versions(packages: Iterable[str]) -> dict[str, str]:

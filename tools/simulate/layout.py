@@ -68,7 +68,7 @@ class Job:
             "value_bytes",
         ):
             if getattr(self, name) < 1:
-                raise _wrong(name, f"{getattr(self, name)} is no size", "give at least 1")
+                raise _wrong(name, f"must be at least 1, got {getattr(self, name)}", "give at least 1")
         if self.depths < 0:
             raise _wrong("depths", f"{self.depths} depths", "give 0 or more")
         sizes = {"depths": self.depths, "pack_length": self.pack_length, "rows": self.rows, "tp·cp·dp": self.ranks}

@@ -50,7 +50,8 @@ def _of_production(case: OrderCase) -> Side:
         consumed = batch.consumed_samples
         for rank, samples in enumerate(taken):
             samples.extend(batch.of_rank(rank, case.data_parallel_size)[0])
-    return _tensors([[(sample.source, sample.row, sample.epoch) for sample in samples] for samples in taken])
+    found = _tensors([[(sample.source, sample.row, sample.epoch) for sample in samples] for samples in taken])
+    return found | _in_all(ours.total_steps)
 
 
 def _of_reference(case: OrderCase) -> Side:
@@ -78,12 +79,34 @@ def _of_reference(case: OrderCase) -> Side:
     except order.OrderError:
         return "order"
     size = case.data_parallel_size
-    return _tensors(
-        [
-            [batch[place] for batch in whole for place in batches.rows_of_rank(range(len(batch)), rank, size)]
-            for rank in range(size)
-        ]
+    taken = [
+        [batch[place] for batch in whole for place in batches.rows_of_rank(range(len(batch)), rank, size)]
+        for rank in range(size)
+    ]
+    return _tensors(taken) | _in_all(_steps_of_reference(case))
+
+
+def _steps_of_reference(case: OrderCase) -> int | None:
+    """The global batches of a whole job, counted one by one; None for an order without an end."""
+    if case.run_steps is not None:
+        return case.run_steps
+    ends = case.max_epochs is not None or (case.last_batch == "stop" and case.rows[0] % case.global_batch_size)
+    if case.weights is not None or not ends:
+        return None
+    samples = order.one_source(
+        case.rows[0],
+        kind=case.kind,
+        seed=case.seed,
+        global_batch_size=case.global_batch_size,
+        last_batch=case.last_batch,
+        max_epochs=case.max_epochs,
     )
+    return sum(1 for _ in order.global_batches(samples, case.global_batch_size, 0))
+
+
+def _in_all(steps: int | None) -> dict[str, torch.Tensor]:
+    """The steps after which a job ends by itself; -1 where it does not."""
+    return {"steps in all": torch.tensor(-1 if steps is None else steps)}
 
 
 def _drawn_by_megatron(case: OrderCase) -> Side | None:

@@ -286,6 +286,42 @@ def _other_key(files: _Files) -> dict[str, tuple[Seen, Seen]]:
     return {"rows under the other key": other, "rows": _both(files, files.open)}
 
 
+def _as_a_chat_file(files: _Files) -> dict[str, tuple[Seen, Seen]]:
+    """Opened as chat files, whose messages may call tools in place of a content, they have other rows, and the reverse."""
+    try:
+        with files.open(takes_tool_calls=True) as source:
+            ours: Seen = {"rows": len(source), "of them without a content": _without_content(source)}
+    except BadInput as error:
+        ours = {"refused": error.kind}
+    return {"rows of chat files": (_of_chat_files(files), ours), "rows": _both(files, files.open)}
+
+
+def _of_chat_files(files: _Files) -> Seen:
+    """The reference's rows, and the lines that are rows of a chat file alone."""
+    lines = [read_lines([content], "messages") for content in files.contents]
+    taken = [[line for line in own if line.fault is None or b'"tool_calls": [' in line.data] for own in lines]
+    if not all(files.contents):
+        return {"refused": "empty_file"}
+    if files.case.skip and not all(taken):
+        return {"refused": "no_rows_left"}
+    kept = taken if files.case.skip else lines
+    return {
+        "rows": sum(map(len, kept)),
+        "of them without a content": sum(line.fault is not None for own in taken for line in own),
+    }
+
+
+def _without_content(source: PackedSource) -> int:
+    """How many rows hold a message that only calls tools; bad rows hold no message."""
+    found = 0
+    for row in range(len(source)):
+        try:
+            found += any(message.get("content") is None for message in source[row])
+        except BadInput:
+            continue
+    return found
+
+
 def _damage_the_cache(files: _Files) -> dict[str, tuple[Seen, Seen]]:
     """Change a byte of an index, of its verdicts or of an unpacked copy, with the same size and time."""
     kept = sorted(path for path in (files.folder / "cache").glob(".*") if path.stat().st_size)
@@ -330,6 +366,7 @@ _ACTS: dict[str, Callable[[_Files], dict[str, tuple[Seen, Seen]]]] = {
     "rewrite in the same tick": _rewrite_in_the_same_tick,
     "verify": _verify,
     "other key": _other_key,
+    "as a chat file": _as_a_chat_file,
     "damage the cache": _damage_the_cache,
     "cut the packed file": _cut_the_packed_file,
 }

@@ -335,7 +335,7 @@ def missing_role(d: Draft) -> None:
     del d.message(d.one_of(("user", "assistant")))["role"]
 
 
-@fault(FAULTS, "no_mapping", "contents", "a message that is no mapping",
+@fault(FAULTS, "no_mapping", "contents", "a message that is not a mapping",
        hits=lambda f, _: not all(isinstance(m, dict) for m in f.case.messages))  # fmt: skip
 def _(d: Draft) -> None:
     at_least(d, 1)

@@ -112,7 +112,7 @@ def _(d: Draft) -> None:
     FAULTS,
     "p_not_divisible",
     "layout",
-    "P is no multiple of 2·cp: a ragged last segment",
+    "P is not a multiple of 2·cp: a ragged last segment",
     hits=lambda f, r: f.pack_length % f.granularity != 0 and (built(r) or refused(r, "indivisible_segment")),
 )
 def _(d: Draft) -> None:

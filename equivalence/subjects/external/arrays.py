@@ -45,7 +45,9 @@ def _read(described: Mapping[str, Any], body: bytearray, start: int) -> tuple[An
     if count == 0:
         tensor = torch.zeros(shape, dtype=dtype)
     else:
-        tensor = torch.frombuffer(body, dtype=dtype, count=count, offset=start).reshape(shape)
+        tensor = torch.frombuffer(body, dtype=dtype, count=count, offset=start)
+        if len(shape) != 1:
+            tensor = tensor.reshape(shape)
     if described.get("list"):
         tensor = typed(described["name"], tensor)
     return tensor, end + -end % ALIGNMENT

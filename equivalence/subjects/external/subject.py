@@ -12,9 +12,10 @@ from typing import Any
 import torch
 
 from equivalence.subjects.external.arrays import packed_conversations, read_fields
+from equivalence.subjects.external.packed_rows import build_packed_row
 from equivalence.subjects.external.process import ChildProcess, SubjectFailed
 from equivalence.subjects.external.tokenizer_folder import portable_folder
-from equivalence.subjects.protocol import Messages, Refusal, Row, RowSettings, row_of
+from equivalence.subjects.protocol import MEGATRON_PRESETS, Messages, Refusal, Row, RowSettings, row_of
 from packproof_subject import PROTOCOL, Refused, check_conventions, frame_bytes
 
 START_SECONDS = 120.0
@@ -23,8 +24,8 @@ SECONDS_VARIABLE = "PACKPROOF_SUBJECT_SECONDS"
 """Environment variable that replaces START_SECONDS and what the adapter says of its rows."""
 MOST_FAILURES = 8
 """Failures of a subject in one process after which it is started no more and its rows are left out."""
-ROWS_AT_ONCE = 16
-"""Rows of one request: enough to hide the wait between two rows, and few enough to send again after a failure."""
+ROWS_AT_ONCE, ROWS_AHEAD = 8, 16
+"""Rows of one request, and how many rows are asked for ahead, so that the adapter builds while an answer is read."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,17 +74,29 @@ class ExternalSubject:
         return self.hello.version
 
     def covers(self, settings: RowSettings) -> bool:
-        """Return whether the adapter builds rows, takes these settings, and has not failed too often in this process."""
-        if "build_row" not in self.hello.seams or self._failures >= MOST_FAILURES:
+        """Return whether the adapter takes these settings, and has not failed too often in this process.
+
+        An adapter that only packs is not told the semantics: unless it says otherwise, it takes Megatron-LM's.
+        """
+        if self._failures >= MOST_FAILURES:
             return False
+        takes = self.hello.takes
+        if "build_row" not in self.hello.seams:
+            takes = {"semantics": [MEGATRON_PRESETS[0]], **takes}
         fields = ("prompt_format", "context_parallel_size", "semantics")
         return all(
-            getattr(settings, name) in self.hello.takes.get(plural, [getattr(settings, name)])
+            getattr(settings, name) in takes.get(plural, [getattr(settings, name)])
             for name, plural in zip(fields, ("prompt_formats", "context_parallel_sizes", "semantics"), strict=True)
         )
 
     def build_row(self, messages: Messages, tokenizer: Any, settings: RowSettings) -> Row:
-        """Return the adapter's row or refusal. Raises SubjectFailed for an exception, a crash, a hang or no row at all."""
+        """Return the adapter's row or refusal. Raises SubjectFailed for an exception, a crash, a hang or no row at all.
+
+        An adapter that only packs is given the tokens of the reference, and its pack is compared through its declared conventions;
+        raises NotComparable where that cannot be done.
+        """
+        if "build_row" not in self.hello.seams:
+            return build_packed_row(self.pack, self.hello.conventions, messages, tokenizer, settings)
         (built,) = self.build_rows([messages], tokenizer, settings)
         if isinstance(built, SubjectFailed):
             raise built
@@ -93,18 +106,20 @@ class ExternalSubject:
         """Return the row of each, or its failure; one that fails costs the others nothing."""
         shared = {"tokenizer": str(portable_folder(tokenizer)), "settings": dataclasses.asdict(settings)}
         built: list[Row | SubjectFailed] = []
+        sent = 0
         while len(built) < len(rows):
-            first = len(built)
-            wanted = range(first, min(first + ROWS_AT_ONCE, len(rows)))
-            request = [{"id": at, "messages": list(rows[at]), **shared} for at in wanted]
             try:
                 child = self._running()
-                child.send(frame_bytes({"type": "build_row", "rows": request}))
-                for at in wanted:
-                    built.append(self._row(child, at))  # noqa: PERF401 - what came before a failure counts
+                while sent < min(len(built) + ROWS_AHEAD, len(rows)):
+                    wanted = range(sent, min(sent + ROWS_AT_ONCE, len(rows)))
+                    request = [{"id": at, "messages": list(rows[at]), **shared} for at in wanted]
+                    child.send(frame_bytes({"type": "build_row", "rows": request}))
+                    sent = wanted.stop
+                built.append(self._row(child, len(built)))
             except SubjectFailed as failed:
                 self._fail()
                 built.append(failed)
+                sent = len(built)
         return built
 
     def pack(

@@ -109,8 +109,8 @@ class SegmentAttention(torch.nn.Module):
         ends = (boundaries[0], boundaries[-1]) if boundaries else None
         if ends != (0, len(query)) or any(start > end for start, end in itertools.pairwise(boundaries)):
             raise self._refused(
-                f"the boundaries {_shortened(boundaries)} are not those of {len(query)} tokens",
-                "give cu_seqlens that go from 0 to the number of tokens and never fall",
+                f"cu_seqlens must go from 0 to {len(query)}, the number of tokens, and never fall, got {_shortened(boundaries)}",
+                "give the boundaries of these tokens",
             )
         return Share(runs=runs_of(boundaries), exchange=None, rank=0, size=1)
 

@@ -90,11 +90,12 @@ class Checkpoints:
         run: str = "",
         trained_tokens: int | None = None,
         skipped_rows: int | None = None,
+        tokenizer: Mapping[str, Any] | None = None,
         allowed: Callable[[], None] = lambda: None,
     ) -> Path:
         """Save a checkpoint, complete or not at all. Collective over the world.
 
-        `run` names the run that saves; `allowed` raises PackproofError on the first rank where the folder no longer
+        `run` names the run that saves, `tokenizer` is the fingerprint of its tokenizer; `allowed` raises PackproofError on the first rank where the folder no longer
         belongs to this run. Raises CheckpointFailed on all ranks: for a full disk, for NaN or infinity in weights or
         optimizer state, and for a checkpoint of another run in the same place.
         """
@@ -123,6 +124,7 @@ class Checkpoints:
                 run=run,
                 trained_tokens=trained_tokens,
                 skipped_rows=skipped_rows,
+                tokenizer=dict(tokenizer or {}),
                 versions=versions(),
             )
             check_written(work)

@@ -50,6 +50,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """Trained tokens of all steps; None where the number is not known."""
     skipped_rows: int | None = None
     """Lines of the training files that `on_bad_row: skip` leaves out; None where it is not known."""
+    tokenizer: dict[str, Any] = msgspec.field(default_factory=dict)
+    """Fingerprint of the tokenizer (`production.tokens.fingerprint`); empty in older checkpoints."""
     versions: dict[str, str] = msgspec.field(default_factory=dict)
     """Versions of the packages that wrote the checkpoint."""
 

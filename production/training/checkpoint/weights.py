@@ -53,7 +53,7 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def not_one(path: Path) -> CheckpointRefused:
-    """Error for a path that is not a checkpoint directory."""
+    """Return the error for a path that is not a checkpoint directory."""
     inner = sorted(each.name for each in path.glob("step_*") if is_checkpoint(each)) if path.is_dir() else []
     newest = f", such as {path / inner[-1]}" if inner else ""
     return CheckpointRefused(

@@ -130,13 +130,16 @@ def _otherwise(file: Path, trained: Mapping[str, tuple[Any, str]], tokenizer: Pa
         told = f"{file} was packed for {name} {said} (its manifest says so), and is trained with {value} ({key})"
         is_cut = name == "pack_length" and value < said
         yield told + (": what lies behind that in a row is cut off, and conversations there are lost" if is_cut else "")
-    if tokenizer.name and tokenizer.is_dir() and (other := other_files(manifest, tokenizer)):
-        shifted = [] if manifest.tokenizer_fingerprint is None else _shifted(manifest, tokenizer)
-        if manifest.tokenizer_fingerprint is not None and not shifted:
-            return  # other files, and the same tokenizer
+    if not (tokenizer.name and tokenizer.is_dir()):
+        return
+    other = other_files(manifest, tokenizer)
+    if manifest.tokenizer and not other:
+        return  # the very files
+    shifted = [] if manifest.tokenizer_fingerprint is None else _shifted(manifest, tokenizer)
+    if shifted or (other and manifest.tokenizer_fingerprint is None):
+        are = f"{', '.join(other)} {'is' if len(other) == 1 else 'are'} not what its manifest says" if other else "it is not what the manifest says"  # fmt: skip
         yield (
-            f"{file} was packed with another tokenizer than policy.tokenizer.name {tokenizer}: {', '.join(other)} "
-            f"{'is' if len(other) == 1 else 'are'} not what its manifest says, so conversations may be longer than their places in a row"
+            f"{file} was packed with another tokenizer than policy.tokenizer.name {tokenizer}: {are}, so conversations may be longer than their places in a row"
             + (f". {' '.join(shifted)}" if shifted else "")
         )
 

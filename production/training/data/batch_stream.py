@@ -277,8 +277,8 @@ def _check_enough(job: Job, rows: Sequence[int]) -> None:
     paths = [file.path for dataset in job.data.train for file in dataset.data_path]
     unit = "rows" if job.is_packed else "conversations"
     raise PackproofError(
-        what=f"{rows[0]} {unit} are no global batch of {size} ({job.where('policy.train_global_batch_size')}), and what fills none "
-        f"is not trained on ({job.where('data.last_batch')}: {job.data.last_batch})",
+        what=f"the data must hold at least {size} {unit}, one global batch ({job.where('policy.train_global_batch_size')}; "
+        f"{job.where('data.last_batch')}: {job.data.last_batch}), got {rows[0]}",
         where=f"data.train.data_path: {', '.join(paths)}",
         mend=f"give more {unit}, set policy.train_global_batch_size to {rows[0]} or less, or data.last_batch to wrap",
     )

@@ -93,7 +93,7 @@ class Order:
         """
         size = self.settings.global_batch_size
         if consumed_samples < 0 or consumed_samples % size:
-            what = f"{consumed_samples} samples are no number of global batches of {size}"
+            what = f"{consumed_samples} samples are not a number of global batches of {size}"
             raise order_refused(what, "consumed_samples", "resume with the global batch size that the run had")
         if self.total_samples is not None and consumed_samples >= self.total_samples:
             return None
@@ -170,7 +170,7 @@ class ValidationOrder:
         sizes = {"rows": rows, "global_batch_size": global_batch_size, "data_parallel_size": data_parallel_size}
         for name, size in (sizes | ({} if limit is None else {"limit": limit})).items():
             if size < 1:
-                raise order_refused(f"{size} is no number of rows or ranks", f"validation {name}", "give at least 1")
+                raise order_refused(f"{size} is not a number of rows or ranks", f"validation {name}", "give at least 1")
         if limit is not None and limit > rows:
             what = f"{limit} rows of a source that has {rows}: none is taken twice"
             raise order_refused(what, "validation limit", "lower it, or leave it out for all rows")
@@ -256,8 +256,8 @@ def _check_rows(rows: tuple[int, ...], settings: OrderSettings) -> None:
         raise order_refused("a source without a row", f"source {rows.index(min(rows))}", "leave it out")
     size = settings.global_batch_size
     if settings.last_batch != "wrap" and rows[0] < size:
-        what = f"{rows[0]} rows are no global batch of {size}, and what fills none is not trained on"
-        raise order_refused(what, "last_batch", "say wrap, or make the global batch smaller")
+        what = f"a source needs at least {size} rows, one global batch, got {rows[0]}"
+        raise order_refused(what, "last_batch", "take wrap, or lower global_batch_size")
 
 
 def _mixed(value: int) -> int:

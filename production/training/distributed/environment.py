@@ -20,7 +20,7 @@ def started_ranks() -> int | None:
     if said is None:
         return None
     if not said.isascii() or not said.isdecimal() or int(said[:20]) < 1 or len(said) > 9:
-        raise _refused(f"{said[:40]!r} is no number of ranks", "WORLD_SIZE")
+        raise _refused(f"{said[:40]!r} is not a number of ranks", "WORLD_SIZE")
     return int(said)
 
 
@@ -58,7 +58,7 @@ def threads() -> int:
     first = said.partition(",")[0].strip()
     if not first.isascii() or not first.isdecimal() or not 1 <= int(first[:9]) <= 1 << 16:
         raise _refused(
-            f"{said[:40]!r} is no number of threads", "OMP_NUM_THREADS", "set it to a number, such as 1, or unset it"
+            f"{said[:40]!r} is not a number of threads", "OMP_NUM_THREADS", "set it to a number, such as 1, or unset it"
         )
     return int(first)
 
@@ -66,7 +66,7 @@ def threads() -> int:
 def _number(name: str) -> int:
     said = os.environ[name]
     if not said.isascii() or not said.isdecimal() or len(said) > 9:
-        raise _refused(f"{said[:40]!r} is no number", name)
+        raise _refused(f"{said[:40]!r} is not a number", name)
     return int(said)
 
 

@@ -304,7 +304,7 @@ class StepMetrics:
         return payload, rows
 
     def _divided(self, payload: torch.Tensor) -> torch.Tensor:
-        """[S, 2 + 5·D] of the payloads [S, …] of S steps: loss, losses of depths, those by token, then the counts of the three and the
+        """Return [S, 2 + 5·D] of the payloads [S, …] of S steps: loss, losses of depths, those by token, then the counts of the three and the
         shares without a target.
         """
         depths = self._depths

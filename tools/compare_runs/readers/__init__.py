@@ -39,10 +39,10 @@ def read_run(path: Path, names: Names) -> Run:
     try:
         return _read(path, names)
     except UnknownKindError as error:
-        raise InputError(f"{error}. To mend it: give {KINDS}") from error
+        raise InputError(f"{error}. To fix it: give {KINDS}") from error
     except UnicodeDecodeError as error:
         raise PackproofError(
-            what=f"it is no UTF-8 text (byte {error.start:,})", where=str(path), mend=f"give {KINDS}"
+            what=f"the file must be UTF-8 text, and byte {error.start:,} is not", where=str(path), mend=f"give {KINDS}"
         ) from error
     except OSError as error:
         raise PackproofError(

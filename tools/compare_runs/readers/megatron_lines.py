@@ -191,6 +191,6 @@ def _same(path: Path, first: Line, second: Line) -> None:
 
 def _several(path: Path, what: str) -> InputError:
     return InputError(
-        f"{path}: several processes printed into this log: {what}. To mend it: give the lines of one process (Megatron-LM "
+        f"{path}: several processes printed into this log: {what}. To fix it: give the lines of one process (Megatron-LM "
         "prints from its last rank alone; a launcher's prefix tells whose line each is)"
     )

@@ -41,7 +41,7 @@ class Match:
 
     @property
     def exact(self) -> bool:
-        """Whether all ids are equal."""
+        """True if all ids are equal."""
         return self.shared == self.length
 
     def note(self, *, asked_row: int | None) -> Flaw:

@@ -59,7 +59,7 @@ def walk(side: str, row: Row, cut: Cut, subject: Any = None) -> tuple[str, Way]:
 
 
 def reference_way(row: Row, cut: Cut) -> Way:
-    """Cut by `reference.process_microbatch`, once for the whole row and once for the rank."""
+    """Cut by `reference.microbatches.process_microbatch`, once for the whole row and once for the rank."""
     batch = reference_batches.collate([row])  # type: ignore[list-item] # the same five fields
     whole = reference.process_microbatch(
         batch, rank=0, context_parallel_size=1, depths=cut.depths, layout="zigzag"
@@ -93,7 +93,7 @@ def _reference_tensors(made: reference.Microbatch) -> dict[str, torch.Tensor]:
 
 
 def _production(row: Row, cut: Cut) -> Way:
-    """Cut by `production.process_microbatch`, once for the whole row and once for the rank."""
+    """Cut by `production.parallel.microbatches.process_microbatch`, once for the whole row and once for the rank."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # megatron-core's import says what it lacks
         from production.parallel import microbatches as production  # noqa: PLC0415 - heavy, and needed only here
@@ -113,7 +113,7 @@ def _production(row: Row, cut: Cut) -> Way:
         share = production.process_microbatch(batch, settings)
         index = shard_index(made.packed_seq_params.cu_seqlens_q, cut.rank, cut.size, layout=cut.layout)
     except BatchRefused as refused:
-        told = Refused(kind=refused.kind, message=f"{refused.where}: {refused.what}. To mend it: {refused.mend}")
+        told = Refused(kind=refused.kind, message=f"{refused.where}: {refused.what}. To fix it: {refused.mend}")
         begun = {} if found else {"microbatch": told} | {f"depth {depth}": told for depth in range(1, cut.depths + 1)}
         return begun | _ended(cut, told) | found
     cut_up = _production_tensors(share, "share", "share, depth {}")

@@ -64,7 +64,7 @@ class FedFindings:
 
     @property
     def equal(self) -> bool:
-        """Whether all ranks fed the reference's tensors."""
+        """True if all ranks fed the reference's tensors."""
         return all(each.equal for each in self.looked_at)
 
 
@@ -247,7 +247,7 @@ def _of_a_row(dumped: Dumped, number: int) -> Iterator[None]:
         if isinstance(error, BadInput):
             raise
         raise problem(
-            f"its tensors are none of a row ({error})",
+            f"its tensors cannot be a row ({error})",
             where=f"rank {dumped.place.rank}, microbatch {number}",
             mend="dump the step again",
         ) from error

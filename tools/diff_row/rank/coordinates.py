@@ -54,7 +54,7 @@ class RankPlace:
 
     @property
     def is_last_stage(self) -> bool:
-        """Whether this rank computes losses, including those of multi-token prediction."""
+        """True if this rank computes losses, including those of multi-token prediction."""
         return self.pipeline_rank == self.pp - 1
 
     @property
@@ -87,7 +87,7 @@ def find_place(*, tp: int, cp: int, dp: int, pp: int, rank: int, sequence_parall
     """Return the coordinates of a rank. Raises BadInput for a size below 1 and for a rank outside the layout."""
     for name, size in (("tp", tp), ("cp", cp), ("dp", dp), ("pp", pp)):
         if size < 1:
-            raise problem(f"{size} is no size", where=f"--{name}", mend="give at least 1")
+            raise problem(f"must be at least 1, got {size}", where=f"--{name}", mend="give at least 1")
     ranks = tp * cp * dp * pp
     if ranks > MOST_RANKS:
         raise problem(
@@ -107,4 +107,4 @@ def find_place(*, tp: int, cp: int, dp: int, pp: int, rank: int, sequence_parall
 
 def problem(what: str, *, where: str, mend: str) -> BadInput:
     """Return a refusal with fault, place and fix."""
-    return BadInput(f"{where}: {what}. To mend it: {mend}")
+    return BadInput(f"{where}: {what}. To fix it: {mend}")

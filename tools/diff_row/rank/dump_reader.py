@@ -121,7 +121,7 @@ class Dumped:
 
     @property
     def is_online(self) -> bool:
-        """Whether the job packed conversations itself."""
+        """True if the job packed conversations itself."""
         return self.said.made_with.bins is not None
 
     @property

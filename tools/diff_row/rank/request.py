@@ -42,7 +42,7 @@ class RankRequest:
 
     @property
     def is_asked(self) -> bool:
-        """Whether any option was given."""
+        """True if any option was given."""
         given = (self.tp, self.cp, self.dp, self.pp, self.rank, self.depth, self.stop_at, self.at, self.fed)
         return any(each is not None for each in (*given, self.global_batch_size))
 

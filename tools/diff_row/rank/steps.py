@@ -87,7 +87,7 @@ class Step:
 
     @property
     def refused(self) -> bool:
-        """Whether a side refuses at this step."""
+        """True if a side refuses at this step."""
         return any(isinstance(has, Refused) and has.kind is not None for has in self.sides.values())
 
 
@@ -117,7 +117,7 @@ class RankFindings:
 
     @property
     def equal(self) -> bool:
-        """Whether all sides agree at every step."""
+        """True if all sides agree at every step."""
         return self.first is None
 
     @property

@@ -247,7 +247,7 @@ def _refused(findings: RankFindings, width: int) -> Iterator[Text]:
         yield Text(f"        {visible(message)}", "")
         if kind == "indivisible_segment":
             yield Text(
-                f"        To mend it: build the row for cp {findings.place.cp} (leave --context-parallel-size out), with a pack length that is a multiple of 2·cp",
+                f"        To fix it: build the row for cp {findings.place.cp} (leave --context-parallel-size out), with a pack length that is a multiple of 2·cp",
                 "dim",
             )
     yield from flaws(findings.row, width)

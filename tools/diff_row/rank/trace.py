@@ -153,7 +153,7 @@ def _bin_step(ways: Mapping[str, Way]) -> Step:
         origin=None,
         differences=differences_of("batch", 0, sides),
         view=None,
-        note="the bin's conversations as a rectangle, before they are squeezed",
+        note="the bin's conversations as a padded batch, before they are squeezed",
     )
 
 

@@ -45,7 +45,9 @@ def weights_step(
     """Return the weights of the share's tokens. Raises BadInput for a row of another data-parallel rank."""
     place, share = findings.place, findings.share
     if share is None or share.origin is None:
-        raise problem("no share was made, so nothing weighs", where="--stop-at weights", mend="mend the cut first")
+        raise problem(
+            "no share was made, so there are no weights", where="--stop-at weights", mend="correct the cut first"
+        )
     if batch.number % place.dp != place.data_rank:
         other = place.rank + (batch.number % place.dp - place.data_rank) * place.tp * place.cp
         raise problem(

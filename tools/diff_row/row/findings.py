@@ -164,7 +164,7 @@ class Findings:
 
     @property
     def equal(self) -> bool:
-        """Whether all sides agree, and a lone dump is consistent."""
+        """True if all sides agree, and a lone dump is consistent."""
         lone_flaws = len(self.sides) == 1 and any(not f.note for flaws in self.flaws.values() for f in flaws)
         return not lone_flaws and not any(pair.counts for pair in self.pairs)
 

@@ -79,13 +79,16 @@ def check_length(setup: Setup) -> Iterator[SetupRefused]:
     multiple = factor * kernel_divisor(job)
     length, key = policy.max_total_sequence_length, "policy.max_total_sequence_length"
     if length < 1 or length % multiple:
-        what = f"{length} tokens are no multiple of {multiple}: {factor} (2 x cp, x tp with sequence parallelism) x {kernel_divisor(job)} (kernels)"
+        what = f"{length} tokens are not a multiple of {multiple}: {factor} (2 x cp, x tp with sequence parallelism) x {kernel_divisor(job)} (kernels)"
         yield setup.refuse("pack_length", key, what, f"take {max(1, -(-length // multiple)) * multiple}, packed anew")
     if job.is_packed:
         return
     each, bins = policy.make_sequence_length_divisible_by or 1, policy.sequence_packing.train_mb_tokens or length
     if each < 1 or each % factor:
-        key, what = "policy.make_sequence_length_divisible_by", f"{each} is no multiple of {factor}, the domain factor"
+        key, what = (
+            "policy.make_sequence_length_divisible_by",
+            f"{each} is not a multiple of {factor}, the domain factor",
+        )
         yield setup.refuse("divisible_by", key, what, f"give a multiple of {factor}, or leave it out")
     if not 1 <= bins <= length:
         what = f"bins of {bins} tokens, where a row has {length}"

@@ -91,7 +91,7 @@ def check_switches(setup: Setup) -> Iterator[SetupRefused]:
         if name in _OF_THE_LAUNCHER or name.startswith("TORCHELASTIC_") or not name or "=" in name:
             what, mend = f"{name!r} says which rank a process is, which its launcher says", "take it out"
             if not name or "=" in name:
-                what, mend = f"{name!r} is no name of a variable", "write NAME: value"
+                what, mend = f"{name!r} is not a name of a variable", "write NAME: value"
             yield setup.refuse("environment", f"{_MEGATRON}.env_vars.{name}", what, mend)
     for key, part in _SWITCHED_OFF.items():
         if _look_up(setup.job, key):
@@ -133,7 +133,7 @@ def _check_world(setup: Setup) -> Iterator[SetupRefused]:
     job, layout = setup.job, sizes(setup.job)
     if setup.world_size < 1 or setup.world_size % layout.of_a_replica:
         what = (
-            f"{setup.world_size} ranks are no multiple of tp {layout.tensor} x cp {layout.context} x pp {layout.pipeline}"
+            f"{setup.world_size} ranks are not a multiple of tp {layout.tensor} x cp {layout.context} x pp {layout.pipeline}"
             f" = {layout.of_a_replica}"
         )
         mend = (
@@ -146,7 +146,7 @@ def _check_world(setup: Setup) -> Iterator[SetupRefused]:
     experts = layout.expert * layout.expert_tensor * layout.pipeline
     if setup.world_size % experts:
         what = (
-            f"{setup.world_size} ranks are no multiple of ep {layout.expert} x etp {layout.expert_tensor}"
+            f"{setup.world_size} ranks are not a multiple of ep {layout.expert} x etp {layout.expert_tensor}"
             f" x pp {layout.pipeline} = {experts}"
         )
         mend = f"start a multiple of {experts} ranks, or make a dimension smaller"

@@ -1,0 +1,1 @@
+"""Connects the conformance levels of `packproof` with the suite: witnesses as packing functions, and the test vectors' generator."""

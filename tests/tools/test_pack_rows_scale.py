@@ -1,0 +1,402 @@
+"""Packing at scale: inputs of every kind, any number of processes, a kill at any chunk, and nothing lost on the way."""
+
+import functools
+import gzip
+import io
+import itertools
+import json
+import os
+import signal
+import sys
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+
+import hypothesis
+import numpy as np
+import pytest
+import zstandard
+from hypothesis import strategies as st
+
+from production.errors import PackproofError
+from production.files.source import open_source
+from production.online import packing as packers
+from production.tokens.prompts import split_conversations
+from tools.pack_rows import PackSettings, inputs, lengths, main, pack_files
+from tools.pack_rows.cli import work_folder
+from tools.pack_rows.layouts import layout_of, messages_of
+from tools.pack_rows.output import write_rows
+from tools.pack_rows.packing import row_line
+from tools.pack_rows.rows import rows_of
+from tools.pack_rows.spool import Spool
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+MINI = EXAMPLES / "tokenizers" / "nemotron-mini"
+CHAT = EXAMPLES / "chat" / "sample.jsonl"
+load_cached = functools.cache(lengths.load_folder)
+
+
+@pytest.fixture(autouse=True)
+def _load_once(monkeypatch):
+    monkeypatch.setattr(lengths, "load_folder", load_cached)
+
+
+@pytest.fixture
+def small_chunks(monkeypatch):
+    """Files of a few lines are several chunks."""
+    monkeypatch.setattr(inputs, "CHUNK_LINES", 8)
+
+
+def settings(**changed):
+    return PackSettings(
+        **{"prompt_format": "nemotron-nano-v2", "pack_length": 256, "on_bad": "skip", "on_long": "skip"} | changed
+    )
+
+
+def run(*arguments):
+    return main([*map(str, arguments), "--tokenizer", str(MINI), "--pack-length", "256", "--processes", "1"])
+
+
+def chat(index, turns=1, words=3):
+    messages = [{"role": "system", "content": f"s{index}"}]
+    for turn in range(turns):
+        messages += [
+            {"role": "user", "content": f"question {index} {turn}"},
+            {"role": "assistant", "content": "word " * words + str(turn)},
+        ]
+    return messages
+
+
+def write(path, conversations):
+    path.write_text("".join(json.dumps({"messages": each}) + "\n" for each in conversations))
+    return path
+
+
+def packed_lines(packing):
+    return [row_line(row) for row in packing.rows]
+
+
+def unpacked(path):
+    with open_source(path) as source:
+        rows = [split_conversations(messages) for messages in source]
+    return [row.conversation(number) for row in rows for number in range(row.count)]
+
+
+# --- packers
+
+
+@hypothesis.given(st.lists(st.integers(1, 40), max_size=80), st.integers(40, 60))
+def test_runs_of_equal_lengths_are_placed_as_one_by_one(sizes, capacity):
+    """R-PACK-2 in both ways: whole runs at once, and each through the tree."""
+    array = np.array(sizes, dtype=np.int64)
+    by_runs = packers.assign_decreasing(array, capacity)
+    order = packers.decreasing_order(array)
+    rooms = [capacity] * len(sizes)
+    for index in order.tolist():
+        number = next(number for number, room in enumerate(rooms) if room >= sizes[index])
+        rooms[number] -= sizes[index]
+        assert by_runs[index] == number
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(packers, "_RUNS_PAY", -1)
+        assert packers.assign_decreasing(array, capacity).tolist() == by_runs.tolist()
+
+
+@hypothesis.given(
+    st.lists(st.integers(1, 40), max_size=60),
+    st.sampled_from(["first_fit_decreasing", "concatenative", "modified_first_fit_decreasing", "first_fit_shuffle"]),
+    st.sampled_from([None, 3]),
+)
+def test_every_packer_of_the_online_path_makes_the_rows(sizes, algorithm, seed):
+    if algorithm == "first_fit_shuffle":
+        seed = 3
+    order, starts = rows_of(np.array(sizes, dtype=np.int64), 40, algorithm=algorithm, seed=seed)
+    rows = [order[first:last].tolist() for first, last in itertools.pairwise(starts)]
+    assert sorted(order.tolist()) == list(range(len(sizes)))
+    if algorithm == "concatenative" and seed is not None:
+        return  # the drawn order decides
+    told = packers.pack(sizes, 40, algorithm=algorithm, seed=seed if algorithm == "first_fit_shuffle" else None)
+    assert sorted(map(sorted, rows)) == sorted(map(sorted, told))
+
+
+# --- inputs
+
+
+@pytest.fixture
+def expected(tmp_path):
+    conversations = [chat(index) for index in range(30)]
+    plain = write(tmp_path / "plain.jsonl", conversations)
+    return conversations, plain, packed_lines(pack_files([plain], MINI, settings()))
+
+
+def test_packed_files_parquet_and_folders_give_the_rows_of_the_plain_file(tmp_path, expected):
+    conversations, plain, rows = expected
+    from pyarrow import Table, parquet
+
+    folder = tmp_path / "folder"
+    (folder / "b").mkdir(parents=True)
+    lines = plain.read_bytes().splitlines(keepends=True)
+    (folder / "a.jsonl").write_bytes(b"".join(lines[:10]))
+    (folder / "b" / "c.jsonl.gz").write_bytes(gzip.compress(b"".join(lines[10:])))
+    (folder / "notes.txt").write_text("not a chat file")
+    (tmp_path / "x.jsonl.gz").write_bytes(gzip.compress(plain.read_bytes()))
+    (tmp_path / "x.jsonl.zst").write_bytes(zstandard.compress(plain.read_bytes()))
+    parquet.write_table(Table.from_pylist([{"messages": each} for each in conversations]), tmp_path / "x.parquet")
+    for path in (tmp_path / "x.jsonl.gz", tmp_path / "x.jsonl.zst", tmp_path / "x.parquet", folder):
+        assert packed_lines(pack_files([path], MINI, settings())) == rows, path
+
+
+def test_standard_input_is_read_as_it_comes(monkeypatch, expected):
+    _, plain, rows = expected
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(plain.read_bytes())))
+    packing = pack_files([Path("-")], MINI, settings())
+    assert packed_lines(packing) == rows
+    again = pack_files([plain], MINI, settings())
+    assert packing.inputs[0].sha256 == again.inputs[0].sha256
+    with pytest.raises(PackproofError, match="cannot be read again"):
+        pack_files([Path("-")], MINI, settings(), resume=True)
+
+
+def test_a_parquet_file_keeps_keys_that_only_some_messages_have(tmp_path):
+    from pyarrow import Table, parquet
+
+    messages = [[{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", "name": "n"}]]
+    parquet.write_table(Table.from_pylist([{"messages": each} for each in messages]), tmp_path / "x.parquet")
+    packing = pack_files([tmp_path / "x.parquet"], MINI, settings())
+    assert '{"role": "user", "content": "q"}' in packing.rows[0][0].json
+    assert '"name": "n"' in packing.rows[0][0].json
+    (tmp_path / "bad.parquet").write_bytes(b"PAR1 nothing")
+    with pytest.raises(PackproofError, match="cannot be read as Parquet"):
+        pack_files([tmp_path / "bad.parquet"], MINI, settings())
+
+
+def test_a_folder_without_a_chat_file_and_a_file_named_twice_are_refused(tmp_path):
+    with pytest.raises(PackproofError, match="no file that ends in"):
+        pack_files([tmp_path], MINI, settings())
+    plain = write(tmp_path / "a.jsonl", [chat(0)])
+    with pytest.raises(PackproofError, match="given twice"):
+        pack_files([tmp_path, plain], MINI, settings())
+
+
+SHAREGPT = {
+    "conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}, {"from": "observation", "value": "t"}],
+    "system": "s",
+    "id": 7,
+}  # fmt: skip
+ALPACA = {"instruction": "do", "input": "this", "output": "done", "history": [["q", "a"]], "id": 7}
+
+
+def test_other_layouts_become_the_messages_that_they_mean():
+    assert layout_of(SHAREGPT, "messages") == "sharegpt"
+    assert messages_of(SHAREGPT, "sharegpt", "messages") == (
+        [
+            {"role": "system", "content": "s"},
+            {"role": "user", "content": "q"},
+            {"role": "assistant", "content": "a"},
+            {"role": "tool", "content": "t"},
+        ],
+        {"id": 7},
+    )
+    assert layout_of(ALPACA, "messages") == "alpaca"
+    assert messages_of(ALPACA, "alpaca", "messages") == (
+        [
+            {"role": "user", "content": "q"},
+            {"role": "assistant", "content": "a"},
+            {"role": "user", "content": "do\n\nthis"},
+            {"role": "assistant", "content": "done"},
+        ],
+        {"id": 7},
+    )
+    assert layout_of({"messages": [{"role": "user", "content": "x"}]}, "messages") == "messages"
+    assert layout_of({"text": "x"}, "messages") == "messages"
+
+
+def test_the_layout_of_each_file_is_found_and_named(tmp_path, capsys):
+    (tmp_path / "a.jsonl").write_text(json.dumps(SHAREGPT) + "\n")
+    (tmp_path / "b.jsonl").write_text(json.dumps(ALPACA) + "\n")
+    write(tmp_path / "c.jsonl", [chat(0)])
+    out = tmp_path / "out.packed"
+    assert run(*(tmp_path / name for name in ("a.jsonl", "b.jsonl", "c.jsonl")), "--out", out) == 0
+    report = json.loads((tmp_path / "out.packed.manifest.json").read_bytes())
+    assert [each["layout"] for each in report["inputs"]] == ["sharegpt", "alpaca", "messages"]
+    assert "layout of a.jsonl" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("line", "layout", "kind"),
+    [
+        ({"conversations": []}, "sharegpt", "sharegpt_shape"),
+        ({"conversations": [{"from": "human"}]}, "sharegpt", "sharegpt_shape"),
+        ({"conversations": [{"from": "alien", "value": "x"}]}, "sharegpt", "unknown_role"),
+        ({"conversations": [{"from": "human", "value": 3}]}, "sharegpt", "sharegpt_shape"),
+        ({"instruction": "x"}, "alpaca", "alpaca_shape"),
+        ({"instruction": "x", "output": None}, "alpaca", "alpaca_shape"),
+        ({"instruction": "x", "output": "y", "history": [["q"]]}, "alpaca", "alpaca_shape"),
+    ],
+)
+def test_lines_that_a_layout_cannot_read_are_refused_by_name(tmp_path, line, layout, kind):
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps(line) + "\n")
+    packing = pack_files([path], MINI, settings(layout=layout))
+    assert [(each.kind, each.place.line) for each in packing.refused] == [(kind, 1)]
+
+
+def test_equal_keys_of_other_layouts_are_refused_as_those_of_messages_are(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"instruction": "x", "output": "y", "output": "z"}\n{"instruction": "x"\n[]')
+    packing = pack_files([path], MINI, settings(layout="alpaca"))
+    assert [each.kind for each in packing.refused] == ["duplicate_key", "invalid_json", "row_not_object"]
+
+
+# --- long conversations
+
+
+def test_long_conversations_are_split_between_turns_and_lose_no_message(tmp_path):
+    path = write(tmp_path / "a.jsonl", [chat(0, turns=40, words=20), chat(1)])
+    packing = pack_files([path], MINI, settings(on_long="split"))
+    assert packing.failures == ()
+    parts = [each for row in packing.rows for each in row if each.place.line == 1]
+    assert sorted(each.place.part for each in parts) == list(range(len(parts)))
+    assert len(parts) > 2
+    whole = []
+    for part in sorted(parts, key=lambda each: each.place.part):
+        messages = json.loads(f"[{part.json}]")
+        assert messages[0] == {"role": "system", "content": "s0"}
+        assert messages[-1]["role"] == "assistant"
+        assert part.padded <= 256
+        whole += messages[1:]
+    assert whole == chat(0, turns=40, words=20)[1:]
+    assert packing.counts()["parts_split_off_at_a_turn"] == len(parts) - 1
+
+
+def test_an_answer_that_no_row_holds_is_refused_whole(tmp_path):
+    path = write(tmp_path / "a.jsonl", [[*chat(0, turns=3), *chat(0, words=400)[1:]], chat(1)])
+    packing = pack_files([path], MINI, settings(on_long="split"))
+    assert [(each.kind, each.place.line) for each in packing.failures] == [("too_long", 1)]
+    assert len(packing.rows) == 1
+
+
+# --- processes and kills
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_any_number_of_processes_writes_the_same_bytes(tmp_path):
+    written = []
+    for processes in (1, 2, 3):
+        packing = pack_files([CHAT], MINI, settings(), processes=processes)
+        out = tmp_path / "out.packed"
+        written.append([path.read_bytes() for path in write_rows(packing, out)])
+    assert written[0] == written[1] == written[2]
+    assert written[0][0].count(b"\n") > 5
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # of the fork, whose child only packs
+@pytest.mark.usefixtures("small_chunks")
+@pytest.mark.parametrize("chunk", [0, 1, 3])
+def test_a_packing_killed_between_chunks_leaves_no_file_and_goes_on(tmp_path, monkeypatch, chunk):
+    path = write(tmp_path / "in.jsonl", [chat(index) for index in range(50)])
+    whole = packed_lines(pack_files([path], MINI, settings()))
+    out = tmp_path / "out.packed"
+    _die_at(chunk, path, out)
+    assert not out.exists()
+    assert sorted(each.name for each in tmp_path.iterdir()) == [work_folder(out).name, "in.jsonl"]
+    measured = []
+    monkeypatch.setattr(Spool, "add", _counting(measured, Spool.add))
+    assert run(path, "--out", out, "--resume") == 0
+    assert len(measured) == 7 - chunk
+    assert out.read_bytes() == b"".join(whole)
+    assert not work_folder(out).exists()
+
+
+def _die_at(chunk, path, out):
+    """Pack in a child that is killed when it has kept `chunk` chunks and half of the next one's records."""
+    pid = os.fork()
+    if not pid:
+        try:
+            add = Spool.add
+
+            def kill(self, each):
+                if self.chunks == chunk:
+                    self._records.write(each.records[:5])
+                    self._records.flush()
+                    os.kill(os.getpid(), signal.SIGKILL)
+                add(self, each)
+
+            Spool.add = kill
+            run(path, "--out", out)
+        finally:
+            os._exit(1)
+    assert os.WTERMSIG(os.waitpid(pid, 0)[1]) == signal.SIGKILL
+
+
+def _counting(measured, add):
+    def count(self, chunk):
+        measured.append(chunk)
+        add(self, chunk)
+
+    return count
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_a_journal_cut_or_changed_anywhere_costs_measuring_and_never_a_row(tmp_path):
+    path = write(tmp_path / "in.jsonl", [chat(index) for index in range(50)])
+    whole = packed_lines(pack_files([path], MINI, settings()))
+    work = tmp_path / "work"
+    pack_files([path], MINI, settings(), work=work).spool.close()
+    journal, records = (work / "journal").read_bytes(), (work / "records").read_bytes()
+    for at in (0, 3, 20, len(journal) // 2, len(journal) - 1):
+        flipped = bytearray(journal)
+        flipped[at] ^= 1
+        for damaged in (journal[:at], bytes(flipped)):
+            (work / "journal").write_bytes(damaged)
+            (work / "records").write_bytes(records)
+            packing = pack_files([path], MINI, settings(), work=work, resume=True)
+            assert packed_lines(packing) == whole, at
+            packing.spool.close()
+
+
+def test_what_depends_on_other_inputs_is_not_gone_on_with(tmp_path):
+    path = write(tmp_path / "in.jsonl", [chat(0)])
+    work = tmp_path / "work"
+    pack_files([path], MINI, settings(), work=work).spool.close()
+    with pytest.raises(PackproofError, match="other inputs, settings or tokenizer"):
+        pack_files([path], MINI, settings(pack_length=128), work=work, resume=True)
+    write(path, [chat(0), chat(1)])
+    with pytest.raises(PackproofError, match="other inputs, settings or tokenizer"):
+        pack_files([path], MINI, settings(), work=work, resume=True)
+    assert len(pack_files([path], MINI, settings(), work=work).spool) == 2
+
+
+def test_two_packings_into_one_file_do_not_mix(tmp_path):
+    path = write(tmp_path / "in.jsonl", [chat(0)])
+    first = pack_files([path], MINI, settings(), work=tmp_path / "work")
+    with pytest.raises(PackproofError, match="another process is packing"):
+        pack_files([path], MINI, settings(), work=tmp_path / "work")
+    first.spool.remove()
+    pack_files([path], MINI, settings(), work=tmp_path / "work").spool.remove()
+
+
+# --- nothing is lost
+
+
+_TEXT = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=12).filter(str.strip)
+_CHATS = st.lists(st.lists(st.tuples(_TEXT, _TEXT), min_size=1, max_size=6), min_size=1, max_size=25)
+
+
+@hypothesis.settings(max_examples=25)
+@hypothesis.given(_CHATS, st.sampled_from(["first_fit_decreasing", "concatenative", "modified_first_fit_decreasing", "first_fit_shuffle"]), st.sampled_from([1, 2]))  # fmt: skip
+def test_pack_read_and_unpack_give_every_conversation_back(tmp_path_factory, chats, algorithm, cp):
+    folder = tmp_path_factory.mktemp("property")
+    messages = [
+        [{"role": "system", "content": ""}, *({"role": role, "content": text} for pair in pairs for role, text in zip(("user", "assistant"), pair, strict=True))]
+        for pairs in chats
+    ]  # fmt: skip
+    path = folder / "in.jsonl"
+    path.write_bytes(b"".join(json.dumps({"messages": each}, ensure_ascii=False).encode() + b"\n" for each in messages))
+    packing = pack_files([path], MINI, settings(pack_length=128, algorithm=algorithm, context_parallel_size=cp, seed=3))
+    refused = {each.place.line for each in packing.refused}
+    kept = [each for line, each in enumerate(messages, 1) if line not in refused]
+    hypothesis.event(f"{len(kept)} kept" if len(kept) < 2 else "several kept")
+    if not kept:
+        return
+    out, _ = write_rows(packing, folder / "out.packed")
+    assert Counter(map(json.dumps, unpacked(out))) == Counter(map(json.dumps, kept))

@@ -1,0 +1,82 @@
+"""Run a function over tasks in forked processes, and yield its results in the order of the tasks, a few at a time."""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import os
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from typing import Any
+
+import torch
+
+from production.errors import PackproofError
+
+_function: Callable[[Any], Any] | None = None
+"""Set before the processes are forked, so that they share what it holds: a tokenizer, an open file."""
+
+
+def cores() -> int:
+    """Return the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def run_in_order[Task, Result](
+    function: Callable[[Task], Result], tasks: Iterable[Task], processes: int
+) -> Iterator[tuple[Task, Result]]:
+    """Yield each task with its result, in the order of the tasks; at most two tasks a process wait.
+
+    One process forks none. A fork beside threads is safe for what the processes do here: they read files, tokenize
+    without threads and use numpy. Raises what the function raises, and PackproofError where a process was killed or
+    `processes` is below 1.
+    """
+    if processes < 1:
+        raise PackproofError(what=f"{processes} processes", where="processes", mend="give at least 1")
+    if processes == 1:
+        for task in tasks:
+            yield task, function(task)
+        return
+    global _function  # noqa: PLW0603 - what is forked is found by its name
+    _function = function
+    before = os.environ.get("TOKENIZERS_PARALLELISM")
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a process has one core; the library warns of a fork otherwise
+    pool = ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("fork"), initializer=_begin)
+    waiting: deque[tuple[Task, Future[Result]]] = deque()
+    left = iter(tasks)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of the fork, see above
+            for task in itertools.islice(left, 2 * processes):
+                waiting.append((task, pool.submit(_run, task)))
+        while waiting:
+            task, result = waiting.popleft()
+            done = result.result()
+            for further in itertools.islice(left, 1):
+                waiting.append((further, pool.submit(_run, further)))
+            yield task, done
+    except BrokenProcessPool:
+        raise PackproofError(
+            what="a process was ended from outside, as the kernel does when memory runs out",
+            where=f"{processes} processes",
+            mend="give fewer processes (--processes), or more memory",
+        ) from None
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+        _function = None
+        if before is None:
+            os.environ.pop("TOKENIZERS_PARALLELISM")
+        else:
+            os.environ["TOKENIZERS_PARALLELISM"] = before
+
+
+def _begin() -> None:
+    torch.set_num_threads(1)
+
+
+def _run(task: Any) -> Any:
+    assert _function is not None
+    return _function(task)

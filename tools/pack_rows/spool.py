@@ -1,0 +1,216 @@
+"""Keep measured conversations on disk until their rows are known: memory holds 12 bytes of each.
+
+A journal names every chunk that is whole. A process that is killed leaves a folder from which the next one goes on, and
+which nobody takes for a packed file.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fcntl
+import os
+import shutil
+import struct
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import msgspec
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from production.errors import PackproofError
+from tools.pack_rows.conversation import Refusal, SourceLocation
+from tools.pack_rows.lengths import Measured
+
+_ENTRY = struct.Struct("<q8s")
+"""Before each entry of the journal: its bytes and their xxh3-64."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedConversation:
+    """A conversation in a row; its text is kept as JSON, which is a fraction of the objects' size."""
+
+    place: SourceLocation
+    """Where it was read."""
+    json: str
+    """Its messages as they will be written, without the brackets around them."""
+    messages: int
+    """Its messages."""
+    system_inserted: bool
+    """Whether its system message was put there, empty."""
+    measured: Measured
+    """Its size."""
+    padded: int
+    """Tokens it takes in the row, padding for context parallelism included."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredChunk:
+    """What became of the lines of one chunk."""
+
+    input: int
+    """Index of the input file."""
+    lines: int
+    """Lines read."""
+    conversations: int
+    """Conversations read, pieces counted each; refused lines count as one."""
+    records: bytes
+    """The accepted conversations, encoded end to end; empty in the journal."""
+    sizes: bytes
+    """int32 bytes of each record."""
+    padded: bytes
+    """int32 tokens that each takes in a row."""
+    refused: tuple[Refusal, ...]
+    """What no row will hold."""
+    split: int
+    """Conversations split at system messages."""
+    dropped_keys: dict[str, int]
+    """Keys beside the messages."""
+    message_keys: dict[str, int]
+    """Keys of messages beside role and content."""
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decode_record = msgspec.msgpack.Decoder(PackedConversation).decode
+_decode_chunk = msgspec.msgpack.Decoder(MeasuredChunk).decode
+
+
+def encode_record(conversation: PackedConversation) -> bytes:
+    """Return a conversation as bytes, which `Spool.conversation` reads."""
+    return _encoder.encode(conversation)
+
+
+class Spool:
+    """Holds accepted conversations in the order read. Context manager: leaving it closes the files."""
+
+    def __init__(self, folder: Path | None, *, key: dict[str, Any], resume: bool) -> None:
+        """Open `folder`, or a temporary one. `key` is what the chunks depend on; with `resume` the chunks of an earlier process are kept.
+
+        Raises PackproofError where another process writes there, or where the earlier one packed something else.
+        """
+        self._temporary = None if folder is not None else tempfile.TemporaryDirectory(prefix="packproof-pack-")
+        self.folder = Path(self._temporary.name) if self._temporary is not None else folder
+        assert self.folder is not None
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._lock = (self.folder / "lock").open("wb")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise PackproofError(
+                what="another process is packing into the same file",
+                where=str(self.folder),
+                mend="wait for it, or give another --out",
+            ) from None
+        self._sizes: list[NDArray[np.int32]] = []
+        self._padded: list[NDArray[np.int32]] = []
+        self._ends: NDArray[np.int64] | None = None
+        self.end = 0
+        self.chunks = 0
+        kept = self._kept(key) if resume else []
+        if not kept:
+            for name in ("records", "journal"):
+                (self.folder / name).unlink(missing_ok=True)
+            self._write_key(key)
+        self._records = (self.folder / "records").open("r+b" if kept else "w+b")
+        self._journal = (self.folder / "journal").open("ab")
+        self.earlier: list[MeasuredChunk] = kept
+        """Chunks of the earlier process, in order."""
+        for chunk in kept:
+            self._take(chunk)
+        self._records.truncate(self.end)
+        self._records.seek(self.end)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __len__(self) -> int:
+        return sum(map(len, self._padded))
+
+    def close(self) -> None:
+        """Close the files; a temporary folder is removed."""
+        for file in (self._records, self._journal, self._lock):
+            file.close()
+        if self._temporary is not None:
+            self._temporary.cleanup()
+
+    def remove(self) -> None:
+        """Remove the folder: what it held is written elsewhere, or will not be."""
+        self.close()
+        if self._temporary is None and self.folder is not None:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    def add(self, chunk: MeasuredChunk) -> None:
+        """Keep a chunk: its records first, then its entry in the journal."""
+        self._records.write(chunk.records)
+        if self._temporary is None:
+            self._records.flush()
+        entry = _encoder.encode(dataclasses.replace(chunk, records=b""))
+        self._take(chunk)
+        if self._temporary is None:
+            self._journal.write(_ENTRY.pack(len(entry), xxhash.xxh3_64_digest(entry)) + entry)
+            self._journal.flush()
+
+    def padded(self) -> NDArray[np.int32]:
+        """Return [N] int32: tokens that each conversation takes in a row."""
+        return np.concatenate(self._padded) if self._padded else np.empty(0, dtype=np.int32)
+
+    def conversation(self, number: int) -> PackedConversation:
+        """Return conversation `number`, in the order read."""
+        if self._ends is None:
+            self._records.flush()
+            self._ends = np.concatenate([[0], *self._sizes], dtype=np.int64).cumsum()
+        start, end = int(self._ends[number]), int(self._ends[number + 1])
+        return _decode_record(os.pread(self._records.fileno(), end - start, start))
+
+    def __iter__(self) -> Iterator[PackedConversation]:
+        return map(self.conversation, range(len(self)))
+
+    def _take(self, chunk: MeasuredChunk) -> None:
+        sizes = np.frombuffer(chunk.sizes, dtype=np.int32)
+        self._sizes.append(sizes)
+        self._padded.append(np.frombuffer(chunk.padded, dtype=np.int32))
+        self.end += int(sizes.sum(dtype=np.int64))
+        self.chunks += 1
+
+    def _write_key(self, key: dict[str, Any]) -> None:
+        assert self.folder is not None
+        (self.folder / "key.json").write_bytes(msgspec.json.encode(key, order="sorted"))
+
+    def _kept(self, key: dict[str, Any]) -> list[MeasuredChunk]:
+        """Return the whole chunks of an earlier process, and cut off what it began."""
+        assert self.folder is not None
+        path = self.folder / "key.json"
+        if not path.is_file():
+            return []
+        if path.read_bytes() != msgspec.json.encode(key, order="sorted"):
+            raise PackproofError(
+                what="what was packed there had other inputs, settings or tokenizer",
+                where=str(self.folder),
+                mend="leave --resume out to pack anew",
+            )
+        journal, records = self.folder / "journal", self.folder / "records"
+        if not (journal.is_file() and records.is_file()):
+            return []
+        data, size = journal.read_bytes(), records.stat().st_size
+        kept: list[MeasuredChunk] = []
+        at = end = 0
+        while at + _ENTRY.size <= len(data):
+            length, digest = _ENTRY.unpack_from(data, at)
+            entry = data[at + _ENTRY.size : at + _ENTRY.size + length]
+            if len(entry) != length or xxhash.xxh3_64_digest(entry) != digest:
+                break
+            chunk = _decode_chunk(entry)
+            end += int(np.frombuffer(chunk.sizes, dtype=np.int32).sum(dtype=np.int64))
+            if end > size:
+                break
+            kept.append(chunk)
+            at += _ENTRY.size + length
+        os.truncate(journal, at)
+        return kept
