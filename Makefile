@@ -25,6 +25,7 @@ setup: $(STAMP) ## make the environment
 .PHONY: equivalence
 equivalence: $(STAMP) ## the main job: three witnesses, the packed sample and generated rows (SIZE=tiny|standard|long)
 	$(BIN)/python -m equivalence run --size $(SIZE) $(ARGS)
+	$(if $(WITNESSES),$(BIN)/python -m tools.witness compare $(WITNESSES))
 
 .PHONY: test
 test: $(STAMP) ## the tests

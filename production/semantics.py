@@ -26,7 +26,7 @@ class Semantics:
     """Whether padding is known by its id, also where that is content, or by where it was put (R-MASK-1)."""
     empty_conversation: Literal["keep", "refuse"] = "keep"
     """A conversation of zero tokens (R-EMPTY-1)."""
-    boundaries_beyond_pack_length: Literal["refuse", "stop"] = "refuse"
+    boundaries_beyond_pack_length: Literal["refuse", "stop", "keep"] = "refuse"
     """More than P + 1 entries of cu (R-LAYOUT-5, R-LAYOUT-7)."""
     long_assistant_prefix: Literal["mask", "refuse"] = "mask"
     """An assistant prefix that is longer than its turn (R-TURN-3)."""
@@ -47,6 +47,9 @@ class Semantics:
     unknown_pad_token: Literal["unk", "unk_early", "refuse"] = "unk"
     """Handling of a pad token outside the vocabulary: the unknown id, or a refusal. Without an unknown id the row is refused after its
     conversations (`unk`) or before them (`unk_early`) (R-PAD-1)."""
+
+    null_content: Literal["nothing", "text"] = "nothing"
+    """Text of a null content in the format identity: nothing, or `None` (R-RENDER-3)."""
 
     def __post_init__(self) -> None:
         """Refuse values that no field has."""
@@ -99,6 +102,10 @@ _MEGATRON_LM = Semantics()
 PRESETS: dict[str, Semantics] = {
     DEFAULT_PRESET: _MEGATRON_LM,
     "megatron-lm-main": dataclasses.replace(_MEGATRON_LM, identity_prompt="masked"),
+    "megatron-lm-0.18": dataclasses.replace(_MEGATRON_LM, boundaries_beyond_pack_length="keep"),
+    "megatron-lm-0.17": dataclasses.replace(
+        _MEGATRON_LM, identity_prompt="masked", boundaries_beyond_pack_length="keep", null_content="text"
+    ),
     "nemo-rl-direct": Semantics(
         boundary_label="ignore",
         empty_conversation="refuse",

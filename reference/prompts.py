@@ -6,7 +6,7 @@ Slow and literal: a conversation is rendered and encoded whole, then each of its
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Sized
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from reference.refusals import RowRefused
@@ -53,6 +53,8 @@ class Prompt:
     """Replaces the format's pad token."""
     assistant_prefix_len: int | None = None
     """Replaces the format's assistant prefix, in tokens."""
+    null_content: str = "nothing"
+    """`Semantics.null_content`, which `tokenize_conversation` fills in."""
 
 
 PAD_TOKENS = {"nemotron-nano-v2": "<unk>", "nemotron-h-aligned": "<SPECIAL_233>", "identity": "<unk>"}
@@ -145,14 +147,14 @@ def render(conversation: Conversation, prompt: Prompt, tokenizer: Tokenizer, **o
     """Return the text of a conversation; `options` are those of `Tokenizer.render`. R-RENDER-1 to R-RENDER-4."""
     if prompt.format == "default":
         return render_own_template(conversation, tokenizer, **options)
-    return "".join(render_message(message, prompt.format) for message in conversation)
+    return "".join(render_message(message, prompt.format, prompt.null_content) for message in conversation)
 
 
-def render_message(message: Message, prompt_format: str) -> str:
+def render_message(message: Message, prompt_format: str, null_content: str = "nothing") -> str:
     """Return the text of one message in a format that renders messages one by one. R-RENDER-1, R-RENDER-2, R-RENDER-3."""
     if prompt_format == "identity":
-        content = message.get("content")
-        return "" if content is None else str(content)
+        content = message.get("content", "")
+        return "" if content is None and null_content == "nothing" else str(content)
     if message["role"] not in RENDERED_ROLES:
         return ""
     content = message.get("content")
@@ -199,6 +201,7 @@ def tokenize_conversation(
     conversation: Conversation, prompt: Prompt, tokenizer: Tokenizer, semantics: Semantics
 ) -> TokenizedConversation:
     """Return tokens and targets of a conversation. R-ENCODE-1, R-TARGET-1, R-TURN-1 to R-TURN-3, R-EMPTY-1."""
+    prompt = replace(prompt, null_content=semantics.null_content)
     tokens = encode(render(conversation, prompt, tokenizer), tokenizer)
     targets = list(tokens)
     turns: list[Turn] = []

@@ -20,8 +20,8 @@ class Semantics:
     """Padding to mask: every target equal to the pad id, or only positions where padding was put (R-MASK-1)."""
     empty_conversation: Literal["keep", "refuse"] = "keep"
     """A conversation of zero tokens makes an empty segment, or is refused (R-EMPTY-1)."""
-    boundaries_beyond_pack_length: Literal["refuse", "stop"] = "refuse"
-    """More than P + 1 boundaries are refused at the end, or never begun (R-LAYOUT-5, R-LAYOUT-7)."""
+    boundaries_beyond_pack_length: Literal["refuse", "stop", "keep"] = "refuse"
+    """More than P + 1 boundaries are refused at the end, never begun, or kept (R-LAYOUT-5, R-LAYOUT-7)."""
     long_assistant_prefix: Literal["mask", "refuse"] = "mask"
     """A prefix longer than its turn masks what is there, or is refused (R-TURN-3)."""
     turn_rules: Literal["masked_formats", "no_wrap", "every_format"] = "masked_formats"
@@ -42,6 +42,9 @@ class Semantics:
     """A pad token that the vocabulary lacks is the unknown id, or refused; `unk_early` refuses before the conversations where there is
     no unknown id either, `unk` after them (R-PAD-1)."""
 
+    null_content: Literal["nothing", "text"] = "nothing"
+    """`identity` renders a null content as nothing, or as the text `None` (R-RENDER-3)."""
+
     def __post_init__(self) -> None:
         """Refuse a value that its field does not know."""
         for name, choices in _choices().items():
@@ -58,6 +61,8 @@ def _choices() -> dict[str, tuple[str, ...]]:
 PRESETS = {
     "megatron-lm-0.19": Semantics(),
     "megatron-lm-main": Semantics(identity_prompt="masked"),
+    "megatron-lm-0.18": Semantics(boundaries_beyond_pack_length="keep"),
+    "megatron-lm-0.17": Semantics(identity_prompt="masked", boundaries_beyond_pack_length="keep", null_content="text"),
     "nemo-rl-direct": Semantics(
         boundary_label="ignore",
         empty_conversation="refuse",

@@ -59,6 +59,10 @@ COMMANDS = {
     "simulate": Command(
         module="tools.simulate.__main__", when="walk all ranks of a layout: owners, load, messages and bytes"
     ),
+    "witness": Command(
+        module="tools.witness.__main__",
+        when="keep other versions of Megatron-LM beside the installed one, and compare their rows: add, list, remove, compare",
+    ),
     "bench": Command(module="tools.bench.__main__", when="measure packproof's parts against what they replace"),
     "build-tokenizer": Command(module="tools.build_tokenizer", when="build a real tokenizer without a hub"),
 }

@@ -7,7 +7,8 @@ change from the row's facts alone.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import torch
 
@@ -133,6 +134,42 @@ def too_many_boundaries(facts: Facts) -> Row:
     if not any(reached.tokens for reached in going_on.reached):
         return Row(refusal=Refusal(kind="empty_row"))
     return Row(refusal=Refusal(kind="too_many_boundaries"))
+
+
+def more_boundaries_than_tokens(facts: Facts) -> Row:
+    """Predict `refuse` from `keep`: a row of more than P + 1 boundaries is refused once it is whole."""
+    if len(facts.reached) <= facts.settings.pack_length:
+        return facts.outcome
+    refusal = facts.outcome.refusal
+    is_later = refusal is not None and refusal.kind in ("indivisible_segment", "dropped", "truncated")
+    return facts.outcome if refusal is not None and not is_later else Row(refusal=Refusal(kind="too_many_boundaries"))
+
+
+def stops_at_boundaries(facts: Facts) -> Row:
+    """Predict `stop` from `keep`: the row of the first P conversations alone, where more were reached."""
+    length = facts.settings.pack_length
+    if len(facts.reached) <= length:
+        return facts.outcome
+    first = [message for reached in facts.reached[:length] for message in reached.conversation]
+    return Facts(first, facts.hf, facts.settings).outcome
+
+
+def nulls_as_text(facts: Facts) -> Row:
+    """Predict `text` from `nothing`: the row in which the word None stands where a null stood, but for answers that a masked
+    format refuses.
+    """
+    if facts.prompt.format != "identity":
+        return facts.outcome
+    kept = facts.masked or facts.semantics.turn_rules == "every_format"
+
+    def written(message: Any) -> Any:
+        if not (isinstance(message, Mapping) and "content" in message and message["content"] is None):
+            return message
+        role = message.get("role")
+        is_answer = isinstance(role, str) and role.lower() == Assistant
+        return message if kept and is_answer else {**message, "content": "None"}
+
+    return Facts([written(message) for message in facts.messages], facts.hf, facts.settings).outcome
 
 
 def long_prefixes(facts: Facts, all_reached: list[Reached]) -> Iterator[Violation]:

@@ -31,7 +31,7 @@ class Divergence:
     """Reason for which both values exist."""
     predict: Callable[[Facts], Row]
     """The strict outcome, from the facts of the permissive one."""
-    smallest: tuple[tuple[str, str], ...]
+    smallest: tuple[tuple[str, str | None], ...]
     """(role, content) of the smallest row that shows it, with the word-level tokenizer of the generators."""
     settings: RowSettings
     """Of the smallest row; semantics are filled in."""
@@ -90,6 +90,33 @@ REGISTRY: tuple[Divergence, ...] = (
         predict=predictions.too_many_boundaries,
         smallest=((System, "w0"), (System, ""), (System, "")),
         settings=_identity(2),
+    ),
+    Divergence(
+        field="boundaries_beyond_pack_length",
+        permissive="keep",
+        strict="refuse",
+        why="Megatron-LM 0.17 and 0.18 leave boundaries as they are, and fail on no number of them.",
+        predict=predictions.more_boundaries_than_tokens,
+        smallest=((System, "w0"), (System, ""), (System, "")),
+        settings=_identity(2),
+    ),
+    Divergence(
+        field="boundaries_beyond_pack_length",
+        permissive="keep",
+        strict="stop",
+        why="Where boundaries are kept, conversations go on past P + 1 of them.",
+        predict=predictions.stops_at_boundaries,
+        smallest=((System, ""), (System, ""), (System, "w0")),
+        settings=_identity(2),
+    ),
+    Divergence(
+        field="null_content",
+        permissive="nothing",
+        strict="text",
+        why="transformers 5 takes null keys out of a message before the template sees it; transformers 4 does not.",
+        predict=predictions.nulls_as_text,
+        smallest=((System, None), (User, "w1")),
+        settings=_identity(4),
     ),
     Divergence(
         field="long_assistant_prefix",

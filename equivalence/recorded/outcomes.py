@@ -36,7 +36,12 @@ CONVERSATION_MULTIPLE, CONVERSATION_PAD = 8, 77
 """What recorded conversations are padded to a multiple of, and with."""
 DIRECT_PRESET = "nemo-rl-direct"
 """The semantics that NeMo-RL's recorded rows are a witness of."""
-MEGATRON_VERSIONS = {"megatron-lm-0.19": "0.19.0", "megatron-lm-main": "main-2026-08-22"}
+MEGATRON_VERSIONS = {
+    "megatron-lm-0.19": "0.19.0",
+    "megatron-lm-main": "main-2026-08-22",
+    "megatron-lm-0.18": "0.18.2",
+    "megatron-lm-0.17": "0.17.1",
+}
 """The recorded version of Megatron-LM that is a witness of each preset."""
 _MEGATRON_NAMES = ("tokens", "labels", "loss_mask", "position_ids", "cu_seqlens")
 """Megatron-LM's names of the tensors of ROW_TENSORS, in that order."""
@@ -179,8 +184,18 @@ def rows(preset: str) -> tuple[RecordedRow, ...]:
             for read in (*_read("nemorl_rows.jsonl.gz"), *_read("nemorl_overrides.jsonl.gz"))
         ]
     else:
-        found = megatron_rows(MEGATRON_VERSIONS[preset], preset)
+        found = [
+            row for row in megatron_rows(MEGATRON_VERSIONS[preset], preset) if not _hands_a_null_to_a_template(row.case)
+        ]
     return tuple(sorted(found, key=lambda row: row.case.tokenizer))
+
+
+def _hands_a_null_to_a_template(case: RowCase) -> bool:
+    """Return whether a chat template of 0.17 sees a null, which the installed transformers 5 takes out before: `null_content` is of
+    the format identity alone.
+    """
+    is_template = case.settings.prompt_format == "default" and case.settings.semantics == "megatron-lm-0.17"
+    return is_template and any(isinstance(each, dict) and each.get("content", "") is None for each in case.messages)
 
 
 def megatron_rows(version: str, preset: str) -> list[RecordedRow]:

@@ -13,7 +13,6 @@ from equivalence.cases import store
 from equivalence.cases.row import RowCase
 from equivalence.errors import InputError, WorkerDiedError
 from equivalence.generators import tokenizers
-from equivalence.generators.drafts import PRESET_NAMES
 from equivalence.generators.faults.registry import classes
 from equivalence.runner import jobs, known
 from equivalence.runner.alone import Replayer, replayer
@@ -44,6 +43,7 @@ from equivalence.runner.witnesses import witnesses
 from equivalence.workers import MOST_WORKERS
 from production.tokens.format_fit import format_misfits, misfit_text
 from production.tokens.prompts import FORMATS
+from reference.semantics import PRESETS
 
 Progress = Callable[[str, Outcome], None]
 """Told the title of what runs, and the outcome so far."""
@@ -201,7 +201,7 @@ def _of_production(outcome: Outcome, size: Size, steps: list[Job], *, layouts: b
 
 def _recorded(options: Options) -> Iterator[Job]:
     """Return recorded outcomes: all that hold production, or those of rows alone, which any subject builds."""
-    return (job for job in recorded_jobs(options.subjects) if options.holds_production or job.aim in PRESET_NAMES)
+    return (job for job in recorded_jobs(options.subjects) if options.holds_production or job.aim in PRESETS)
 
 
 def _saved_cases(outcome: Outcome, kinds: list[str]) -> list[Path]:

@@ -303,6 +303,8 @@ RECORDED = {
     "nemo-rl-direct": 1697,
     "megatron-lm-0.19": 435,
     "megatron-lm-main": 435,
+    "megatron-lm-0.18": 435,
+    "megatron-lm-0.17": 433,
 }
 """Recorded outcomes by what they are held to (`recorded_jobs.run`), and how many there are."""
 RECORDED_AT_ONCE = 700

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterable
 from typing import cast
 
+from equivalence.errors import InputError
 from equivalence.subjects.protocol import (
     BATCH_TENSORS,
     PROMPT_FORMATS,
@@ -83,6 +84,14 @@ def load(name: str) -> Subject:
     """
     if name in BUILT_IN:
         return cast("Subject", importlib.import_module(f"equivalence.subjects.{name}").SUBJECT)
+    store = importlib.import_module("equivalence.witnesses.store")
+    if name.startswith(store.PREFIX):
+        external = importlib.import_module("equivalence.subjects.external.subject")
+        try:
+            command = store.find(name.removeprefix(store.PREFIX)).command
+        except InputError as error:
+            raise ValueError(str(error)) from error
+        return cast("Subject", external.ExternalSubject(command))
     if name.startswith(EXTERNAL):
         subject = importlib.import_module("equivalence.subjects.external.subject").ExternalSubject(
             name.removeprefix(EXTERNAL)

@@ -26,15 +26,19 @@ from equivalence.subjects.tokenizers import folder_of
 with warnings.catch_warnings():
     # On import megatron-core says a dozen times that CUDA and optional kernels are absent; nothing here needs them.
     warnings.simplefilter("ignore")
+    from megatron.core import utils as core_utils
     from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
     from megatron.core.datasets.utils import Split
     from megatron.core.tokenizers import MegatronTokenizer
-    from megatron.core.utils import flatten_batch_for_packed_sequences
     from megatron.training.datasets.sft_dataset import IGNORE_INDEX, SFTDataset
 
 logging.getLogger("megatron.core.datasets").setLevel(logging.ERROR)
 
-IDENTITY_PROMPT = dict(zip(MEGATRON_PRESETS, ("trained", "masked"), strict=True))
+IDENTITY_PROMPT = {
+    **dict(zip(MEGATRON_PRESETS, ("trained", "masked"), strict=True)),
+    "megatron-lm-0.18": "trained",
+    "megatron-lm-0.17": "masked",
+}
 """The presets this subject is a witness of, and what tells them apart."""
 
 
@@ -52,7 +56,7 @@ class MegatronLM:
 
     def covers(self, settings: RowSettings) -> bool:
         """Return whether this side is a witness of these semantics. It never replaces another path."""
-        return settings.semantics in IDENTITY_PROMPT
+        return settings.semantics in MEGATRON_PRESETS
 
     def build_row(self, messages: Messages, tokenizer: Any, settings: RowSettings) -> Row:
         """Return the row that SFTDataset returns, or its error as a refusal. Raises ValueError for semantics that SFTDataset does not have."""
@@ -78,7 +82,8 @@ class MegatronLM:
             }
             for row in rows
         ]
-        flat = flatten_batch_for_packed_sequences(torch.utils.data.default_collate(samples))
+        # New in 0.19: a witness of an older version builds rows alone.
+        flat = core_utils.flatten_batch_for_packed_sequences(torch.utils.data.default_collate(samples))
         return Batch(
             input_ids=flat["tokens"].reshape(size, length),
             target_ids=flat["labels"].reshape(size, length),

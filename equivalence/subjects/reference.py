@@ -111,15 +111,17 @@ def adapt(tokenizer: Any) -> TransformersTokenizer:
 @functools.lru_cache(maxsize=1024)
 def row_settings(settings: RowSettings) -> rows.RowSettings:
     """Return the reference's own settings. Raises ValueError for unknown semantics."""
+    chosen = semantics(settings.semantics)
     return rows.RowSettings(
         prompt=prompts.Prompt(
             format=settings.prompt_format,
             pad_token=settings.pad_token,
             assistant_prefix_len=settings.assistant_prefix_len,
+            null_content=chosen.null_content,
         ),
         pack_length=settings.pack_length,
         context_parallel_size=settings.context_parallel_size,
-        semantics=semantics(settings.semantics),
+        semantics=chosen,
     )
 
 

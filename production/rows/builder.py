@@ -25,7 +25,14 @@ from production.rows.row_layout import Laid, count_losses, joined, own_places, p
 from production.semantics import Semantics, nearest
 from production.tokens.conversations import ConversationTokenizer, Tokenized
 from production.tokens.encoder import Ids
-from production.tokens.prompts import FORMATS, RowMessages, check_row_ends, count_unrendered, split_conversations
+from production.tokens.prompts import (
+    FORMATS,
+    RowMessages,
+    check_row_ends,
+    count_unrendered,
+    format_of,
+    split_conversations,
+)
 from production.tokens.turn_tokens import IGNORE_INDEX
 
 GROUP_TOKENS = 32_768
@@ -130,7 +137,7 @@ class RowBuilder:
     def __init__(self, *, tokenizer: Any, settings: RowSettings, reuse_equal_turns: bool = True) -> None:
         self._settings = settings
         self._semantics = settings.semantics
-        self._format = FORMATS[settings.prompt_format]
+        self._format = format_of(settings.prompt_format, settings.semantics)
         pad = find_pad(tokenizer, settings)
         self._pad, self._knows_pad = pad.id, pad.is_known
         prefix = settings.assistant_prefix_len

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from production.refusals import refusal
@@ -203,6 +203,10 @@ def _identity(conversation: Conversation, texts: list[str]) -> None:
         texts.append(content if isinstance(content, str) else "" if content is None else str(content))
 
 
+def _identity_with_nulls(conversation: Conversation, texts: list[str]) -> None:
+    texts.extend(str(message.get("content", "")) for message in conversation)
+
+
 def _roles_one_by_one(messages: Sequence[Any]) -> Iterator[Any]:
     conversation = start = 0
     for index, message in enumerate(messages):
@@ -248,3 +252,10 @@ FORMATS: dict[str, PromptFormat] = {
     )
 }
 """The four prompt formats, by name."""
+
+
+def format_of(name: str, semantics: Semantics) -> PromptFormat:
+    """Return the format called `name` as it renders under these semantics (R-RENDER-3)."""
+    if name == "identity" and semantics.null_content == "text":
+        return replace(FORMATS[name], render=_identity_with_nulls)
+    return FORMATS[name]

@@ -99,8 +99,8 @@ def test_rows_of_the_megatron_presets_are_those_of_the_recorded_versions(preset)
     under both Megatron presets, the one that the installed package does not ship included.
     """
     rows = outcomes.rows(preset)
-    assert len(rows) == 435
-    assert sum(row.outcome is None for row in rows) > 100
+    assert len(rows) == (433 if preset == "megatron-lm-0.17" else 435)  # R-RENDER-3: two hand a null to a template
+    assert sum(row.outcome is None for row in rows) >= 100
     some = [row for row in rows[::2] if row.case.tokenizer != "nemotron-like"]
     assert unequal(check_recorded_row(row, SIDES) for row in some) == []
 
@@ -119,6 +119,8 @@ def test_the_recorded_versions_differ_as_spec_says():
         return found
 
     assert differing("0.18.2", "megatron-lm-0.19") == {"too_many_boundaries": 8, "null content": 0, "other": 0}
+    assert differing("0.18.2", "megatron-lm-0.18") == {"too_many_boundaries": 0, "null content": 0, "other": 0}
+    assert differing("0.17.1", "megatron-lm-0.17") == {"too_many_boundaries": 0, "null content": 2, "other": 0}
     assert differing("0.17.1", "megatron-lm-main") == {"too_many_boundaries": 8, "null content": 3, "other": 0}
 
 

@@ -19,7 +19,7 @@ from production.tokens.fingerprint import fingerprint_tokenizer
 from production.tokens.folder import load_folder
 from production.tokens.format_fit import MISFIT_MEND, format_misfits, misfit_text
 from production.tokens.message_keys import MessageKeys
-from production.tokens.prompts import FORMATS, TURN_ROLES, Message, RowMessages, count_unrendered
+from production.tokens.prompts import FORMATS, TURN_ROLES, Message, RowMessages, count_unrendered, format_of
 from production.tokens.turn_tokens import IGNORE_INDEX
 from tools.pack_rows.conversation import Conversation, Refusal
 
@@ -76,7 +76,7 @@ class LengthMeter:
                 where="prompt_format",
                 mend=f"choose one of {', '.join(FORMATS)}",
             )
-        self._format = FORMATS[prompt_format]
+        self._format = format_of(prompt_format, parse(semantics))
         # Whatever the job would let pass: a packer has no reason to write a conversation of no token, or one whose
         # masks lie beside its turns.
         self._semantics = dataclasses.replace(parse(semantics), empty_conversation="refuse", turn_check="exact")

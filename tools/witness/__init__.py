@@ -1,0 +1,1 @@
+"""Add, list, remove and compare witnesses of other versions."""
