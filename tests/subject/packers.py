@@ -153,3 +153,7 @@ def without_shards(*arguments):
     for pack in packs:
         pack.pop("shards", None)
     return packs
+
+
+def lacks_a_library(*arguments):
+    import no_such_library  # noqa: F401
