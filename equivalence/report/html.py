@@ -7,7 +7,7 @@ from typing import Any
 
 import jinja2
 
-from equivalence.report.summary import alike
+from equivalence.report.summary import alike, more_alike
 from equivalence.report.terminal import alone_line
 from equivalence.subjects import PROMPT_FORMATS
 
@@ -25,10 +25,12 @@ def write_html(summary: dict[str, Any], path: Path) -> None:
     )
     environment.filters["thousands"] = lambda number: f"{number:,}"
     environment.filters["alone"] = alone_line
+    kinds = alike(summary["differences"])
     page = environment.get_template("report.html").render(
         formats=PROMPT_FORMATS,
         groups=_groups(summary),
-        kinds=alike(summary["differences"]),
+        kinds=kinds,
+        counted=[more_alike(summary, kind[0]) for kind in kinds],
         style=(_HERE / "report.css").read_text(encoding="utf-8"),
         **summary,
     )

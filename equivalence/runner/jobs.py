@@ -50,17 +50,28 @@ def run(job: Job) -> Tally:
     return tally
 
 
-@functools.cache
 def subject(name: str) -> Subject:
-    """A subject, loaded once a process (before the fork, where there is one)."""
-    return subjects.load(name)
+    """Return a subject, loaded once a process (before the fork, where there is one)."""
+    if name not in _LOADED:
+        _LOADED[name] = subjects.load(name)
+    return _LOADED[name]
+
+
+_LOADED: dict[str, Subject] = {}
 
 
 def release(name: str) -> None:
-    """End what a subject runs beside this process, before a fork and after a run; it starts again when it is asked."""
+    """End what a subject runs beside this process, before a fork; it starts again when it is asked."""
     close = getattr(subject(name), "close", None)
     if callable(close):
         close()
+
+
+def forget(name: str) -> None:
+    """End a subject outside the process after a run: the next run starts the adapter as it is then."""
+    if name.startswith(subjects.EXTERNAL):
+        release(name)
+        del _LOADED[name]
 
 
 def _corpus(job: Job, sides: list[Subject], tally: Tally) -> None:
@@ -129,13 +140,16 @@ def _sample(job: Job, sides: list[Subject], tally: Tally) -> None:
             seconds: dict[str, float] = {}
             for side in sides:
                 began = time.perf_counter()
-                built[side.name] = (
+                made = (
                     _from_file(side, readers[side.name], number)
                     if side.name in readers
                     else build(side, messages, tokenizer, settings)
                 )
-                seconds[side.name] = time.perf_counter() - began
-            result = compare_all(check, built, seconds, left_out=left_out)
+                if made is not None:
+                    built[side.name] = made
+                    seconds[side.name] = time.perf_counter() - began
+            not_comparable = [side.name for side in sides if side.name not in built]
+            result = compare_all(check, built, seconds, left_out=[*left_out, *not_comparable])
             tally.count(result, job.prompt_format)
             if not result.equal:
                 tally.differences += differing(

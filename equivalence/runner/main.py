@@ -85,7 +85,7 @@ def execute(options: Options, progress: Progress) -> Outcome:
             outcome.tally.errors.append(str(died))
     known.end()
     for name in options.subjects:
-        jobs.release(name)
+        jobs.forget(name)
     outcome.seconds = time.perf_counter() - started
     if not outcome.tally.rows and not outcome.interrupted and not outcome.tally.errors:
         index, count = options.shard
@@ -228,7 +228,8 @@ def _preload(options: Options, size: Size) -> None:
         warnings.simplefilter("ignore")  # of megatron-core, that CUDA and optional kernels are absent
         if options.holds_production:
             importlib.import_module("equivalence.runner.layout_jobs")
-        importlib.import_module("equivalence.runner.recorded_jobs")
+        if not options.restriction.is_any:  # recorded outcomes have settings of their own; megatron-core takes seconds
+            importlib.import_module("equivalence.runner.recorded_jobs")
         if options.models:
             importlib.import_module("equivalence.runner.step_jobs").preload_models()
             importlib.import_module("equivalence.runner.run_jobs").preload_training()

@@ -78,6 +78,10 @@ def overridden(semantics: str, **changes: str) -> str:
     return ",".join([preset, *(f"{name}={value}" for name, value in fields.items())])
 
 
+class NotComparable(Exception):  # noqa: N818 - no fault of anybody's
+    """Raised by a subject for a row that it builds otherwise by design, so that nothing is compared. Such rows are left out and counted."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Refusal:
     """A row that a side will not build. Compared by its kind (SPEC section 9)."""

@@ -14,9 +14,11 @@ import torch
 import packproof_subject
 from equivalence.generators import tokenizers
 from equivalence.subjects import RowSettings, join_names, load, split_names
+from equivalence.subjects.external.packed_rows import build_packed_row
 from equivalence.subjects.external.process import GUARD, ChildProcess, SubjectFailed
 from equivalence.subjects.external.subject import MOST_FAILURES
 from equivalence.subjects.external.tokenizer_folder import portable_folder
+from equivalence.subjects.protocol import NotComparable
 
 ADAPTER = Path(__file__).with_name("faulty_adapter.py")
 SETTINGS = RowSettings(pack_length=8)
@@ -115,6 +117,65 @@ def test_a_refusal_to_pack_keeps_its_kind_and_words(subject):
 def test_as_many_flags_as_tokens_are_asked_for(subject):
     with pytest.raises(ValueError, match="conversation 0 has 1 tokens and 0 trained flags"):
         subject("none").pack([{"tokens": [1], "trained": []}], **SIZES)
+
+
+def row_of_packs(packs, *, texts=("w1 w2 w3", "w4 w5"), conventions=None, pack_length=8, semantics="megatron-lm-0.19"):
+    """Build a row of the format identity with a packing function that gives these packs; contents are the conversations' tokens."""
+    messages = [{"role": "system", "content": text} for text in texts]
+    settings = RowSettings(pack_length=pack_length, prompt_format="identity", semantics=semantics)
+
+    def pack(conversations, **sizes):
+        assert [each["tokens"] for each in conversations] == [[13, 14, 15], [16, 17]]
+        assert all(all(each["trained"]) for each in conversations)
+        assert sizes == {"pack_length": pack_length, "pad_id": 0, "eos_id": 2, "context_parallel_size": 1}
+        return packs
+
+    return build_packed_row(pack, conventions or {}, messages, tokenizers.load("word"), settings)
+
+
+UNSHIFTED = {"input_ids": [13, 14, 15, 16, 17], "labels": [13, 14, 15, 16, 17], "cu_seqlens": [0, 3, 5]}
+
+
+def test_a_pack_is_a_row_once_its_declared_conventions_are_undone():
+    declared = {"shift": "model", "row_length": "ragged", "pad_label": "ignore", "tail": "none"}
+    row = row_of_packs([UNSHIFTED], conventions=declared)
+    assert row.input_ids.tolist() == [13, 14, 15, 16, 17, 0, 0, 0]
+    assert row.target_ids.tolist() == [14, 15, 16, 17, 0, 0, 0, 0]
+    assert row.token_mask.tolist() == [1, 1, 1, 1, 0, 0, 0, 0]
+    assert row.cu_seqlens.tolist() == [0, 3, 8]
+
+
+def test_a_convention_that_is_not_declared_is_named():
+    declared = {"row_length": "ragged", "pad_label": "ignore", "tail": "none"}
+    with pytest.raises(SubjectFailed, match=r"does not declare: serve\(…, conventions=\{'shift': 'model'\}\)"):
+        row_of_packs([UNSHIFTED], conventions=declared)
+
+
+def test_a_fault_that_no_convention_explains_is_left_to_the_comparison():
+    declared = {"shift": "model", "row_length": "ragged", "pad_label": "ignore", "tail": "none"}
+    row = row_of_packs([{**UNSHIFTED, "labels": [13, 14, 99, 16, 17]}], conventions=declared)
+    assert row.target_ids.tolist()[:4] == [14, 99, 16, 17]
+
+
+@pytest.mark.parametrize(
+    ("packs", "told"),
+    [
+        ([], "made 0 packs of conversations that fit into one row of 8 tokens"),
+        ([UNSHIFTED, UNSHIFTED], "made 2 packs"),
+        ([{"input_ids": [1, 2], "labels": [1]}], "labels must have the 2 positions of input_ids"),
+        ([{"input_ids": [1, 2]}], "lacks labels"),
+    ],
+)
+def test_packs_that_are_no_row_say_why(packs, told):
+    with pytest.raises(SubjectFailed, match=told):
+        row_of_packs(packs)
+
+
+def test_rows_that_a_packing_function_makes_otherwise_by_design_are_not_comparable():
+    with pytest.raises(NotComparable, match="do not fit into one row"):
+        row_of_packs([UNSHIFTED], pack_length=4)
+    with pytest.raises(NotComparable, match="the reference refuses the row"):
+        row_of_packs([UNSHIFTED], semantics="strict")
 
 
 def test_an_adapter_is_started_once_for_all_rows_and_again_after_it_is_closed(subject):

@@ -3,9 +3,9 @@
 import json
 
 import pytest
-from packproof.__main__ import main as packproof_main
 
 from examples import vectors_consumer
+from packproof.__main__ import main as packproof_main
 
 
 @pytest.fixture

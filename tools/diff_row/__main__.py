@@ -42,6 +42,7 @@ from tools.diff_row.render.json_output import as_json
 from tools.diff_row.render.page import render_page
 from tools.diff_row.render.terminal import show
 from tools.diff_row.row.findings import Findings
+from tools.diff_row.sides import end_external
 
 
 def _whole(text: str) -> int:
@@ -189,7 +190,10 @@ class Arguments:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
-    return exits.run(_main, arguments)
+    try:
+        return exits.run(_main, arguments)
+    finally:
+        end_external()
 
 
 def parse(arguments: Sequence[str] | None) -> Arguments:

@@ -6,8 +6,6 @@ Whatever a user can get wrong here is a `BadInput` of one line.
 from __future__ import annotations
 
 import copy
-import importlib.metadata
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,7 +17,7 @@ from equivalence.cases.row import read_case
 from equivalence.checks.blame import told
 from equivalence.errors import CaseError
 from equivalence.generators import tokenizers as named_tokenizers
-from equivalence.subjects import BUILT_IN, EXTERNAL, Messages, Row, RowSettings, Subject, load
+from equivalence.subjects import BUILT_IN, EXTERNAL, Messages, Row, RowSettings, Subject
 from equivalence.subjects.protocol import row_of
 from equivalence.subjects.tokenizers import load_folder
 from production.errors import PackproofError
@@ -31,6 +29,7 @@ from tools.diff_row.errors import BadInput
 from tools.diff_row.row.findings import Findings, Side, Source, compare
 from tools.diff_row.row.inspection import IGNORE_INDEX, Flaw, inspect
 from tools.diff_row.row.layout import map_row
+from tools.diff_row.sides import covers, subject_named, version_of
 from tools.diff_row.tokens import TokenTexts
 
 DEFAULT_PACK_LENGTH = 4096
@@ -211,7 +210,7 @@ def load_named(name: str, chat_template: str | None = None) -> Any:
 
 def subject_of(side: str) -> Subject | None:
     """The subject that a side is; None for a dump, which builds nothing."""
-    return None if side == DUMP else _subject(side)
+    return None if side == DUMP else subject_named(side)
 
 
 def _dump(request: Request) -> Dump | None:
@@ -384,36 +383,13 @@ def _side_names(request: Request, settings: RowSettings) -> tuple[str, ...]:
         return request.sides
     if request.dump is not None:
         return ("reference",)
-    return tuple(name for name in BUILT_IN if _covers(_subject(name), settings))
-
-
-def _covers(subject: Subject, settings: RowSettings) -> bool:
-    covers = getattr(subject, "covers", None)
-    return covers is None or bool(covers(settings))
-
-
-def _subject(name: str) -> Subject:
-    if name in _EXTERNAL:
-        return _EXTERNAL[name]
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # witnesses warn on import of what they lack; it is not about this row
-            subject = load(name)
-    except (ValueError, ImportError) as error:
-        raise BadInput(f"side {name!r}: {error}") from error
-    if name.startswith(EXTERNAL):
-        _EXTERNAL[name] = _EXTERNAL[subject.name] = subject
-    return subject
-
-
-_EXTERNAL: dict[str, Subject] = {}
-"""Subjects outside the process that run already, by their command and by the name that they give themselves."""
+    return tuple(name for name in BUILT_IN if covers(subject_named(name), settings))
 
 
 def _build(name: str, asked: _Asked) -> Side:
     """One side's row. An error of a built-in side is one of the input; of the user's own side, too, it is said where."""
-    subject = _subject(name)
-    if not _covers(subject, asked.settings):
+    subject = subject_named(name)
+    if not covers(subject, asked.settings):
         raise BadInput(
             f"side {name!r} is no witness of semantics {asked.settings.semantics!r}: leave it out of --sides"
         )
@@ -424,16 +400,3 @@ def _build(name: str, asked: _Asked) -> Side:
     # A command line is no heading: a subject outside the process goes by the name that it gives itself.
     shown = subject.name if name.startswith(EXTERNAL) else name
     return Side(name=shown, version=version_of(subject, name), row=row)
-
-
-def version_of(subject: Subject, name: str) -> str:
-    """What a side says of its version; of packproof's own sides the package's."""
-    said = getattr(subject, "version", None)
-    if said is not None:
-        return str(said)
-    if name in BUILT_IN:
-        try:
-            return f"packproof {importlib.metadata.version('packproof')}"
-        except importlib.metadata.PackageNotFoundError:
-            return "packproof, not installed"
-    return ""

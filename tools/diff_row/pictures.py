@@ -22,10 +22,11 @@ from equivalence.subjects import Messages, RowSettings, load
 from equivalence.subjects.tokenizers import load_folder
 from production.files.source import open_source
 from tools.diff_row.errors import BadInput
-from tools.diff_row.inputs import findings_of, version_of
+from tools.diff_row.inputs import findings_of
 from tools.diff_row.render.page import render_page
 from tools.diff_row.render.terminal import show
 from tools.diff_row.row.findings import Findings, Side, Source
+from tools.diff_row.sides import version_of
 
 SAMPLE = Path("examples/packed/sample.jsonl.packed")
 TOKENIZER = Path("examples/tokenizers/nemotron-mini")

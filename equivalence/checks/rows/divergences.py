@@ -60,6 +60,8 @@ def check_step(
             asked = settings.replace(semantics=name)
             if covers(subject, asked):
                 built = build(subject, messages, tokenizer, asked)
+                if built is None:
+                    continue
                 if isinstance(built, Finding):
                     findings.append(built)
                 elif differences := compare_rows(wanted, built):

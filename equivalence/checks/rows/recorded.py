@@ -99,11 +99,15 @@ def check_recorded_row(recorded: RecordedRow, subjects: Sequence[Subject]) -> Ch
     found: dict[str, Row] = {}
     seconds: dict[str, float] = {}
     findings = []
+    left_out = []
     for subject in subjects:
         if not covers(subject, case.settings):
             continue
         began = time.perf_counter()
         row = build(subject, case.messages, tokenizer, case.settings)
+        if row is None:
+            left_out.append(subject.name)
+            continue
         seconds[subject.name] = time.perf_counter() - began
         if isinstance(row, Finding):
             findings.append(row)
@@ -114,7 +118,15 @@ def check_recorded_row(recorded: RecordedRow, subjects: Sequence[Subject]) -> Ch
             findings.append(Finding(left=RECORDED, right=subject.name, differences=differences))
     kinds = {row.refusal.kind if row.refusal else None for row in found.values()}
     refused = kinds.pop() if len(kinds) == 1 else None
-    return CheckResult(check=CHECK, findings=findings, refused=refused, seconds=seconds, rows=found)
+    return CheckResult(
+        check=CHECK,
+        findings=findings,
+        refused=refused,
+        seconds=seconds,
+        rows=found,
+        sides=1 + len(seconds),
+        left_out=tuple(left_out),
+    )
 
 
 def _expected(recorded: RecordedRow, row: Row) -> Row:

@@ -10,7 +10,7 @@ from typing import Any
 from equivalence.cases.difference import compare_rows
 from equivalence.cases.result import CheckResult, Finding
 from equivalence.checks.blame import raised
-from equivalence.subjects.protocol import Messages, Row, RowSettings, Subject, row_of
+from equivalence.subjects.protocol import Messages, NotComparable, Row, RowSettings, Subject, row_of
 
 _SAYS = ("prompt_formats", "prompt_format"), ("context_parallel_sizes", "context_parallel_size"), ("semantics",) * 2
 """Fields in which a subject may say what it takes, and the setting of each field."""
@@ -31,19 +31,24 @@ def attempt[Value](
 ) -> Value | Finding:
     """Call a subject's method; return its result, or its exception as a difference.
 
-    A witness's exception goes through: it could not run.
+    A witness's exception goes through: it could not run. So does NotComparable, which is no fault.
     """
     try:
         return call()
+    except NotComparable:
+        raise
     except Exception as error:
         if getattr(subject, "is_witness", False):
             raise
         return raised(subject.name, error, expected=expected)
 
 
-def build(subject: Subject, messages: Messages, tokenizer: Any, settings: RowSettings) -> Row | Finding:
-    """A subject's row, or the difference that its exception is."""
-    return attempt(subject, lambda: row_of(subject.build_row(messages, tokenizer, settings)))
+def build(subject: Subject, messages: Messages, tokenizer: Any, settings: RowSettings) -> Row | Finding | None:
+    """Return a subject's row, or the difference that its exception is; None where the row cannot be compared with others."""
+    try:
+        return attempt(subject, lambda: row_of(subject.build_row(messages, tokenizer, settings)))
+    except NotComparable:
+        return None
 
 
 def check_row(messages: Messages, tokenizer: Any, settings: RowSettings, subjects: Sequence[Subject]) -> CheckResult:
@@ -53,8 +58,10 @@ def check_row(messages: Messages, tokenizer: Any, settings: RowSettings, subject
     for subject in subjects:
         if covers(subject, settings):
             began = time.perf_counter()
-            built[subject.name] = build(subject, messages, tokenizer, settings)
-            seconds[subject.name] = time.perf_counter() - began
+            made = build(subject, messages, tokenizer, settings)
+            if made is not None:
+                built[subject.name] = made
+                seconds[subject.name] = time.perf_counter() - began
     return compare_all("rows", built, seconds, left_out=[each.name for each in subjects if each.name not in built])
 
 

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 
 from equivalence.subjects.external.arrays import packed_conversations, read_fields
+from equivalence.subjects.external.packed_rows import build_packed_row
 from equivalence.subjects.external.process import ChildProcess, SubjectFailed
 from equivalence.subjects.external.tokenizer_folder import portable_folder
-from equivalence.subjects.protocol import Messages, Refusal, Row, RowSettings, row_of
+from equivalence.subjects.protocol import MEGATRON_PRESETS, Messages, Refusal, Row, RowSettings, row_of
 from packproof_subject import PROTOCOL, Refused, check_conventions, frame_bytes
 
 START_SECONDS = 120.0
@@ -73,17 +74,29 @@ class ExternalSubject:
         return self.hello.version
 
     def covers(self, settings: RowSettings) -> bool:
-        """Return whether the adapter builds rows, takes these settings, and has not failed too often in this process."""
-        if "build_row" not in self.hello.seams or self._failures >= MOST_FAILURES:
+        """Return whether the adapter takes these settings, and has not failed too often in this process.
+
+        An adapter that only packs is not told the semantics: unless it says otherwise, it takes Megatron-LM's.
+        """
+        if self._failures >= MOST_FAILURES:
             return False
+        takes = self.hello.takes
+        if "build_row" not in self.hello.seams:
+            takes = {"semantics": [MEGATRON_PRESETS[0]], **takes}
         fields = ("prompt_format", "context_parallel_size", "semantics")
         return all(
-            getattr(settings, name) in self.hello.takes.get(plural, [getattr(settings, name)])
+            getattr(settings, name) in takes.get(plural, [getattr(settings, name)])
             for name, plural in zip(fields, ("prompt_formats", "context_parallel_sizes", "semantics"), strict=True)
         )
 
     def build_row(self, messages: Messages, tokenizer: Any, settings: RowSettings) -> Row:
-        """Return the adapter's row or refusal. Raises SubjectFailed for an exception, a crash, a hang or no row at all."""
+        """Return the adapter's row or refusal. Raises SubjectFailed for an exception, a crash, a hang or no row at all.
+
+        An adapter that only packs is given the tokens of the reference, and its pack is compared through its declared conventions;
+        raises NotComparable where that cannot be done.
+        """
+        if "build_row" not in self.hello.seams:
+            return build_packed_row(self.pack, self.hello.conventions, messages, tokenizer, settings)
         (built,) = self.build_rows([messages], tokenizer, settings)
         if isinstance(built, SubjectFailed):
             raise built
