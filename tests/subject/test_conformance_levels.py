@@ -40,6 +40,7 @@ FAULTS = {
     "everything_trains": {"L2", "L3", "L6"},
     "leak": {"L3", "L6"},
     "positions_go_on": {"L4"},
+    "positions_stand": {"L4"},
     "one_segment": {"L5", "L9"},
     "padding_trains": {"L3", "L6"},
     "loses_the_last": {"L7"},
