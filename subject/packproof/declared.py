@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Callable, Sequence
 
-from packproof.cases import SETS, Case, drawn_cases, load_vectors
+from packproof.cases import SETS, Case, drawn_cases, load_vectors, manifest
 from packproof.conventions import declare
 from packproof.levels import LEVELS, Level, level_named
 
@@ -50,6 +50,8 @@ def conformance(
     The function itself is returned unchanged but for the attribute `packproof_conformance`.
     """
     declare(conventions)
+    if preset not in manifest()["presets"]:
+        raise ValueError("preset must be one of {}, got {!r}".format(", ".join(manifest()["presets"]), preset))
     unknown = [name for name in sets if name not in SETS]
     if unknown:
         raise ValueError("sets has {}; known are {}".format(", ".join(unknown), ", ".join(SETS)))

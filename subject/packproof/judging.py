@@ -64,9 +64,14 @@ class Report:
 
 
 def call(pack: Pack, case: Case) -> Outcome:
-    """Call a packing function with a case. An exception of its own is a refusal, with its type and text."""
+    """Call a packing function with a case. An exception of its own is a refusal, with its type and text.
+
+    ImportError goes through: a function that lacks a library is not judged.
+    """
     try:
         return pack(*case.arguments())
+    except ImportError:
+        raise  # the function cannot run here, which says nothing of its rows
     except RefusedBySubject as refused:
         return Refused(f"{refused.kind}: {refused.message}")
     except Exception as error:  # noqa: BLE001 - the function is not ours: whatever it raises is its outcome

@@ -67,8 +67,8 @@ def read_pack(pack: Any, shift: str, number: int = 0) -> ReadRow:
     """Read pack `number` of a call. Raises MalformedPackError."""
     raw = plain(pack, number)
     tokens, labels = raw["input_ids"], raw["labels"]
-    mask = raw.get("mask") or [int(label != IGNORE_INDEX) for label in labels]
-    for name, values in (("labels", labels), ("mask", mask), ("position_ids", raw.get("position_ids") or tokens)):
+    mask = raw["mask"] if "mask" in raw else [int(label != IGNORE_INDEX) for label in labels]
+    for name, values in (("labels", labels), ("mask", mask), ("position_ids", raw.get("position_ids", tokens))):
         if len(values) != len(tokens):
             raise MalformedPackError(
                 "pack %d: %s must have the %d positions of input_ids, got %d" % (number, name, len(tokens), len(values))
@@ -106,11 +106,17 @@ def plain(pack: Any, number: int = 0) -> dict[str, Any]:
         if value is None:
             continue
         if name in ("shards", "depths"):
+            if not isinstance(value, (list, tuple)):
+                raise MalformedPackError(
+                    "pack %d: %s must be a list of dicts, got %s" % (number, name, type(value).__name__)
+                )
             found[name] = [_shard(each, name, number) for each in value]
         elif name == "sources":
             found[name] = value
         else:
             found[name] = _numbers(value, name, number)
+        if name.startswith("cu_seqlens") and found[name][:1] != [0]:
+            raise MalformedPackError("pack %d: %s must begin with 0, got %s" % (number, name, found[name][:1]))
     return found
 
 
@@ -122,16 +128,16 @@ def _shard(shard: Any, name: str, number: int) -> dict[str, list[int]]:
 
 def _numbers(value: Any, name: str, number: int) -> list[int]:
     """Return a list, an array or a tensor as a flat list of whole numbers."""
-    values = value.tolist() if hasattr(value, "tolist") else list(value)
-    while len(values) == 1 and isinstance(values[0], (list, tuple)):
-        values = list(values[0])
-    made = []
-    for each in values:
-        if isinstance(each, (list, tuple)) or each != int(each):
-            raise MalformedPackError(
-                "pack %d: %s must be one row of whole numbers, got %r in it" % (number, name, each)
-            )
-        made.append(int(each))
+    try:
+        values = value.tolist() if hasattr(value, "tolist") else list(value)
+        while len(values) == 1 and isinstance(values[0], (list, tuple)):
+            values = list(values[0])
+        made = [int(each) for each in values]
+    except (TypeError, ValueError, OverflowError) as error:  # no list, a list of lists, a text, NaN
+        raise MalformedPackError("pack %d: %s must be one row of whole numbers: %s" % (number, name, error)) from error
+    for each, whole in zip(values, made):
+        if each != whole:
+            raise MalformedPackError("pack %d: %s must be one row of whole numbers, got %r" % (number, name, each))
     return made
 
 

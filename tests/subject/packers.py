@@ -85,6 +85,11 @@ def _positions_go_on(pack, size):
     return pack
 
 
+def _positions_stand(pack, size):
+    pack["position_ids"] = [0] * len(pack["input_ids"])
+    return pack
+
+
 def _everything_trains(pack, size):
     pack["mask"] = [1] * len(pack["mask"])
     return pack
@@ -117,6 +122,7 @@ positions_go_on, everything_trains, padding_trains = (
     _with(_everything_trains),
     _with(_padding_trains),
 )
+positions_stand = _with(_positions_stand)
 share_twice, own_label_lost = _with(_share_twice), _with(_own_label_lost)
 
 
@@ -153,3 +159,7 @@ def without_shards(*arguments):
     for pack in packs:
         pack.pop("shards", None)
     return packs
+
+
+def lacks_a_library(*arguments):
+    import no_such_library  # noqa: F401

@@ -55,6 +55,8 @@ def test_the_report_is_written_in_three_forms(tmp_path, capsys):
         (["--subject", "packers"], "a subject is module:function"),
         (["--subject", "packers:no_such"], "has no function 'no_such'"),
         (["--subject", "no_such_module:f"], "cannot be imported"),
+        (["--subject", "raises_at_import:f"], "raised ZeroDivisionError at import"),
+        (["--subject", "packers:lacks_a_library"], "the subject cannot run here: No module named 'no_such_library'"),
         (["--subject", "packers:right", "--level", "L12"], "choose one of L1"),
         (["--subject", "packers:right", "--preset", "stict"], "--preset must be one of"),
         (["--subject", "packers:right", "--convention", "shift"], "NAME=VALUE"),

@@ -40,6 +40,7 @@ FAULTS = {
     "everything_trains": {"L2", "L3", "L6"},
     "leak": {"L3", "L6"},
     "positions_go_on": {"L4"},
+    "positions_stand": {"L4"},
     "one_segment": {"L5", "L9"},
     "padding_trains": {"L3", "L6"},
     "loses_the_last": {"L7"},
@@ -144,6 +145,14 @@ def test_what_is_no_list_of_packs_is_told():
         ([{"input_ids": [1], "labels": [1, 2]}], "1 positions of input_ids, got 2"),
         ([{"input_ids": [1], "labels": [1], "loss": 1}], "unknown fields loss"),
         ([{"input_ids": [1], "labels": [0.5]}], "whole numbers"),
+        ([{"input_ids": [1], "labels": [float("nan")]}], "whole numbers"),
+        ([{"input_ids": [1], "labels": ["a"]}], "whole numbers"),
+        ([{"input_ids": [[1, 2], [3, 4]], "labels": [1]}], "whole numbers"),
+        ([{"input_ids": [1], "labels": [1], "mask": []}], "mask must have the 1 positions"),
+        ([{"input_ids": [1], "labels": [1], "cu_seqlens": [1]}], "cu_seqlens must begin with 0"),
+        ([{"input_ids": [1], "labels": [1], "cu_seqlens": []}], "cu_seqlens must begin with 0"),
+        ([{"input_ids": [1], "labels": [1], "shards": 3}], "shards must be a list of dicts"),
+        ([{"input_ids": [1], "labels": [1], "shards": [3]}], "each of shards must be a dict"),
     ):
         assert said in judge(CASES[0], returned, MEGATRON_LM, "strict").misses["L1"].what
 

@@ -68,5 +68,7 @@ def test_a_misspelt_convention_or_level_is_an_error_at_import():
         packproof.conformance(level="L1", shift="modle")
     with pytest.raises(ValueError, match="no level is called"):
         packproof.conformance(level="L0")
+    with pytest.raises(ValueError, match="preset must be one of megatron-lm"):
+        packproof.conformance(level="L1", preset="stict")
     with pytest.raises(ValueError, match="sets has all"):
         packproof.conformance(level="L1", sets=("all",))

@@ -82,6 +82,9 @@ def load_function(name: str) -> Loaded:
         module = importlib.import_module(module_name)
     except ImportError as error:
         raise CommandError(f"module {module_name!r} cannot be imported: {error}") from error
+    except Exception as error:
+        told = "module %r raised %s at import: %s" % (module_name, type(error).__name__, error)
+        raise CommandError(told) from error
     found = getattr(module, attribute, None)
     if not callable(found):
         raise CommandError(f"module {module_name!r} has no function {attribute!r}; give module:function")

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Callable, Mapping, Sequence
 
 from packproof import report as reports
-from packproof.cases import VectorsError
 from packproof.conventions import MEANING, declare
 from packproof.judging import Report
 from packproof.levels import NAMES, level_named
@@ -94,7 +93,10 @@ def guarded(name: str, run: Callable[[Sequence[str]], int], arguments: Sequence[
     """Run a command; bad input is told in one line with exit status 2."""
     try:
         return run(sys.argv[1:] if arguments is None else arguments)
-    except (CommandError, VectorsError, ValueError, OSError) as error:
+    except ImportError as error:
+        print("packproof %s: the subject cannot run here: %s" % (name, error), file=sys.stderr)
+        return BAD_INPUT
+    except (ValueError, OSError) as error:
         print(f"packproof {name}: {error}", file=sys.stderr)
         return BAD_INPUT
 
