@@ -51,7 +51,7 @@ def test_a_case_survives_its_json(case):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("{", "no JSON"),
+        ("{", "not valid JSON"),
         ("[]", "schema 'list'"),
         ('{"schema": 99}', "schema 99"),
         ('{"schema": 1, "mesages": []}', "unknown keys mesages"),
