@@ -95,7 +95,9 @@ def read_text(text: str, *, name: str) -> Layer:
     reader = _Reader(name)
     values = {} if node is None else reader.value(node, "")
     if not isinstance(values, dict):
-        raise _refuse("no_yaml", "is not a mapping of sections", name, "begin with `sft:`, `policy:`, `data:` and so on")
+        raise _refuse(
+            "no_yaml", "is not a mapping of sections", name, "begin with `sft:`, `policy:`, `data:` and so on"
+        )
     return Layer(values=values, places=reader.places)
 
 

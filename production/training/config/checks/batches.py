@@ -89,7 +89,10 @@ def check_length(setup: Setup) -> Iterator[SetupRefused]:
         return
     each, bins = policy.make_sequence_length_divisible_by or 1, policy.sequence_packing.train_mb_tokens or length
     if each < 1 or each % factor:
-        key, what = "policy.make_sequence_length_divisible_by", f"{each} is not a multiple of {factor}, the domain factor"
+        key, what = (
+            "policy.make_sequence_length_divisible_by",
+            f"{each} is not a multiple of {factor}, the domain factor",
+        )
         yield setup.refuse("divisible_by", key, what, f"give a multiple of {factor}, or leave it out")
     if not 1 <= bins <= length:
         what = f"bins of {bins} tokens, where a row has {length}"
