@@ -118,9 +118,9 @@ def test_the_glossary_gives_each_word_one_meaning_in_one_sentence():
 
 
 def test_evidence_names_functions_that_production_has():
-    """The names of "What each check drives" begin below `production`."""
+    """The names of "Functions that each check drives" begin below `production`."""
     text = (ROOT / "docs" / "evidence.md").read_text(encoding="utf-8")
-    driven = text.split("## What each check drives")[1].split("\n## ")[0]
+    driven = text.split("## Functions that each check drives")[1].split("\n## ")[0]
     rooms = {path.stem for path in (ROOT / "production").iterdir()}
     names = [name for name in re.findall(r"`(\w+\.[\w.]+)`", driven) if name.split(".")[0] in rooms]
     assert len(names) > 30
