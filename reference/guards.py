@@ -30,7 +30,7 @@ def first_fault(
     global_batch_size: int | None,
     pad_id: int | None,
 ) -> tuple[str, int | None] | None:
-    """Return kind and row of the first fault, one kind after the other over all rows; None where the rows are a batch. R-GUARD-1.
+    """Return kind and row of the first fault, checking all rows for one kind before the next kind; None for rows that form a batch. R-GUARD-1.
 
     `pad_id` is given where multi-token prediction rolls the mask along with the targets.
     """

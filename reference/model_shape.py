@@ -58,7 +58,7 @@ class Shape:
         }
         for name, (value, choices) in known.items():
             if value not in choices:
-                raise ValueError(f"{name} is {value!r}; the reference knows {choices}")
+                raise ValueError(f"{name} must be one of {choices}, which the reference covers, got {value!r}")
         if self.num_attention_heads % self.num_query_groups != 0:
             raise ValueError(f"{self.num_query_groups} query groups do not divide {self.num_attention_heads} heads")
         if self.rotary_channels % 2 != 0:

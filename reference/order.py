@@ -24,7 +24,7 @@ def epoch_rows(rows: int, *, kind: str, seed: int | None, source: int, epoch: in
         return list(range(rows))
     if kind == "shuffle" and seed is not None:
         return sorted(range(rows), key=lambda row: mix(mix(mix(mix(seed) ^ source) ^ epoch) ^ row))
-    raise OrderError(f"the order {kind!r} with the seed {seed}; take sequential, or shuffle with a seed")
+    raise OrderError(f"order must be sequential, or shuffle with a seed, got {kind!r} with the seed {seed}")
 
 
 def mix(value: int) -> int:
@@ -80,7 +80,9 @@ def cyclic(rows: int, *, run_samples: int, data_parallel_size: int, is_sharded: 
 def blend(rows: Sequence[int], weights: Sequence[float], *, kind: str, seed: int | None) -> Iterator[Sample]:
     """Yield samples of the sources, each from the source that lags furthest behind its weight. R-ORDER-6."""
     if len(weights) > MOST_SOURCES:
-        raise OrderError(f"{len(weights)} sources; this side adds up to {MOST_SOURCES} weights as numpy does")
+        raise OrderError(
+            f"a blend must have at most {MOST_SOURCES} sources here, whose weights are added as numpy adds them, got {len(weights)}"
+        )
     total = 0.0
     for weight in weights:  # not sum(), which rounds otherwise
         total += weight

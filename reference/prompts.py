@@ -225,7 +225,10 @@ def tokenize_conversation(
             turns.append(Turn(role=message["role"], start=idx, end=idx + len(turn_tokens)))
             idx += len(turn_tokens)
     if masked and idx != len(tokens):
-        raise RowRefused("turn_mismatch", f"the turns have {idx} tokens, the conversation {len(tokens)}")
+        raise RowRefused(
+            "turn_mismatch",
+            f"the turns encoded alone have {idx} tokens, and the whole conversation {len(tokens)}; the numbers must be equal",
+        )
 
     if not tokens and semantics.empty_conversation == "refuse":
         raise RowRefused("empty_conversation", "the conversation has no token; remove it")

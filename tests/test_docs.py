@@ -118,9 +118,9 @@ def test_the_glossary_gives_each_word_one_meaning_in_one_sentence():
 
 
 def test_evidence_names_functions_that_production_has():
-    """The names of "What each check drives" begin below `production`."""
+    """The names of "Functions that each check drives" begin below `production`."""
     text = (ROOT / "docs" / "evidence.md").read_text(encoding="utf-8")
-    driven = text.split("## What each check drives")[1].split("\n## ")[0]
+    driven = text.split("## Functions that each check drives")[1].split("\n## ")[0]
     rooms = {path.stem for path in (ROOT / "production").iterdir()}
     names = [name for name in re.findall(r"`(\w+\.[\w.]+)`", driven) if name.split(".")[0] in rooms]
     assert len(names) > 30
@@ -129,18 +129,7 @@ def test_evidence_names_functions_that_production_has():
 
 ROOMS = (
     "reference",
-    *(
-        f"production/{name}"
-        for name in ("tokens", "rows", "online", "parallel", "files", "model", "training", "adapters")
-    ),
-    *(
-        f"tools/{name}"
-        for name in ("bench", "check", "compare_runs", "diff_row", "from_megatron_lm", "inspect_rows", "pack_rows")
-    ),
-    "tools/simulate",
-    "equivalence/conformance",
-    *(f"equivalence/{name}" for name in ("cases", "checks", "divergences", "expectations", "generators", "mutants")),
-    *(f"equivalence/{name}" for name in ("recorded", "report", "runner", "subjects", "trainers", "workers")),
+    *sorted({path.parent.relative_to(ROOT).as_posix() for each in PACKAGES for path in ROOT.glob(f"{each}/*/*.py")}),
 )
 ALONE = sorted(path for package in PACKAGES for path in (ROOT / package).glob("*.py"))
 """Modules beside the rooms of their packages, such as production/loss.py."""
@@ -217,17 +206,12 @@ def is_headline(owner, text):
     return not is_value and NO_VERB.match(text) is not None
 
 
-def test_the_rooms_are_all_there():
-    rooms = {path.parent.relative_to(ROOT).as_posix() for path in ROOT.glob("*/*/*.py")}
-    assert {room for room in rooms if room.split("/")[0] in PACKAGES} | {"reference"} == set(ROOMS)
-
-
 @pytest.mark.parametrize("room", [*ROOMS, *PACKAGES])
 def test_a_docstring_says_what_is_done_and_names_only_what_is_there(room):
     """A room with its folders; a package by its own modules beside the rooms."""
     alone = {path.relative_to(ROOT).as_posix() for path in ALONE} if room in PACKAGES else None
     texts = [each for each in docstrings(room) if alone is None or each[0] in alone]
-    assert len(texts) > (0 if room in PACKAGES else 10)
+    assert texts
     assert [f"{file}: {text}" for file, owner, text in texts if is_headline(owner, text)] == []
     absent = [(file, name) for file, _, text in texts for name in absent_names(room.split("/")[0], text)]
     assert absent == []

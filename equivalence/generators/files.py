@@ -174,7 +174,7 @@ def _draw_small(choices: Choices) -> list[tuple[int, int]]:
 
 
 def _draw_large(choices: Choices) -> list[tuple[int, int]]:
-    """Draw lines around a stride; or blocks of short lines that end where lines end, with long lines behind; or long lines around blocks."""
+    """Draw one of three layouts: lines near a stride's length, blocks of short lines followed by long lines, or long lines around such blocks."""
     # Of large files, every third one in plain draws: one line more than a stride is what a reader may lose.
     kind = "stride" if choices.rarely(30) else choices.one_of(("blocks", "long"))
     if kind == "stride":

@@ -200,7 +200,7 @@ def _of_production(outcome: Outcome, size: Size, steps: list[Job], *, layouts: b
 
 
 def _recorded(options: Options) -> Iterator[Job]:
-    """Return recorded outcomes: all that hold production, or those of rows alone, which any subject builds."""
+    """Yield jobs for recorded outcomes: all if production is a subject, else only rows, which any subject builds."""
     return (job for job in recorded_jobs(options.subjects) if options.holds_production or job.aim in PRESETS)
 
 

@@ -320,7 +320,7 @@ def recorded_jobs(subjects: tuple[str, ...]) -> Iterator[Job]:
 
 
 def layout_jobs(size: Size, seed: int, subjects: tuple[str, ...]) -> Iterator[Job]:
-    """Yield cuts, depths and bins; their sides are reference, production and megatron-core's own arithmetic, whoever builds rows."""
+    """Yield jobs for cuts, depths and bins. They compare reference, production and megatron-core's own arithmetic, whatever subjects build rows."""
     for check, number in itertools.product(LAYOUT_CHECKS, range(size.rounds)):
         yield Job(
             kind="layouts",

@@ -129,6 +129,6 @@ def round_up(length: int, multiple: int) -> int:
 def _multiple(value: int) -> int:
     if value < 1:
         raise PackproofError(
-            what=f"a multiple of {value}", where="make_sequence_length_divisible_by", mend="give at least 1"
+            what=f"must be at least 1, got {value}", where="make_sequence_length_divisible_by", mend="give at least 1"
         )
     return value

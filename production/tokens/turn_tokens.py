@@ -103,9 +103,16 @@ class TurnRules:
         role = message["role"]
         rules = self._semantics.turn_rules
         if not isinstance(role, str):
-            raise refusal("bad_message", f"a role that is a {type(role).__name__}", conversation=number, turn=turn)
+            raise refusal(
+                "bad_message", f"the role must be text, got a {type(role).__name__}", conversation=number, turn=turn
+            )
         if rules == "every_format" and role not in TURN_ROLES:
-            raise refusal("unknown_role", f"the role {role!r}", conversation=number, turn=turn)
+            raise refusal(
+                "unknown_role",
+                f"the role must be one of {', '.join(sorted(TURN_ROLES))}, got {role!r}",
+                conversation=number,
+                turn=turn,
+            )
         if role.lower() == "assistant":
             try:
                 length = len(message["content"])
@@ -121,13 +128,18 @@ class TurnRules:
                 what = f"the turn before this one has a role that is a {type(before).__name__}"
                 raise refusal("bad_message", what, conversation=number, turn=turn)
             if before.lower() not in {"user", "tool"}:
-                what = f"an assistant turn after the role {before!r}"
+                what = f"an assistant turn must follow a user or tool turn, got {before!r}"
                 raise refusal("role_order", what, conversation=number, turn=turn)
         if role.lower() not in TURN_ROLES:
-            raise refusal("unknown_role", f"the role {role!r}", conversation=number, turn=turn)
+            raise refusal(
+                "unknown_role",
+                f"the role must be one of {', '.join(sorted(TURN_ROLES))}, got {role!r}",
+                conversation=number,
+                turn=turn,
+            )
 
     def _equal(self, whole: NDArray[np.int64], alone: NDArray[np.int64]) -> bool:
-        """Apply check 5 of R-TURN-1."""
+        """Apply R-TURN-1e."""
         if self._semantics.turn_check == "exact":
             return np.array_equal(whole, alone)
         if len(whole) != len(alone) and 1 not in (len(whole), len(alone)):

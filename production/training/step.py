@@ -86,7 +86,7 @@ def wrap(
         )
     if (config.mtp_num_layers or 0) != settings.depths:
         raise PackproofError(
-            what=f"a model of {config.mtp_num_layers or 0} depths, and steps of {settings.depths}",
+            what=f"must equal the depths of the step, {settings.depths}, got {config.mtp_num_layers or 0}",
             where="mtp_num_layers",
             mend="give both the same",
         )

@@ -51,12 +51,12 @@ def test_a_case_survives_its_json(case):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("{", "no JSON"),
+        ("{", "not valid JSON"),
         ("[]", "schema 'list'"),
         ('{"schema": 99}', "schema 99"),
         ('{"schema": 1, "mesages": []}', "unknown keys mesages"),
         ('{"schema": 1, "messages": "hello"}', "no list of messages"),
-        ('{"schema": 1, "messages": []}', "it needs messages, settings and tokenizer"),
+        ('{"schema": 1, "messages": []}', "a case needs messages, settings and tokenizer"),
         ('{"schema": 1, "messages": [], "tokenizer": "word", "settings": {"pack_length": 0}}', "at least 1"),
     ],
 )

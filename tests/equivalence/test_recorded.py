@@ -174,7 +174,7 @@ def test_a_damaged_or_shortened_file_is_an_error(folder):
     line = json.dumps({"cu_seqlens": [0, 4], "cp": 2, "rank": 0, "index": [0, 3]})
     for content in (b"", b"no gzip", gzip.compress(line.encode())):
         path.write_bytes(content)
-        with pytest.raises(InputError, match="damaged or another file"):
+        with pytest.raises(InputError, match="damaged or replaced"):
             outcomes.partitions()
 
 

@@ -266,7 +266,7 @@ def test_nine_workers_never_live_at_once():
     refused = pytest.raises(SuiteError, match="2 workers live, and 7 more would exceed 8")
     with open_world(1), open_world(1), refused, open_world(7):  # this thread holds the seats: waiting would be for ever
         pass
-    with pytest.raises(InputError, match="give module:function"), open_world(1, enter="nothing"):
+    with pytest.raises(InputError, match="must be module:function"), open_world(1, enter="nothing"):
         pass
 
 

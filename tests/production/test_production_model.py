@@ -58,7 +58,7 @@ def test_what_megatron_core_says_against_a_model_is_passed_on():
     ("sizes", "world", "words"),
     [
         (ParallelSizes(tensor=2), 3, "must be a multiple of tp 2"),
-        (ParallelSizes(expert=4), 2, "no multiple of ep 4"),
+        (ParallelSizes(expert=4), 2, "must be a multiple of ep 4"),
     ],
 )
 def test_a_world_that_a_layout_does_not_fit_is_refused(sizes, world, words):

@@ -213,7 +213,7 @@ def test_r_setup_3_two_interpolations_that_lead_to_each_other_are_refused():
         ("policy:\n  model_name: On\n", "bare_word", 2, "True to another"),
         ("sft:\n  <<: {seed: 1}\n", "no_yaml", 2, "merge keys"),
         ("sft:\n  seed: [1\n", "no_yaml", 3, "no YAML"),
-        ("- sft\n", "no_yaml", None, "no mapping"),
+        ("- sft\n", "no_yaml", None, "not a mapping"),
         ("a\nb: c: d\n", "no_yaml", 2, "no YAML"),
         ("defaults: [3]\n", "wrong_type", 1, "names no file"),
         ("defaults: not-there.yaml\n", "no_file", None, "not-there.yaml"),

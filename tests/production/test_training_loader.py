@@ -148,7 +148,7 @@ def test_r_order_2_restoring_throws_away_what_was_prepared_ahead(data):
             found.restore(4 * start)
             assert found.state() == {"consumed_samples": 4 * start}
             assert steps(found, 3) == alone[start : start + 3]
-        with pytest.raises(PackproofError, match="no number of global batches"):
+        with pytest.raises(PackproofError, match="not a number of global batches"):
             found.restore(5)
         assert found.state() == {"consumed_samples": 48}
 

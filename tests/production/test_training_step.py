@@ -54,7 +54,7 @@ def test_wrong_steps_are_refused_before_they_begin():
             _case(sizes=ParallelSizes(pipeline=2)), shape=dataclasses.replace(_case().shape, layers=2)
         )
         found = world.run(f"{__name__}:refusals", case)[1]
-    assert "a model of 1 depths, and steps of 2" in found["depths"]
+    assert "must equal the depths of the step, 2, got 1" in found["depths"]
     assert "calculate_per_token_loss with the normalization mean_of_means" in found["normalization"]
     assert "no microbatch" in found["none"]
     assert "several lengths between pipeline stages" in found["lengths"]

@@ -401,7 +401,7 @@ def test_r_model_1_fused_norm_names_are_read_and_missing_or_unknown_names_refuse
     for name in named:
         with pytest.raises(ValueError, match="lack"):
             Model.from_tensors(shape, {other: tensor for other, tensor in named.items() if other != name})
-    with pytest.raises(ValueError, match=r"no place for mtp\.norm, output\.weight"):
+    with pytest.raises(ValueError, match=r"does not use mtp\.norm, output\.weight"):
         Model.from_tensors(
             shape, {**named, "output.weight": torch.ones(1).double(), "mtp.norm": torch.ones(1).double()}
         )

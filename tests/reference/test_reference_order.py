@@ -98,7 +98,7 @@ def test_r_order_2_a_resume_is_the_rest_of_the_same_batches():
 
 def test_unknown_orders_and_missing_seeds_are_refused():
     for kind, seed in (("random", 1), ("shuffle", None)):
-        with pytest.raises(OrderError, match="take sequential, or shuffle with a seed"):
+        with pytest.raises(OrderError, match="must be sequential, or shuffle with a seed"):
             epoch_rows(3, kind=kind, seed=seed, source=0, epoch=0)
-    with pytest.raises(OrderError, match="up to 7"):
+    with pytest.raises(OrderError, match="at most 7"):
         next(blend([1] * 8, [1.0] * 8, kind="sequential", seed=None))

@@ -337,7 +337,7 @@ def test_a_dump_is_asked_only_for_what_it_holds(run, packed, tmp_path, arguments
 
 def test_a_dump_that_is_none_is_refused(run, packed, tmp_path):
     folder = write(tmp_path, packed, {}, dp=2)
-    assert "has no rank_R.safetensors" in run("--fed", tmp_path)[2]
+    assert "must hold rank_R.safetensors" in run("--fed", tmp_path)[2]
     assert f"To fix it: give one of the steps in it: --fed {folder}" in run("--fed", folder.parent)[2]
     assert f"--fed {folder} --rank 1" in run("--fed", folder / "rank_1.safetensors")[2]
     said = json.loads((folder / "rank_0.rows.json").read_text())
@@ -348,7 +348,7 @@ def test_a_dump_that_is_none_is_refused(run, packed, tmp_path):
     assert "dump the step again" in run("--fed", folder)[2]
     half = {name: each for name, each in load_file(folder / "rank_1.safetensors").items() if "token_mask" not in name}
     save_file(half, folder / "rank_1.safetensors")
-    assert "no tensor 'microbatch_0.row.token_mask'" in run("--fed", folder, "--rank", 1)[2]
+    assert "lacks the tensor 'microbatch_0.row.token_mask'" in run("--fed", folder, "--rank", 1)[2]
 
 
 def test_a_rank_or_a_microbatch_that_is_not_there_is_no_equal_one(run, packed, tmp_path):

@@ -107,9 +107,7 @@ def transformer_options(job: Job) -> dict[str, Any]:
     found["calculate_per_token_loss"] = job.loss.normalization != "mean_of_means"
     if model.num_moe_experts is not None:
         found["moe_router_topk"] = model.moe_router_topk
-        found["moe_token_dispatcher_type"] = (
-            "alltoall"  # megatron-core's default is not a choice under expert parallelism
-        )
+        found["moe_token_dispatcher_type"] = "alltoall"  # megatron-core's default cannot do expert parallelism
     if multi_token_depths(job):
         if megatron.mtp_num_layers:  # else the hybrid pattern says it
             found["mtp_num_layers"] = megatron.mtp_num_layers

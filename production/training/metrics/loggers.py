@@ -254,7 +254,7 @@ class Wandb:
         )
 
     def log(self, record: Record) -> None:
-        """Log scalars at their step; a run's facts are its config already."""
+        """Log scalars at their step. The facts of a `run` record are left out, because they are in the run's config."""
         if record.kind != "run":
             self._run.log(dict(record.values), step=record.step)
 

@@ -156,7 +156,7 @@ def sessions(
             log.broken.append(line.step)
     _validations(log, len(lines), validations)
     if back > 2 and 4 * back > len(lines):
-        raise _several(path, f"iterations go back {back} times in {len(lines)} lines")
+        raise _several(path, f"the iteration number falls {back} times in {len(lines)} lines")
     return log
 
 

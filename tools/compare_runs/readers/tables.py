@@ -23,9 +23,7 @@ def read_csv(path: Path, names: Names) -> Run:
     """Read the run of a CSV export. Raises InputError for a chart of several runs, and in the cases of `read_json`."""
     with path.open(encoding="utf-8-sig", newline="") as file:
         try:
-            rows = [
-                row for row in csv.DictReader(file, strict=True) if None not in row.values()
-            ]  # a cut row is not a row
+            rows = [row for row in csv.DictReader(file, strict=True) if None not in row.values()]  # no cut rows
         except csv.Error as error:
             raise InputError(f"{path}: no CSV: {error}") from error
     return _run(path, names, [_charted(path, row) for row in rows], "W&B export (CSV)")

@@ -147,7 +147,7 @@ class Dumped:
             return {name: self.tensors[f"microbatch_{number}.{what}.{name}"] for name in names}
         except KeyError as error:
             raise problem(
-                f"no tensor {error}",
+                f"the dump lacks the tensor {error}",
                 where=f"rank {self.place.rank}, microbatch {number}",
                 mend="dump the step again",
             ) from error
@@ -180,7 +180,7 @@ def ranks_of(folder: Path, rank: int | None) -> list[int]:
     if not found:
         steps = sorted(path.name for path in folder.glob("step_*") if next(path.glob("rank_*.safetensors"), None))
         raise problem(
-            f"{folder} has no rank_R.safetensors",
+            f"the folder of a dumped step must hold rank_R.safetensors, and {folder} does not",
             where="--fed",
             mend=f"give one of the steps in it: --fed {folder / steps[0]}"
             if steps
