@@ -56,7 +56,7 @@ def build_packed_row(
     pad = prompts.pad_id(adapted, asked.prompt)
     if pad is None:
         raise NotComparable("the tokenizer has no pad token, and a packing function needs its id")
-    given = [
+    given: list[dict[str, Any]] = [
         {"tokens": each.tokens, "trained": [target != IGNORE_INDEX for target in each.targets]}
         for each in conversations
     ]
