@@ -14,7 +14,7 @@ from equivalence.cases.result import CheckResult, Finding
 from equivalence.runner.counters import Kind, Tally, first_difference, kind_of, named_class
 from equivalence.subjects import BUILT_IN
 
-MOST_SHOWN = 3
+MOST_SHOWN = 10
 """Differences of one kind that are shown of a subject of one's own; further ones are counted."""
 _SHOWN: Counter[Kind] | None = None
 """How many of each kind this process has shown in the run at hand; None where nothing is left out."""
