@@ -6,6 +6,7 @@ stopped, and would compare nothing else.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 
@@ -13,14 +14,16 @@ from equivalence.cases.result import CheckResult, Finding
 from equivalence.runner.counters import Kind, Tally, first_difference, kind_of, named_class
 from equivalence.subjects import BUILT_IN
 
-_SHOWN: set[Kind] | None = None
-"""Kinds that this process has shown in the run at hand; None where nothing is left out."""
+MOST_SHOWN = 10
+"""Differences of one kind that are shown of a subject of one's own; further ones are counted."""
+_SHOWN: Counter[Kind] | None = None
+"""How many of each kind this process has shown in the run at hand; None where nothing is left out."""
 
 
 def begin() -> None:
     """Begin a run: nothing was shown yet. Workers that are forked from here on each keep their own list."""
     global _SHOWN  # noqa: PLW0603 - one run at a time, in this process and in each worker
-    _SHOWN = set()
+    _SHOWN = Counter()
 
 
 def end() -> None:
@@ -30,14 +33,14 @@ def end() -> None:
 
 
 def unseen(result: CheckResult, tally: Tally | None, names: Iterable[str]) -> CheckResult:
-    """Return the result without the findings whose kind was shown, and count those findings. `names` are the subjects' own names."""
+    """Return the result without the findings whose kind was shown often enough, and count those findings. `names` are the subjects' own names."""
     if _SHOWN is None or result.equal:
         return result
     own = own_names(names)
     kept = []
     for finding in result.findings:
         kind = _kind(result, finding)
-        if kind in _SHOWN and own & {finding.left, finding.right}:
+        if _SHOWN[kind] >= MOST_SHOWN and own & {finding.left, finding.right}:
             if tally is not None:
                 tally.alike[kind] += 1
         else:

@@ -17,8 +17,6 @@ STOP_AFTER = 20
 """Differences between built-in sides after which a run stops: more of the same would only take time."""
 STOP_AFTER_OF_OWN = 300
 """Differences after which a run stops whoever differs."""
-SHOWN = 3
-"""Differences of one kind that a run shows of a subject of one's own; further ones are counted."""
 STOP_AFTER_ERRORS = 3
 
 
@@ -27,7 +25,10 @@ def show(differing: Differing, job: Job, outcome: Outcome, alone: Replayer | Non
     goes on.
     """
     tally = outcome.tally
-    if _is_of_own(differing, outcome) and [each.kind for each in tally.differences].count(differing.kind) >= SHOWN:
+    if (
+        _is_of_own(differing, outcome)
+        and [each.kind for each in tally.differences].count(differing.kind) >= known.MOST_SHOWN
+    ):
         tally.alike[differing.kind] += 1
     else:
         tally.differences.append(_saved(differing, job, outcome, alone))

@@ -8,7 +8,6 @@ import pytest
 
 from equivalence.__main__ import main
 from equivalence.runner import known
-from equivalence.runner.shown import SHOWN
 from tools.diff_row.__main__ import main as diff_row
 
 ADAPTER = Path(__file__).with_name("faulty_adapter.py")
@@ -48,7 +47,7 @@ def test_a_subject_that_differs_in_every_row_is_compared_to_the_end(tmp_path, ca
     shown, counted = len(report["differences"]), sum(each["count"] for each in report["alike"])
     assert check["differing"] > 20, "where a run ended before"
     assert shown + counted == check["differing"]
-    assert shown <= SHOWN * len(kinds)
+    assert shown <= known.MOST_SHOWN * len(kinds)
     assert f"{check['differing']} differing cases of {len(kinds)} kinds" in capsys.readouterr().out
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert f"and {max(each['count'] for each in report['alike']):,} more that were counted" in page
