@@ -42,7 +42,7 @@ class Arguments:
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raise PackproofError: the usage text of 800 arguments helps nobody."""
-        raise PackproofError(what=f"Megatron-LM refuses the arguments: {message}", where="command line", mend="mend it")
+        raise PackproofError(what=f"Megatron-LM refuses the arguments: {message}", where="command line", mend="correct the argument")
 
 
 @functools.cache
