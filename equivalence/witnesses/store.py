@@ -102,7 +102,7 @@ def remove(version: str) -> None:
 
 def _add_source(name: str, source: Path) -> VersionWitness:
     if not re.fullmatch(r"[\w.\-]+", name):
-        raise InputError(f"{name!r} is no name for a witness: take letters, digits, dots and dashes")
+        raise InputError(f"a name must be of letters, digits, dots and dashes, got {name!r}")
     if not (source / _DATASET).is_file():
         raise InputError(f"{source} has no {_DATASET}: give the root of a Megatron-LM checkout that trains SFT")
     _check_free(name)

@@ -75,7 +75,7 @@ def test_a_checkout_is_a_witness_and_stays_when_the_witness_goes(checkout):
     [
         (["add", "megatron-core"], "names no version"),
         (["add", "megatron-core==0.16.1"], "ships no"),
-        (["add", "a/b", "--source", "."], "no name"),
+        (["add", "a/b", "--source", "."], "a name must be"),
         (["add", "main", "--source", "."], "has no megatron"),
         (["remove", "0.18.2"], "there is no witness"),
         (["compare", "0.18.2"], "packproof witness add megatron-core==0.18.2"),
