@@ -1,15 +1,19 @@
 """Each key of what a run is: another configuration or other files change it, and a resume with these is refused by its name (R-ORDER-8)."""
 
 import json
+from pathlib import Path
 
 import pytest
 import training_job_worlds as jobs
 
 from equivalence.generators import tokenizers
 from production.parallel.sizes import RankCoordinates
+from production.tokens.fingerprint import TokenizerFingerprint
+from production.training.checkpoint.manifest import Manifest
 from production.training.config import load
 from production.training.data.batch_stream import BatchStream
 from production.training.data.fingerprint import ResumeRefused, check_resume
+from production.training.layout_change import check_going_on
 from production.training.run_identity import identity
 
 MEGATRON = "policy.megatron_cfg"
@@ -244,3 +248,23 @@ def test_a_resume_with_another_model_optimizer_schedule_or_loss_is_refused_by_it
 def test_a_file_under_another_name_is_the_same_file(folder, begun):
     (folder / "copy.jsonl").write_bytes((folder / "a.jsonl").read_bytes())
     check_resume(begun[False], identity_of(folder, files("copy", "b")))
+
+
+def test_a_resume_with_another_tokenizer_names_the_text_whose_ids_shifted():
+    """Where the fingerprints are equal, a definition that a library writes otherwise is no difference."""
+    job = load(Path(__file__).resolve().parents[2] / "examples" / "jobs" / "small-cpu.yaml")
+    parts = {"version": 1, "digest": "a" * 32, "definition": "b" * 32, "chat_template": None, "special_tokens": {}, "vocab_size": 9}  # fmt: skip
+    saved = TokenizerFingerprint(**parts, probes={"digits": [1, 2]})
+    other = TokenizerFingerprint(**parts | {"digest": "c" * 32}, probes={"digits": [1, 3]})
+
+    def manifest(tokenizer):
+        return Manifest(
+            step=1, consumed_samples=1, fingerprint={"tokenizer": "old"}, config={}, metrics={}, has_optimizer=True,
+            sharding_type="", files={}, tokenizer=tokenizer,
+        )  # fmt: skip
+
+    assert not check_going_on(job, manifest(saved.to_json()), {"tokenizer": "new"}, saved)
+    with pytest.raises(ResumeRefused, match="The probe text 'digits'"):
+        check_going_on(job, manifest(saved.to_json()), {"tokenizer": "new"}, other)
+    with pytest.raises(ResumeRefused, match='tokenizer: saved "old", now "new"'):  # an older checkpoint
+        check_going_on(job, manifest({}), {"tokenizer": "new"}, saved)
