@@ -18,7 +18,7 @@ PAD, EOS = 0, 2
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """What decides a row, before tokens are given out."""
+    """Settings and lengths that decide a row, before tokens are given out."""
 
     what: str
     """The class that the case is aimed at."""

@@ -78,7 +78,7 @@ def _expected(case: Case, preset: str) -> dict[str, Any]:
 
 
 def _none_empty(found: dict[str, Any]) -> bool:
-    """Whether no segment is empty: production's guards take no other row to a rank."""
+    """Return whether no segment is empty: production's guards take no other row to a rank."""
     return all(start < end for start, end in itertools.pairwise(found["cu_seqlens"]))
 
 

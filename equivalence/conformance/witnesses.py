@@ -140,7 +140,7 @@ def pack_of(row: Row) -> dict[str, Any]:
 
 
 def divides(cu_seqlens: Sequence[int], size: int) -> bool:
-    """Whether 2·cp divides every segment, so that there are shards at all (R-CP-3)."""
+    """Return whether 2·cp divides every segment, so that there are shards at all (R-CP-3)."""
     return all((end - start) % (2 * size) == 0 for start, end in itertools.pairwise(cu_seqlens))
 
 

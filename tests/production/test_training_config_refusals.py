@@ -1,4 +1,4 @@
-"""What must not run is refused before any model is built (SPEC R-SETUP-6 to R-SETUP-18): each with what, where and how to mend it."""
+"""What must not run is refused before any model is built (SPEC R-SETUP-6 to R-SETUP-18): each with what, where and how to fix it."""
 
 import dataclasses
 import hashlib

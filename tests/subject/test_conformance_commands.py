@@ -63,8 +63,8 @@ def test_the_report_is_written_in_three_forms(tmp_path, capsys):
         (["--subject", "packers:right", "--convention", "shift=modle"], "did you mean 'model'"),
         (["--subject", "packers:right", "--sets", "vald"], "--sets has vald"),
         (["--subject", "packers:right", "--sets", "none", "--drawn", "0"], "no case is left"),
-        (["--subject", "packers:right", "--case", "{"], "--case is no JSON"),
-        (["--subject", "packers:right", "--case", "{}"], "--case is no case"),
+        (["--subject", "packers:right", "--case", "{"], "--case is not JSON"),
+        (["--subject", "packers:right", "--case", "{}"], "--case is not a case"),
     ],
 )
 def test_bad_input_is_told_in_one_line(options, told, capsys):
@@ -96,7 +96,7 @@ def test_answers_that_leave_a_case_out_or_cannot_be_read_are_refused(tmp_path, c
         ('{"id": "v1-0000", "packs": []}\n' * 2, "line 2: id 'v1-0000' is there twice"),
         ('{"id": "v1-0000"}\n', "needs one of `packs` and `refused`"),
         ("[]\n", "line 1 must be an object"),
-        ("{\n", "line 1 is no JSON"),
+        ("{\n", "line 1 is not JSON"),
     ):
         file.write_text(text)
         assert main(["judge", str(file)]) == 2

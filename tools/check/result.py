@@ -40,7 +40,7 @@ class Finding:
 
 @dataclass(kw_only=True)
 class PartResult:
-    """What one part compared, and what it found."""
+    """Result of one part: its comparisons and its findings."""
 
     name: str
     """One of PARTS."""

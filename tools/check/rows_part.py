@@ -29,7 +29,7 @@ MOST_FINDINGS = 5
 
 @dataclass(kw_only=True)
 class _Compared:
-    """What was compared of all datasets."""
+    """Comparisons of all datasets."""
 
     rows: int = 0
     refused: Counter[str] = field(default_factory=Counter)

@@ -43,7 +43,7 @@ _NAME = "packproof-inspect"
 
 @dataclass(frozen=True, kw_only=True)
 class Arguments:
-    """What the command line says."""
+    """Options of the command line."""
 
     files: Annotated[tuple[Path, ...], tyro.conf.Positional]
     """Packed files, JSON lines, plain or .gz or .zst."""

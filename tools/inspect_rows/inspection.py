@@ -32,7 +32,7 @@ class Finding:
     what: str
     """What is wrong, with its numbers."""
     mend: str
-    """How to mend it."""
+    """How to fix it."""
     is_unreadable: bool = False
     """Whether the line cannot be read as a row (R-FILE); `empty_row` is a kind of lines and of rows."""
 

@@ -49,7 +49,7 @@ KEEP = 100
 
 @dataclass(frozen=True, kw_only=True)
 class _Work:
-    """What a process needs to inspect runs of rows."""
+    """Settings and tools of a process that inspects runs of rows."""
 
     source: PackedSource
     inspector: RowInspector

@@ -42,7 +42,7 @@ class Refusal:
     kind: str
     """The name under which it is counted."""
     detail: str
-    """What is wrong, and how to mend it."""
+    """What is wrong, and how to fix it."""
 
 
 class ConversationError(ValueError):

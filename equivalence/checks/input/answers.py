@@ -24,7 +24,7 @@ def compared(name: str, theirs: Seen, ours: Seen) -> list[Finding]:
 
 
 def _apart(left: Any, right: Any) -> tuple[Any, Any]:
-    """The first items of two lists or dicts that differ; anything else as it is."""
+    """Return the first items of two lists or dicts that differ; other values unchanged."""
     if isinstance(left, dict) and isinstance(right, dict) and left.keys() == right.keys():
         return next(((left[key], right[key]) for key in left if left[key] != right[key]), (None, None))
     if isinstance(left, list) and isinstance(right, list) and len(left) == len(right):

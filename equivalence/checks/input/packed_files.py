@@ -57,7 +57,7 @@ class _Files:
         return open_source(self.paths if paths is None else paths, cache_folder=self.folder / "cache", **options)
 
     def expected(self, *, contents: Sequence[bytes] | None = None, chat_key: str = "messages") -> list[Line] | Seen:
-        """The rows of the reference, or how opening is refused."""
+        """Return the rows of the reference, or the kind by which opening is refused."""
         contents = self.contents if contents is None else contents
         asked = (tuple(contents), chat_key)
         if asked not in self.read:  # parsing is what takes long
@@ -111,7 +111,7 @@ def _both(
 
 
 def _told(files: _Files, lines: list[Line], *, whole: bool) -> Seen:
-    """The reference's answers."""
+    """Return the reference's answers."""
     skip = files.case.skip
     rows = rows_of(lines, skip=skip)
     faults = [line for line in lines if line.fault]
@@ -181,7 +181,7 @@ def _placed(error: BadInput, places: dict[str, int]) -> tuple[str, int | None, i
 
 
 def _last_rows(rows: Sequence[Line]) -> list[int]:
-    """The number of each file's last row."""
+    """Return the number of each file's last row."""
     return [place for place, line in enumerate(rows) if place + 1 == len(rows) or rows[place + 1].file != line.file]
 
 
@@ -240,7 +240,7 @@ def _reverse(files: _Files) -> dict[str, tuple[Seen, Seen]]:
 
 
 def _rewrite(files: _Files) -> dict[str, tuple[Seen, Seen]]:
-    """A file of the same size with other lines: the open source refuses to read on, and the next opening sees the new ones."""
+    """Compare a file of the same size with other lines: the open source refuses to read on, and the next opening sees the new lines."""
     try:
         source = files.open()
     except BadInput:
@@ -262,7 +262,7 @@ def _rewrite(files: _Files) -> dict[str, tuple[Seen, Seen]]:
 
 
 def _rewrite_in_the_same_tick(files: _Files) -> dict[str, tuple[Seen, Seen]]:
-    """The same with the time of before: the change lies in a sampled block, where it is seen (R-FILE-4)."""
+    """Compare such a file with its old time: the change lies in a sampled block, where it is seen (R-FILE-4)."""
     number, content = _changed(files)
     if files.case.files[number].packing:
         return {}
@@ -271,7 +271,7 @@ def _rewrite_in_the_same_tick(files: _Files) -> dict[str, tuple[Seen, Seen]]:
 
 
 def _verify(files: _Files) -> dict[str, tuple[Seen, Seen]]:
-    """A change anywhere, of the same size and time, is seen where all bytes are hashed."""
+    """Compare a change anywhere, of the same size and time: it is seen where all bytes are hashed."""
     number, content = _changed(files, anywhere=True)
     files.write(number, content, same_tick=not files.case.files[number].packing)
     return {"rows": _both(files, lambda: files.open(verify=True), whole=True)}
@@ -306,7 +306,7 @@ def _of_chat_files(files: _Files) -> Seen:
 
 
 def _damage_the_cache(files: _Files) -> dict[str, tuple[Seen, Seen]]:
-    """A byte of an index, of its verdicts or of an unpacked copy is another one, with the size and time of before."""
+    """Compare after a byte of an index, of its verdicts or of an unpacked copy was changed, with the old size and time."""
     kept = sorted(path for path in (files.folder / "cache").glob(".*") if path.stat().st_size)
     if not kept:
         return {}
@@ -321,7 +321,7 @@ def _damage_the_cache(files: _Files) -> dict[str, tuple[Seen, Seen]]:
 
 
 def _cut_the_packed_file(files: _Files) -> dict[str, tuple[Seen, Seen]]:
-    """The end of a packed file is missing: no rows, not those before the cut."""
+    """Compare a packed file whose end is missing: it has no rows, not those before the cut."""
     for number, draft in enumerate(files.case.files):
         packed = draft.packed(files.contents[number])
         if draft.packing and files.contents[number] and not (draft.packing == ".gz" and draft.zeros):
@@ -356,7 +356,7 @@ _ACTS: dict[str, Callable[[_Files], dict[str, tuple[Seen, Seen]]]] = {
 
 
 def _changed(files: _Files, *, anywhere: bool = False) -> tuple[int, bytes]:
-    """A file and another content of its size for it: two neighbouring lines swapped, or a letter of its first line changed."""
+    """Return a file and other content of its size: two neighbouring lines swapped, or a letter of its first line changed."""
     number = files.random.randrange(len(files.contents))
     if anywhere:  # where most of it lies in no sample
         number = max(range(len(files.contents)), key=lambda number: len(files.contents[number]))

@@ -263,7 +263,7 @@ def _tokenized_by_production(recorded: RecordedConversation, tokenizer: Any) -> 
 
 
 def _sequence(ids: Sequence[int], mask: Sequence[float], length: int, weight: float) -> dict[str, torch.Tensor]:
-    """A padded sequence of the online path."""
+    """Return a padded sequence of the online path."""
     return {
         "input_ids": torch.tensor(ids),
         "token_mask": torch.tensor(mask, dtype=torch.float32),
