@@ -148,7 +148,7 @@ def _too_long(path: Path, files: Sequence[Path], packing: Packing) -> Path:
     """Write the conversations that fit into no row, six at most: as many as show what being cut is like."""
     if unexpected := [refusal for refusal in packing.refused if refusal.kind != "too_long"]:
         raise PackproofError(
-            what=f"a chosen conversation is refused: {unexpected[0]}", where="the sample", mend="choose others"
+            what=f"a chosen conversation is refused: {unexpected[0]}", where="the sample", fix="choose others"
         )
     lines = [file.read_bytes().split(b"\n") for file in files]
     places = [refusal.place for refusal in packing.refused]

@@ -14,7 +14,7 @@ class _Kind(type):
         kind: Any = cls  # of exceptions, which a type checker does not see
         now = sys.exception()
         is_again = isinstance(now, kind) and str(now) in text[0]
-        fields = dict(vars(now)) if is_again else {"what": text[0], "where": "", "mend": ""}
+        fields = dict(vars(now)) if is_again else {"what": text[0], "where": "", "fix": ""}
         return _rebuild(kind, text[0], fields)
 
 
@@ -28,14 +28,14 @@ class PackproofError(ValueError, metaclass=_Kind):
     """Fault."""
     where: str
     """Place of the fault: file and line, row, setting or rank."""
-    mend: str
+    fix: str
     """Way to fix it."""
 
-    def __init__(self, *, what: str, where: str, mend: str) -> None:
-        super().__init__(f"{where}: {what}. To fix it: {mend}")
+    def __init__(self, *, what: str, where: str, fix: str) -> None:
+        super().__init__(f"{where}: {what}. To fix it: {fix}")
         self.what = what
         self.where = where
-        self.mend = mend
+        self.fix = fix
 
     def __reduce__(self) -> tuple[Any, ...]:
         # BaseException would call the class with the one message, which keyword-only fields refuse: workers send errors.
@@ -53,10 +53,10 @@ class BadInput(PackproofError):  # noqa: N818 - reads as the verdict it is
     byte: int | None
 
     def __init__(
-        self, *, kind: str, what: str, mend: str, file: str, line: int | None = None, byte: int | None = None
+        self, *, kind: str, what: str, fix: str, file: str, line: int | None = None, byte: int | None = None
     ) -> None:
         where = file if line is None else f"{file}, line {line}"
-        super().__init__(what=what, where=where if byte is None else f"{where}, byte {byte}", mend=mend)
+        super().__init__(what=what, where=where if byte is None else f"{where}, byte {byte}", fix=fix)
         self.kind = kind
         self.file = file
         self.line = line
@@ -74,9 +74,9 @@ class RowRefused(PackproofError):  # noqa: N818 - reads as the verdict it is
     turn: int | None
 
     def __init__(
-        self, *, kind: str, what: str, where: str, mend: str, conversation: int | None = None, turn: int | None = None
+        self, *, kind: str, what: str, where: str, fix: str, conversation: int | None = None, turn: int | None = None
     ) -> None:
-        super().__init__(what=what, where=where, mend=mend)
+        super().__init__(what=what, where=where, fix=fix)
         self.kind = kind
         self.conversation = conversation
         """0-based conversation within the row."""
@@ -91,8 +91,8 @@ class BatchRefused(PackproofError):  # noqa: N818 - reads as the verdict it is
     """One word for the fault, of R-GUARD-1."""
     row: int | None
 
-    def __init__(self, *, kind: str, what: str, where: str, mend: str, row: int | None = None) -> None:
-        super().__init__(what=what, where=where, mend=mend)
+    def __init__(self, *, kind: str, what: str, where: str, fix: str, row: int | None = None) -> None:
+        super().__init__(what=what, where=where, fix=fix)
         self.kind = kind
         self.row = row
         """0-based row within the batch."""

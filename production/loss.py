@@ -47,12 +47,12 @@ class LossSettings:
             raise PackproofError(
                 what=f"unknown normalization {self.normalization!r}",
                 where="normalization",
-                mend=f"choose one of {', '.join(get_args(Normalization))}",
+                fix=f"choose one of {', '.join(get_args(Normalization))}",
             )
         if min(self.num_microbatches, self.context_parallel_size) < 1:
             what = f"{self.num_microbatches} microbatches on {self.context_parallel_size} context parallel ranks"
             raise PackproofError(
-                what=what, where="num_microbatches, context_parallel_size", mend="give at least 1 of each"
+                what=what, where="num_microbatches, context_parallel_size", fix="give at least 1 of each"
             )
         find_layout(self.layout)
 
@@ -102,7 +102,7 @@ def loss_function(
         raise PackproofError(
             what=f"the online path has no normalization {settings.normalization}",
             where="normalization",
-            mend="take global_valid_tokens, or the direct path",
+            fix="take global_valid_tokens, or the direct path",
         )
 
     def online(logits: torch.Tensor) -> LossResult:
@@ -168,7 +168,7 @@ def gather_context(share: torch.Tensor, row: OnlineRow, settings: LossSettings, 
         raise PackproofError(
             what=f"no group of {settings.context_parallel_size} ranks to gather over",
             where="context_group",
-            mend="give parallel_state.get_context_parallel_group()",
+            fix="give parallel_state.get_context_parallel_group()",
         )
     return gather_ranks(share, row.cu_seqlens_padded, group, layout=settings.layout, dim=1, gradient="own")
 
@@ -210,6 +210,6 @@ def _needed(global_valid_tokens: torch.Tensor | None) -> torch.Tensor:
         raise PackproofError(
             what="no divisor for the normalization global_valid_tokens",
             where="global_valid_tokens",
-            mend="give batches.count_trained of the global batch, summed over the data-parallel ranks",
+            fix="give batches.count_trained of the global batch, summed over the data-parallel ranks",
         )
     return global_valid_tokens

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from production.errors import RowRefused
 
-MENDS = {
+FIXES = {
     "bad_message": "write each message as an object with a role that is text",
     "bad_content": "give the message a content that is text; leave tool calls and parts of media out, or write them as text",
     "bad_text": "replace what cannot be encoded, such as a lone surrogate (\\ud800 to \\udfff)",
@@ -41,7 +41,7 @@ def refusal(kind: str, what: str, *, conversation: int | None = None, turn: int 
         kind=kind,
         what=what,
         where=place if turn is None else f"{place}, turn {turn}",
-        mend=MENDS[kind],
+        fix=FIXES[kind],
         conversation=conversation,
         turn=turn,
     )

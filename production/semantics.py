@@ -58,7 +58,7 @@ class Semantics:
                 raise PackproofError(
                     what=f"{value!r} is no value of {name}; the nearest is {nearest(value, CHOICES[name])!r}",
                     where=f"semantics field {name}",
-                    mend=f"choose one of {', '.join(CHOICES[name])}",
+                    fix=f"choose one of {', '.join(CHOICES[name])}",
                 )
 
 
@@ -69,7 +69,7 @@ def parse(text: str) -> Semantics:
         raise PackproofError(
             what=f"no preset is called {preset!r}; the nearest is {nearest(preset, PRESETS)!r}",
             where=f"semantics {text!r}",
-            mend=f"begin with one of {', '.join(PRESETS)}, then field=value where one field should differ",
+            fix=f"begin with one of {', '.join(PRESETS)}, then field=value where one field should differ",
         )
     changes: dict[str, str] = {}
     for override in overrides:
@@ -78,10 +78,10 @@ def parse(text: str) -> Semantics:
             raise PackproofError(
                 what=f"{override!r} sets no field; the nearest is {nearest(field, CHOICES)!r}",
                 where=f"semantics {text!r}",
-                mend=f"write field=value, the field one of {', '.join(CHOICES)}",
+                fix=f"write field=value, the field one of {', '.join(CHOICES)}",
             )
         if field in changes:
-            raise PackproofError(what=f"{field} is set twice", where=f"semantics {text!r}", mend="set it once")
+            raise PackproofError(what=f"{field} is set twice", where=f"semantics {text!r}", fix="set it once")
         changes[field] = value
     return dataclasses.replace(PRESETS[preset], **changes)  # type: ignore[arg-type]  # __post_init__ checks the values
 

@@ -45,7 +45,7 @@ def contiguous_positions(cu_seqlens: Sequence[int], rank: int, context_parallel_
     """Return equal consecutive ranges of the row, one for each rank, whatever the segments are. R-CP-4."""
     pack_length = cu_seqlens[-1]
     if pack_length % context_parallel_size != 0:
-        why = f"the row has {pack_length} tokens, which {context_parallel_size} does not divide; mend pack_length"
+        why = f"the row has {pack_length} tokens, which {context_parallel_size} does not divide; fix pack_length"
         raise RowRefused("indivisible_segment", why)
     share = pack_length // context_parallel_size
     return list(range(rank * share, (rank + 1) * share))

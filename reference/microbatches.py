@@ -25,7 +25,7 @@ class PaddingError(ValueError):
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Rectangle:
+class PaddedBatch:
     """Sequences right-padded to one width. R-ONLINE-2."""
 
     input_ids: torch.Tensor
@@ -87,9 +87,9 @@ class Microbatch:
     """Online: what the loss outside the model needs."""
 
 
-def rectangle(
+def padded_batch(
     conversations: Sequence[tuple[Sequence[int], Sequence[int]]], multiple: int, pad_token_id: int = PAD_TOKEN_ID
-) -> Rectangle:
+) -> PaddedBatch:
     """Pad tokens and masks of conversations at the right, to a multiple, with the tokenizer's pad token. R-ONLINE-2."""
     lengths = [len(tokens) for tokens, _ in conversations]
     if not lengths or 0 in lengths:
@@ -97,7 +97,7 @@ def rectangle(
     width = round_up(max(lengths), multiple)
     ids = [[*tokens] + [pad_token_id] * (width - len(tokens)) for tokens, _ in conversations]
     masks = [[*mask] + [0] * (width - len(mask)) for _, mask in conversations]
-    return Rectangle(
+    return PaddedBatch(
         input_ids=torch.tensor(ids, dtype=torch.int64),
         token_mask=torch.tensor(masks, dtype=torch.float32),
         input_lengths=lengths,
@@ -111,9 +111,9 @@ def bins(lengths: Sequence[int], multiple: int, capacity: int, packer: str, data
     return packing.raise_bin_count(packed, data_parallel_size)
 
 
-def take(batch: Rectangle, members: Sequence[int]) -> Rectangle:
+def take(batch: PaddedBatch, members: Sequence[int]) -> PaddedBatch:
     """Return the sequences of one bin, in the bin's order."""
-    return Rectangle(
+    return PaddedBatch(
         input_ids=torch.stack([batch.input_ids[member] for member in members]),
         token_mask=torch.stack([batch.token_mask[member] for member in members]),
         input_lengths=[batch.input_lengths[member] for member in members],
@@ -121,7 +121,7 @@ def take(batch: Rectangle, members: Sequence[int]) -> Rectangle:
     )
 
 
-def valid_tokens(batch: Rectangle) -> float:
+def valid_tokens(batch: PaddedBatch) -> float:
     """Return the divisor: the sum of the mask without its first column, times the sample mask, over the global batch. R-ONLINE-6."""
     return sum(
         float(mask[1:].sum()) * float(weight) for mask, weight in zip(batch.token_mask, batch.sample_mask, strict=True)
@@ -155,7 +155,7 @@ def padding(
     return Padding(sequence_multiple=multiple, row_multiple=row_multiple, row_length=row_length)
 
 
-def squeeze(batch: Rectangle, how: Padding) -> Squeezed:
+def squeeze(batch: PaddedBatch, how: Padding) -> Squeezed:
     """Lay the sequences end to end, each padded; the last sequence also takes the padding of the whole row. R-ONLINE-4, R-ONLINE-5."""
     padded = [round_up(length, how.sequence_multiple) for length in batch.input_lengths]
     whole = round_up(sum(padded), how.row_multiple) if how.row_length is None else how.row_length
@@ -188,7 +188,7 @@ def squeeze(batch: Rectangle, how: Padding) -> Squeezed:
 
 
 def process_microbatch(
-    batch: Batch | Rectangle,
+    batch: Batch | PaddedBatch,
     *,
     rank: int,
     context_parallel_size: int,

@@ -184,7 +184,7 @@ def finish_boundaries(pack: Pack, settings: RowSettings, pad: int | None) -> int
     if semantics.indivisible_segment == "refuse" and context_parallel_size > 1:
         for number, (start, end) in enumerate(zip(pack.cu, pack.cu[1:], strict=False)):
             if (end - start) % (2 * context_parallel_size) != 0:
-                why = f"a segment of {end - start} tokens, which {2 * context_parallel_size} does not divide; mend pack_length"
+                why = f"a segment of {end - start} tokens, which {2 * context_parallel_size} does not divide; fix pack_length"
                 raise RowRefused("indivisible_segment", why, conversation=number)
     visible = pack.cu.index(pack_length) + 1
     hidden = len(pack.cu) - visible

@@ -35,7 +35,7 @@ def run_in_order[Task, Result](
     `processes` is below 1.
     """
     if processes < 1:
-        raise PackproofError(what=f"{processes} processes", where="processes", mend="give at least 1")
+        raise PackproofError(what=f"{processes} processes", where="processes", fix="give at least 1")
     if processes == 1:
         for task in tasks:
             yield task, function(task)
@@ -62,7 +62,7 @@ def run_in_order[Task, Result](
         raise PackproofError(
             what="a process was ended from outside, as the kernel does when memory runs out",
             where=f"{processes} processes",
-            mend="give fewer processes (--processes), or more memory",
+            fix="give fewer processes (--processes), or more memory",
         ) from None
     finally:
         pool.shutdown(wait=True, cancel_futures=True)

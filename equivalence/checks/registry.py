@@ -63,12 +63,14 @@ CHECKS: dict[str, Check] = {
         Check(
             name="online_microbatches", title="online microbatches", kind="data", difference_kind="microbatch", cost=1.4
         ),
-        Check(name="meeting", title="direct and online rows", kind="data", difference_kind="microbatch", cost=1.4),
+        Check(
+            name="direct_vs_online", title="direct and online rows", kind="data", difference_kind="microbatch", cost=1.4
+        ),
         Check(name="loss", title="losses", kind="data", difference_kind="loss", cost=1.4),
         Check(name="online_loss", title="online losses", kind="data", difference_kind="loss", cost=1.4),
         Check(name="cross_entropy", title="cross entropies", kind="data", difference_kind="loss", cost=1.4),
         Check(name="order", title="data order", kind="data", difference_kind="order", cost=1.4),
-        Check(name="shares", title="stride and bins", kind="data", difference_kind="share", cost=1.4),
+        Check(name="dp_sharding", title="stride and bins", kind="data", difference_kind="share", cost=1.4),
         Check(name="guards", title="guards of batches", kind="data", difference_kind="guard", cost=1.4),
         Check(name="loader", title="batches of the loader", kind="data", difference_kind="batch", cost=1.4),
         Check(name="packed_files", title="packed files", kind="data", difference_kind="reader", cost=1.4),

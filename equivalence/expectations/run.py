@@ -157,7 +157,7 @@ def _online(case: RunCase, messages: Sequence[list[dict[str, str]]], weights: Se
     tokenizer, prompt = adapt(made), Prompt(format=PROMPT_FORMAT)
     settings = chat.ChatSettings(bos_token=made.bos_token, eos_token=made.eos_token)
     found = [chat.weighted(chat.tokenize_messages(each, prompt, tokenizer, settings), PACK_LENGTH) for each in messages]
-    whole = microbatches.rectangle([(tokens, mask) for tokens, mask, _ in found], MULTIPLE, made.pad_token_id)
+    whole = microbatches.padded_batch([(tokens, mask) for tokens, mask, _ in found], MULTIPLE, made.pad_token_id)
     counted = [weight * own for weight, (_, _, own) in zip(weights, found, strict=True)]
     whole = dataclasses.replace(whole, sample_mask=torch.tensor(counted))
     bins = microbatches.bins(whole.input_lengths, MULTIPLE, BIN_TOKENS, PACKER, case.data_size)

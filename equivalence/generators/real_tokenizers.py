@@ -107,7 +107,7 @@ def build_tokenizer(name: str, folder: Path) -> Path:
         raise TokenizerSourceError(
             what=f"its sha256 is {found}, and the recipe was written for {VOCABULARY_SHA256}",
             where=f"{VOCABULARY_FILE} of {PACKAGE} {_package_version()}",
-            mend=_INSTALL,
+            fix=_INSTALL,
         )
     source_json = json.loads(raw)
     words = [base64.b64decode(entry["token_bytes"]) for entry in source_json["vocab"]]
@@ -147,7 +147,7 @@ def cached_tokenizer(name: str) -> Path:
 def _recipe(name: str) -> TokenizerRecipe:
     if name not in RECIPES:
         raise PackproofError(
-            what=f"unknown tokenizer {name!r}", where="tokenizer name", mend=f"choose one of {', '.join(RECIPES)}"
+            what=f"unknown tokenizer {name!r}", where="tokenizer name", fix=f"choose one of {', '.join(RECIPES)}"
         )
     return RECIPES[name]
 
@@ -159,7 +159,7 @@ def _package_version() -> str:
         raise TokenizerSourceError(
             what=f"the real tokenizers are built from the vocabulary that {PACKAGE} ships, and it is not installed",
             where="this Python environment",
-            mend=_INSTALL,
+            fix=_INSTALL,
         ) from None
 
 
@@ -170,7 +170,7 @@ def _source_file() -> Path:
     for place in (spec.submodule_search_locations if spec else None) or ():
         if (file := Path(place) / "data" / VOCABULARY_FILE).is_file():
             return file
-    raise TokenizerSourceError(what=f"it ships no {VOCABULARY_FILE}", where=f"{PACKAGE} {version}", mend=_INSTALL)
+    raise TokenizerSourceError(what=f"it ships no {VOCABULARY_FILE}", where=f"{PACKAGE} {version}", fix=_INSTALL)
 
 
 def _recipe_hash() -> str:
@@ -229,7 +229,7 @@ def _tokenizer_json(words: Sequence[bytes], pattern: str) -> dict[str, Any]:
     vocab = {text: i for i, text in enumerate(itertools.chain(specials, map(spelled, words)))}
     if len(vocab) != SPECIAL_COUNT + len(words):
         raise TokenizerSourceError(
-            what="two ids have the same text, so no tokenizer can hold both", where=VOCABULARY_FILE, mend=_INSTALL
+            what="two ids have the same text, so no tokenizer can hold both", where=VOCABULARY_FILE, fix=_INSTALL
         )
     byte_level = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
     bos: dict[str, Any] = {"SpecialToken": {"id": "<s>", "type_id": 0}}

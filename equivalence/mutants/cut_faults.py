@@ -172,10 +172,10 @@ def _mask_of_targets(sound: Any) -> Any:
 
 
 def _tail_apart(sound: Any) -> Any:
-    def squeeze(rectangle: Any, padding: Any) -> Any:
-        row = sound(rectangle, padding)
+    def squeeze(padded_batch: Any, padding: Any) -> Any:
+        row = sound(padded_batch, padding)
         unit = padding.sequence_multiple
-        end = int(row.cu_seqlens_padded[-2]) - int(-rectangle.input_lengths[-1] // unit * unit)
+        end = int(row.cu_seqlens_padded[-2]) - int(-padded_batch.input_lengths[-1] // unit * unit)
         if end == int(row.cu_seqlens_padded[-1]):
             return row
         entries = [*row.cu_seqlens_padded.tolist()[:-1], end, int(row.cu_seqlens_padded[-1])]
@@ -292,14 +292,14 @@ CUT_MUTANTS = (
         story="the last token of a sequence trains on the first of the next",
         target="production.online.bins:squeeze",
         wrong=_boundary_label_trains,
-        first="meeting",
+        first="direct_vs_online",
     ),
     LayoutMutant(
         name="online_padding_by_value",
         story="padding is known by its id, which also stands in contents",
         target="production.online.bins:squeeze",
         wrong=_pad_id_masked,
-        first="meeting",
+        first="direct_vs_online",
     ),
     LayoutMutant(
         name="online_positions_given",

@@ -88,7 +88,7 @@ DEAL_MUTANTS = (
         story="a rank takes rows that follow each other instead of every dp-th",
         target="production.rows.batch:take_rank",
         wrong=_block_of_rows,
-        first="shares",
+        first="dp_sharding",
         layout=DP2,
     ),
     LayoutMutant(
@@ -96,21 +96,21 @@ DEAL_MUTANTS = (
         story="a validation batch is filled up after it was dealt, by each rank with its own last row",
         target="production.rows.batch:pad_validation",
         wrong=_padded_in_shards,
-        first="shares",
+        first="dp_sharding",
     ),
     LayoutMutant(
         name="validation_filler_counts",
         story="the rows that fill a validation batch up are counted",
         target="production.rows.batch:pad_validation",
         wrong=_filler_weighs,
-        first="shares",
+        first="dp_sharding",
     ),
     LayoutMutant(
         name="divisor_without_first_target",
         story="the direct path's divisor counts as the online path's does, from the second token on",
         target="production.rows.batch:count_trained",
         wrong=_first_target_uncounted,
-        first="shares",
+        first="dp_sharding",
     ),
     LayoutMutant(
         name="bins_in_blocks",

@@ -91,6 +91,6 @@ FEED_MUTANTS = (
     _mutant("ids_of_16_bits", "ids are sent from workers in 16 bits", "production.training.data.dataset:PackedData.to_wire", _ids_of_16_bits, "loader"),
     _mutant("two_limbs", "counts beyond 2**24 lose their upper bits on their way between ranks", "production.training.metrics.token_counts:RowCounts.of_limbs", _two_limbs, "loader"),
     _mutant("restored_late", "a loader that goes back hands out what it has read ahead", "production.training.data.loader:Loader.restore", _restored_late, "loader"),
-    _mutant("divisor_in_float32", "trained targets are counted in float32", "production.rows.batch:count_trained", _float32_sum, "shares"),
+    _mutant("divisor_in_float32", "trained targets are counted in float32", "production.rows.batch:count_trained", _float32_sum, "dp_sharding"),
 )  # fmt: skip
 """Each shows on data alone."""

@@ -254,13 +254,13 @@ def _row(values: list[list[int]], max_seqlen: int) -> Row:
 def _read(name: str) -> list[dict[str, Any]]:
     """Return the lines of a recorded file. Raises InputError for a file that differs from the recorded one."""
     path = FOLDER / name
-    mend = "restore it from the repository or install packproof again"
+    fix = "restore it from the repository or install packproof again"
     try:
         packed = path.read_bytes()
     except OSError as error:
-        raise InputError(f"the recorded outcomes {path} cannot be read ({error.strerror}); {mend}") from error
+        raise InputError(f"the recorded outcomes {path} cannot be read ({error.strerror}); {fix}") from error
     found = hashlib.sha256(packed).hexdigest()
     if found != SHA256[name]:
         what = f"its sha256 is {found[:12]}… where {SHA256[name][:12]}… was recorded"
-        raise InputError(f"the recorded outcomes {path} are damaged or replaced: {what}; {mend}")
+        raise InputError(f"the recorded outcomes {path} are damaged or replaced: {what}; {fix}")
     return [json.loads(line) for line in gzip.decompress(packed).splitlines()]

@@ -158,7 +158,7 @@ def show(summary: dict[str, Any], console: Console, files: list[str]) -> None:
     for each in summary["errors"]:
         console.print(Text(f"could not run: {each}", "red"))
     if summary["stopped_early"]:
-        console.print(Text("stopped early: enough differs; mend these first", "yellow"))
+        console.print(Text("stopped early: enough differs; fix these first", "yellow"))
     verdict = Text(summary["verdict"].upper(), STYLES.get(summary["verdict"], "bold red"))
     verdict.append(
         f"  {_generated(summary['generated'])}, {_clock(summary['seconds'])} in all "

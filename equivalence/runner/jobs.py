@@ -329,7 +329,7 @@ def _smallest(_: Job, sides: list[Subject], tally: Tally) -> None:
             tally.differences += differing(result, prompt_format=prompt_format, where=case.origin, case=case.to_json())
             if not any(result.fired.values()):
                 tally.errors.append(
-                    f"divergence {case.labels[0]} does not show in its smallest row; mend equivalence/divergences/registry.py"
+                    f"divergence {case.labels[0]} does not show in its smallest row; fix equivalence/divergences/registry.py"
                 )
 
 

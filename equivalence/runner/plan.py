@@ -22,7 +22,7 @@ CONTEXT_PARALLEL_SIZES = (1, 2, 3, 4)
 LAYOUT_CHECKS = names("data")
 HEAVY = {
     "online_microbatches": 0.2,
-    "meeting": 0.2,
+    "direct_vs_online": 0.2,
     "loss": 0.1,
     "online_loss": 0.2,
     "packed_files": 0.15,

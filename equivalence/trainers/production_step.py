@@ -14,7 +14,7 @@ import torch
 
 from equivalence.cases.step import ModelCase, ModelShape
 from equivalence.workers.worker import Worker
-from production.online.padded_batch import Rectangle
+from production.online.padded_batch import PaddedBatch
 from production.parallel.sizes import ParallelSizes, RankCoordinates
 from production.rows.batch import Batch
 
@@ -54,10 +54,10 @@ class GivenRows(ModelCase):
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class GivenRectangles(ModelCase):
+class GivenPaddedBatches(ModelCase):
     """A case of the online path."""
 
-    rectangles: tuple[Rectangle, ...]
+    padded_batches: tuple[PaddedBatch, ...]
     """The bins of the global batch in order, one for each microbatch."""
     padding: Any
     """Padding of the online path (`production.online.bins.Padding`)."""
@@ -150,7 +150,7 @@ def run(case: ModelCase, worker: Worker) -> RankOutcome:
     )
 
 
-def run_online(case: GivenRectangles, worker: Worker) -> RankOutcome:
+def run_online(case: GivenPaddedBatches, worker: Worker) -> RankOutcome:
     """Run a step of production's online path. Labels stay outside of the model, so token losses are derived from the logits behind its loss."""
     from megatron.core import parallel_state  # noqa: PLC0415 - megatron-core
 
@@ -161,7 +161,7 @@ def run_online(case: GivenRectangles, worker: Worker) -> RankOutcome:
     settings = dataclasses.replace(_step_settings(case), padding=case.padding)
     model = wrap(_built(case), settings)
     model.zero_grad_buffer()
-    bins = list(case.rectangles[place.data_rank :: place.data_size])
+    bins = list(case.padded_batches[place.data_rank :: place.data_size])
     losses: list[list[torch.Tensor]] = []
 
     def observe(_number: int, microbatch: Any, logits: torch.Tensor) -> None:

@@ -48,7 +48,7 @@ class DirectPath:
             raise PackproofError(
                 what=f"{settings.global_batch_size} rows over {self.place.data_size} data-parallel ranks",
                 where="global_batch_size",
-                mend="make it a multiple of the data-parallel size",
+                fix="make it a multiple of the data-parallel size",
             )
         self._source = open_source(list(settings.files))
         self._builder = RowBuilder(tokenizer=tokenizer, settings=settings.rows)
@@ -125,7 +125,7 @@ class Script:
 
         if vp_stage is not None:
             raise PackproofError(
-                what="interleaved stages", where="--num-virtual-stages-per-pipeline-rank", mend="leave it out"
+                what="interleaved stages", where="--num-virtual-stages-per-pipeline-rank", fix="leave it out"
             )
         args = get_args()
         self.path = DirectPath(self._settings(args), tokenizer=self._tokenizer(args))

@@ -140,7 +140,7 @@ def packed_microbatch(
         raise PackproofError(
             what=f"a packed batch without {', '.join(missing)}",
             where="process_microbatch",
-            mend="collate it with collate()",
+            fix="collate it with collate()",
         )
     device = data_dict["input_ids"].device
     batch = Batch(**{name: data_dict[name].cpu() for name in BATCH_FIELDS})

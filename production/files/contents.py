@@ -61,8 +61,8 @@ def check_packed(first: bytes, expected: str | None, *, file: str) -> None:
         )
     check_contents(first, file=file)
     if expected is not None and first.lstrip()[:1] in (b"{", b"["):
-        what, mend = f"the file is plain text, and its name says {expected}", "take that ending off its name"
-        raise BadInput(kind="corrupt_compressed", what=what, mend=mend, file=file, line=1, byte=0)
+        what, fix = f"the file is plain text, and its name says {expected}", "take that ending off its name"
+        raise BadInput(kind="corrupt_compressed", what=what, fix=fix, file=file, line=1, byte=0)
 
 
 def check_contents(first: bytes, *, file: str) -> None:
@@ -70,18 +70,18 @@ def check_contents(first: bytes, *, file: str) -> None:
 
     Raises BadInput `other_format`, `bom`, `json_array` or `indented_json`.
     """
-    for magic, what, mend in _MAGIC:
+    for magic, what, fix in _MAGIC:
         if first.startswith(magic):
             kind = "bom" if magic in _BYTE_ORDER_MARKS else "other_format"
-            raise BadInput(kind=kind, what=f"the file is {what}", mend=mend, file=file, line=1, byte=0)
+            raise BadInput(kind=kind, what=f"the file is {what}", fix=fix, file=file, line=1, byte=0)
     line, ends, rest = first.lstrip(b" \t\r\n").partition(b"\n")
     line = line.strip()
     if line == b"{":
-        what, mend = "rows are spread over several lines (indented JSON)", "write each row on one line: jq -c . FILE"
-        raise BadInput(kind="indented_json", what=what, mend=mend, file=file, line=1, byte=0)
+        what, fix = "rows are spread over several lines (indented JSON)", "write each row on one line: jq -c . FILE"
+        raise BadInput(kind="indented_json", what=what, fix=fix, file=file, line=1, byte=0)
     if line.startswith(b"[") and _is_array_of_rows(line, is_whole=bool(ends) or len(first) < FIRST_BYTES, more=bool(rest.strip())):  # fmt: skip
-        mend = "write each row of the array on one line: jq -c '.[]' FILE"
-        raise BadInput(kind="json_array", what="the file is one JSON array, not JSON lines", mend=mend, file=file, line=1, byte=0)  # fmt: skip
+        fix = "write each row of the array on one line: jq -c '.[]' FILE"
+        raise BadInput(kind="json_array", what="the file is one JSON array, not JSON lines", fix=fix, file=file, line=1, byte=0)  # fmt: skip
 
 
 def likeness(row: dict[str, Any], chat_key: str) -> tuple[str, str] | None:
@@ -135,5 +135,5 @@ def _is_array_of_rows(line: bytes, *, is_whole: bool, more: bool) -> bool:
     return not more and isinstance(first, dict) and "role" not in first
 
 
-def _other(what: str, mend: str, file: str) -> BadInput:
-    return BadInput(kind="other_format", what=f"the file is {what}", mend=mend, file=file)
+def _other(what: str, fix: str, file: str) -> BadInput:
+    return BadInput(kind="other_format", what=f"the file is {what}", fix=fix, file=file)

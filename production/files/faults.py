@@ -2,7 +2,7 @@
 
 from production.errors import BadInput
 
-MENDS = {
+FIXES = {
     # bytes
     "bom": "save the file as UTF-8 without a byte order mark",
     "nul_byte": "write the file again: a copy or a crash left zeros in it",
@@ -38,7 +38,7 @@ MENDS = {
     "json_array": "write each row of the array on one line",
     "indented_json": "write each row on one line",
     "empty_file": "write the rows again, or leave the file out",
-    "no_rows_left": "mend the file, or leave it out",
+    "no_rows_left": "fix the file, or leave it out",
     "file_changed": "open the source again once nobody writes to the file any more; the rows may have moved",
     "truncated_compressed": "copy or compress the file again: its end is missing",
     "corrupt_compressed": "copy or compress the file again",
@@ -50,13 +50,13 @@ MENDS = {
 class LineError(ValueError):
     """A fault within one line, not yet placed in a file."""
 
-    def __init__(self, kind: str, offset: int, what: str, *, at_end: bool = False, mend: str | None = None) -> None:
+    def __init__(self, kind: str, offset: int, what: str, *, at_end: bool = False, fix: str | None = None) -> None:
         super().__init__(what)
         self.kind = kind
         self.offset = offset
         """0-based byte within the line."""
         self.what = what
-        self.mend = MENDS[kind] if mend is None else mend
+        self.fix = FIXES[kind] if fix is None else fix
         """Fix for the fault."""
         self.at_end = at_end
         """Whether the only fault is that the line ends too early."""
@@ -64,9 +64,9 @@ class LineError(ValueError):
 
 def bad_line(fault: LineError, *, file: str, line: int, start: int) -> BadInput:
     """Place a line's fault: `line` is 1-based, `start` the byte at which the line begins."""
-    return BadInput(kind=fault.kind, what=fault.what, mend=fault.mend, file=file, line=line, byte=start + fault.offset)
+    return BadInput(kind=fault.kind, what=fault.what, fix=fault.fix, file=file, line=line, byte=start + fault.offset)
 
 
 def bad_file(kind: str, what: str, *, file: str, line: int | None = None, byte: int | None = None) -> BadInput:
     """Return a fault of the file as a whole."""
-    return BadInput(kind=kind, what=what, mend=MENDS[kind], file=file, line=line, byte=byte)
+    return BadInput(kind=kind, what=what, fix=FIXES[kind], file=file, line=line, byte=byte)

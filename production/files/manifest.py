@@ -170,5 +170,5 @@ def _mapping(value: object) -> Mapping[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _bad(path: Path, what: str, mend: str = "correct it, or move it away") -> BadInput:
-    return BadInput(kind="manifest", what=f"the manifest {what}", mend=mend, file=str(path))
+def _bad(path: Path, what: str, fix: str = "correct it, or move it away") -> BadInput:
+    return BadInput(kind="manifest", what=f"the manifest {what}", fix=fix, file=str(path))

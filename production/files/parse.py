@@ -81,8 +81,8 @@ def _parse_strictly(line: bytes, chat_key: str, *, takes_tool_calls: bool) -> di
     if fault_of_shape is not None:
         kind, what, path = fault_of_shape
         looks = _looks_like(parsed.value, kind, path, chat_key)
-        said, mend = (what, None) if looks is None else (f"{what}; {looks[0]}", looks[1])
-        raise LineError(kind, parsed.offset_of(*path), said, mend=mend)
+        said, fix = (what, None) if looks is None else (f"{what}; {looks[0]}", looks[1])
+        raise LineError(kind, parsed.offset_of(*path), said, fix=fix)
     row: dict[str, Any] = parsed.value
     return row
 

@@ -80,9 +80,9 @@ class ModelSettings:
         """Refuse a shape that contradicts itself before anything is built."""
         known = {each.name: each.default for each in dataclasses.fields(TransformerConfig)}
         for name, value in self.transformer.items():
-            told = {"where": f"model.transformer.{name}", "mend": "leave it out"}
+            told = {"where": f"model.transformer.{name}", "fix": "leave it out"}
             if name not in known:
-                told["mend"] = "see megatron-core's TransformerConfig for its fields"
+                told["fix"] = "see megatron-core's TransformerConfig for its fields"
                 raise PackproofError(what=f"{name} is not a field of TransformerConfig", **told)
             if name in DERIVED:
                 raise PackproofError(what=f"{name} follows from the layout", **told)
@@ -92,7 +92,7 @@ class ModelSettings:
             raise PackproofError(
                 what=f"architecture {self.architecture} and hybrid_layer_pattern {self.hybrid_layer_pattern!r}",
                 where="model.hybrid_layer_pattern",
-                mend="give a pattern to hybrid, and to hybrid only",
+                fix="give a pattern to hybrid, and to hybrid only",
             )
 
     @property
@@ -133,7 +133,7 @@ def transformer_config(settings: ModelSettings, sizes: ParallelSizes) -> Transfo
         raise PackproofError(
             what=f"megatron-core refuses this model: {reason_of(error)}",
             where="model.transformer",
-            mend="change the field that it names, or the layout",
+            fix="change the field that it names, or the layout",
         ) from error
 
 

@@ -72,7 +72,7 @@ def fill(model: torch.nn.Module, whole: Callable[[str, tuple[int, ...]], torch.T
             raise PackproofError(
                 what=f"a tensor of shape {list(tensor.shape)} for {list(shard.shape)}",
                 where=f"weight {shard.name}",
-                mend="give the whole tensor of a model of the same shape",
+                fix="give the whole tensor of a model of the same shape",
             )
         shard.values.copy_(tensor[shard.part])
 
@@ -108,7 +108,7 @@ def assemble(
             raise PackproofError(
                 what=f"{int((covered == 0).sum())} values from no rank, {int((covered > 1).sum())} from several",
                 where=f"weight {name}",
-                mend="give the main parts of every rank of one model",
+                fix="give the main parts of every rank of one model",
             )
         whole[name] = tensor
     return whole

@@ -14,7 +14,7 @@ from typing import Literal, get_args
 import torch
 
 from production.errors import PackproofError
-from production.online.padded_batch import PAD_TOKEN_ID, Rectangle, round_up
+from production.online.padded_batch import PAD_TOKEN_ID, PaddedBatch, round_up
 
 Precision = Literal["unquantized", "fp8_blockwise", "fp8_mxfp8", "fp8_other"]
 ROW_MULTIPLES: dict[str, int] = {"unquantized": 1, "fp8_blockwise": 128, "fp8_mxfp8": 32, "fp8_other": 16}
@@ -37,12 +37,12 @@ class Padding:
     def __post_init__(self) -> None:
         """Refuse lengths that no row could satisfy."""
         if min(self.sequence_multiple, self.row_multiple) < 1 or (self.row_length is not None and self.row_length < 1):
-            raise PackproofError(what=f"{self}", where="padding", mend="give at least 1")
+            raise PackproofError(what=f"{self}", where="padding", fix="give at least 1")
         if self.row_length is not None and self.row_length % self.row_multiple:
             raise PackproofError(
                 what=f"{self.row_length} tokens, no multiple of {self.row_multiple}",
                 where="pad_packed_seq_to",
-                mend="round it up to the multiple (choose_padding does)",
+                fix="round it up to the multiple (choose_padding does)",
             )
 
 
@@ -96,7 +96,7 @@ def choose_padding(
         raise PackproofError(
             what=f"unknown precision {precision!r}",
             where="precision",
-            mend=f"choose one of {', '.join(get_args(Precision))}",
+            fix=f"choose one of {', '.join(get_args(Precision))}",
         )
     factor = domain_factor(
         context_parallel_size=context_parallel_size,
@@ -107,7 +107,7 @@ def choose_padding(
         raise PackproofError(
             what=f"must be a multiple of {factor} (2·cp, times tp with sequence parallelism), got {make_sequence_length_divisible_by}",
             where="make_sequence_length_divisible_by",
-            mend=f"give a multiple of {factor}",
+            fix=f"give a multiple of {factor}",
         )
     kernel = max(ROW_MULTIPLES[precision], HYBRID_EXPERT_MULTIPLE if hybrid_expert_parallel else 1)
     row_multiple = kernel * factor if kernel > 1 else 1
@@ -118,11 +118,11 @@ def choose_padding(
     )
 
 
-def squeeze(rectangle: Rectangle, padding: Padding) -> Squeezed:
+def squeeze(padded_batch: PaddedBatch, padding: Padding) -> Squeezed:
     """Squeeze the sequences end to end (R-ONLINE-4, R-ONLINE-5). Raises PackproofError where they exceed
     `row_length`.
     """
-    lengths = rectangle.input_lengths
+    lengths = padded_batch.input_lengths
     padded = (lengths + padding.sequence_multiple - 1) // padding.sequence_multiple * padding.sequence_multiple
     total = int(padded.sum())
     row = padding.row_length if padding.row_length is not None else round_up(total, padding.row_multiple)
@@ -130,23 +130,23 @@ def squeeze(rectangle: Rectangle, padding: Padding) -> Squeezed:
         raise PackproofError(
             what=f"a bin of {total} tokens with padding, and rows of {row}",
             where="pad_packed_seq_to",
-            mend="take the longest bin of the rank (padded_batch.longest_bin)",
+            fix="take the longest bin of the rank (padded_batch.longest_bin)",
         )
     padded[-1] += row - total
     ends = padded.cumsum(0)
     starts = ends - padded
     sequence = torch.arange(len(lengths)).repeat_interleave(padded, output_size=row)
     place = torch.arange(row) - starts.index_select(0, sequence)
-    length, width = lengths.index_select(0, sequence), rectangle.input_ids.shape[1]
-    first = sequence * width  # one index into the flat rectangle: two into a matrix take five times as long
+    length, width = lengths.index_select(0, sequence), padded_batch.input_ids.shape[1]
+    first = sequence * width  # one index into the flat padded batch: two into a matrix take five times as long
 
     def taken(tensor: torch.Tensor, places: torch.Tensor, fill: int = 0) -> torch.Tensor:
         values = tensor.reshape(-1).index_select(0, first + places.clamp(max=width - 1))
-        # Filled, not multiplied: what the rectangle holds behind a sequence may be anything.
+        # Filled, not multiplied: what the padded batch holds behind a sequence may be anything.
         return values.masked_fill_(places >= length, fill)
 
-    input_ids = taken(rectangle.input_ids, place, PAD_TOKEN_ID)
-    weight = rectangle.sample_mask.index_select(0, sequence)
+    input_ids = taken(padded_batch.input_ids, place, PAD_TOKEN_ID)
+    weight = padded_batch.sample_mask.index_select(0, sequence)
     following = place + 1
     rolled = torch.arange(row) + 1
     rolled[ends - 1] = starts
@@ -154,8 +154,8 @@ def squeeze(rectangle: Rectangle, padding: Padding) -> Squeezed:
         input_ids=input_ids[None],
         position_ids=torch.where(place < length, place, 0)[None],
         target_ids=input_ids.index_select(0, rolled)[None],
-        target_mask=(taken(rectangle.token_mask, following) * weight)[None],
-        token_mask=(taken(rectangle.token_mask, place) * weight)[None],
+        target_mask=(taken(padded_batch.token_mask, following) * weight)[None],
+        token_mask=(taken(padded_batch.token_mask, place) * weight)[None],
         cu_seqlens=_boundaries(lengths),
         cu_seqlens_padded=_boundaries(padded),
         max_seqlen=int(padded.max()),

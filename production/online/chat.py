@@ -70,16 +70,16 @@ class ChatSettings:
             raise PackproofError(
                 what=f"unknown prompt format {self.prompt_format!r}; the nearest is {nearest(self.prompt_format, FORMATS)!r}",
                 where="prompt_format",
-                mend=f"choose one of {', '.join(FORMATS)}",
+                fix=f"choose one of {', '.join(FORMATS)}",
             )
         if self.add_generation_prompt and self.prompt_format != "default":
             raise PackproofError(
                 what=f"the format {self.prompt_format} has no generation prompt to add: only a chat template has",
                 where="add_generation_prompt",
-                mend="set it to false, or render with the tokenizer's chat template (format default)",
+                fix="set it to false, or render with the tokenizer's chat template (format default)",
             )
         if self.max_length is not None and self.max_length < 1:
-            raise PackproofError(what=f"{self.max_length} tokens", where="max_length", mend="give 1 or more")
+            raise PackproofError(what=f"{self.max_length} tokens", where="max_length", fix="give 1 or more")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,7 +168,7 @@ class ChatTokenizer:
                     kind="truncated",
                     what=f"{len(ids)} tokens, where a conversation must have fewer than {longest}",
                     where=f"conversation {number}",
-                    mend="cut the conversation or leave it out, raise data.max_input_seq_length, or set data.on_long_conversation to mask_out",
+                    fix="cut the conversation or leave it out, raise data.max_input_seq_length, or set data.on_long_conversation to mask_out",
                     conversation=number,
                 )
             kept = np.minimum(lengths, min(STUB_TOKENS, longest // len(lengths)))

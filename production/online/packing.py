@@ -39,11 +39,11 @@ def pack(
         raise PackproofError(
             what=f"unknown packer {algorithm!r}",
             where="packing algorithm",
-            mend=f"choose one of {', '.join(PACKERS)}, first_fit_shuffle",
+            fix=f"choose one of {', '.join(PACKERS)}, first_fit_shuffle",
         )
     if (algorithm == "first_fit_shuffle") != (seed is not None):
         why = "needs a seed" if seed is None else "takes no seed"
-        raise PackproofError(what=f"{algorithm} {why}", where="packing seed", mend="give one to first_fit_shuffle only")
+        raise PackproofError(what=f"{algorithm} {why}", where="packing seed", fix="give one to first_fit_shuffle only")
     if seed is not None:
         bins = first_fit(lengths, capacity, order=shuffled(len(lengths), seed=seed))
     else:
@@ -140,7 +140,7 @@ def first_fit(lengths: Sequence[int], capacity: int, *, order: Iterable[int]) ->
         raise PackproofError(
             what=f"must hold each index of the {len(lengths)} sequences once, got {len(order)} other indices",
             where="packing order",
-            mend="give a permutation, such as packing.shuffled",
+            fix="give a permutation, such as packing.shuffled",
         )
     bins: Bins = []
     rooms = _Rooms(_most_bins(lengths, capacity), capacity)
@@ -199,14 +199,14 @@ def raise_bin_count(bins: Bins, multiple_of: int) -> Bins:
     fullest does. Raises PackproofError for fewer sequences than bins.
     """
     if multiple_of < 1:
-        raise PackproofError(what=f"a multiple of {multiple_of}", where="number of bins", mend="give at least 1")
+        raise PackproofError(what=f"a multiple of {multiple_of}", where="number of bins", fix="give at least 1")
     missing = -len(bins) % multiple_of
     sequences = sum(map(len, bins))
     if sequences < len(bins) + missing:
         raise PackproofError(
             what=f"{sequences} sequences for {len(bins) + missing} bins, a multiple of {multiple_of}",
             where="number of bins",
-            mend="give at least one sequence per data-parallel rank: a larger batch, or fewer ranks",
+            fix="give at least one sequence per data-parallel rank: a larger batch, or fewer ranks",
         )
     raised = [list(each) for each in bins]
     by_size = sorted(((len(each), number) for number, each in enumerate(bins)), reverse=True)
@@ -222,13 +222,13 @@ def take_rank(bins: Bins, *, rank: int, size: int) -> Bins:
     """
     if not 0 <= rank < size:
         raise PackproofError(
-            what=f"rank {rank} of {size}", where="data-parallel rank", mend="give one from 0 to size - 1"
+            what=f"rank {rank} of {size}", where="data-parallel rank", fix="give one from 0 to size - 1"
         )
     if len(bins) % size:
         raise PackproofError(
             what=f"{len(bins)} bins over {size} data-parallel ranks",
             where="number of bins",
-            mend="raise their number first (raise_bin_count)",
+            fix="raise their number first (raise_bin_count)",
         )
     return bins[rank::size]
 
@@ -241,7 +241,7 @@ def check_lengths(lengths: Sequence[int], capacity: int) -> None:
             raise PackproofError(
                 what=f"{length} tokens, {why}",
                 where=f"sequence {index}",
-                mend="cut or leave it out, or raise the capacity" if length > capacity else "leave it out",
+                fix="cut or leave it out, or raise the capacity" if length > capacity else "leave it out",
             )
 
 

@@ -35,7 +35,7 @@ class Conversation:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Rectangle:
+class PaddedBatch:
     """Holds B sequences of at most S tokens, right-padded, on the host, without `packed_cu_seqlens`: they are not
     packed yet.
     """
@@ -56,9 +56,9 @@ class Rectangle:
         return (self.token_mask[:, 1:].sum(dim=1, dtype=torch.float64) * self.sample_mask).sum()
 
 
-def build_rectangle(
+def build_padded_batch(
     conversations: Sequence[Conversation], *, make_sequence_length_divisible_by: int, pad_token_id: int = PAD_TOKEN_ID
-) -> Rectangle:
+) -> PaddedBatch:
     """Return the conversations as a padded batch whose width is a multiple, with their weights as `sample_mask`
     (R-ONLINE-2).
 
@@ -68,7 +68,7 @@ def build_rectangle(
     lengths = torch.tensor([len(each.token_ids) for each in conversations], dtype=torch.int64)
     if not len(lengths) or not lengths.all():
         where = f"conversation {int(lengths.argmin())}" if len(lengths) else "conversations"
-        raise PackproofError(what="no token", where=where, mend="leave it out, and give at least one conversation")
+        raise PackproofError(what="no token", where=where, fix="leave it out, and give at least one conversation")
     width = round_up(int(lengths.max()), multiple)
     ids = torch.full((len(lengths), width), pad_token_id, dtype=torch.int64)
     mask = torch.zeros(len(lengths), width)
@@ -76,11 +76,11 @@ def build_rectangle(
     ids[is_own] = torch.cat([each.token_ids for each in conversations])
     mask[is_own] = torch.cat([each.token_mask for each in conversations])
     weights = torch.tensor([each.weight for each in conversations], dtype=torch.float32)
-    return Rectangle(input_ids=ids, token_mask=mask, input_lengths=lengths, sample_mask=weights)
+    return PaddedBatch(input_ids=ids, token_mask=mask, input_lengths=lengths, sample_mask=weights)
 
 
 def fill_bins(
-    rectangle: Rectangle,
+    padded_batch: PaddedBatch,
     capacity: int,
     *,
     algorithm: str,
@@ -94,30 +94,30 @@ def fill_bins(
     `capacity` is in tokens of a row. Raises PackproofError as `packing.pack`.
     """
     multiple = _multiple(make_sequence_length_divisible_by)
-    lengths = [round_up(length, multiple) for length in rectangle.input_lengths.tolist()]
+    lengths = [round_up(length, multiple) for length in padded_batch.input_lengths.tolist()]
     return pack(lengths, capacity, algorithm=algorithm, multiple_of=data_parallel_size, seed=seed)
 
 
-def take_sequences(rectangle: Rectangle, members: Sequence[int]) -> Rectangle:
+def take_sequences(padded_batch: PaddedBatch, members: Sequence[int]) -> PaddedBatch:
     """Return the sequences of one bin, in its order: the input of `process_microbatch`.
 
     Raises PackproofError for an empty bin.
     """
     if not members:
-        raise PackproofError(what="an empty bin", where="bin", mend="leave it out (raise_bin_count makes none)")
+        raise PackproofError(what="an empty bin", where="bin", fix="leave it out (raise_bin_count makes none)")
     index = torch.tensor(members, dtype=torch.int64)
-    fields = {field.name: getattr(rectangle, field.name)[index] for field in dataclasses.fields(rectangle)}
-    return Rectangle(**fields)
+    fields = {field.name: getattr(padded_batch, field.name)[index] for field in dataclasses.fields(padded_batch)}
+    return PaddedBatch(**fields)
 
 
-def longest_bin(rectangle: Rectangle, bins: Bins, *, make_sequence_length_divisible_by: int) -> int:
+def longest_bin(padded_batch: PaddedBatch, bins: Bins, *, make_sequence_length_divisible_by: int) -> int:
     """Return the tokens of the fullest bin, each sequence rounded up: rows are padded to it where pipeline stages
     need one length.
 
     `bins` are those of one data-parallel rank (`packing.take_rank`): ranks are padded to lengths of their own (R-ONLINE-5).
     """
     multiple = _multiple(make_sequence_length_divisible_by)
-    lengths = rectangle.input_lengths.tolist()
+    lengths = padded_batch.input_lengths.tolist()
     return max(sum(round_up(lengths[member], multiple) for member in members) for members in bins)
 
 
@@ -129,6 +129,6 @@ def round_up(length: int, multiple: int) -> int:
 def _multiple(value: int) -> int:
     if value < 1:
         raise PackproofError(
-            what=f"must be at least 1, got {value}", where="make_sequence_length_divisible_by", mend="give at least 1"
+            what=f"must be at least 1, got {value}", where="make_sequence_length_divisible_by", fix="give at least 1"
         )
     return value

@@ -142,7 +142,7 @@ def shard_tensors(
         raise PackproofError(
             what=f"tensors of different sizes: {', '.join(f'{name} {total}' for name, total in totals.items())}",
             where="context parallel cut",
-            mend="give tensors with one value for each token of the rows",
+            fix="give tensors with one value for each token of the rows",
         )
     index = shard_index(
         cu_seqlens, rank, size, layout=layout, rows=rows, total_tokens=next(iter(totals.values())), check=check
@@ -167,7 +167,7 @@ def gather(
         raise PackproofError(
             what=f"a shard of shape {list(shards[other].shape)} where rank 0 has {list(shards[0].shape)}",
             where=f"context parallel rank {other}",
-            mend="give every rank's part of the same rows",
+            fix="give every rank's part of the same rows",
         )
     size, total = len(shards), shards[0].numel() * len(shards)
     order = torch.cat(
@@ -186,7 +186,7 @@ def find_layout(layout: str | Layout) -> Layout:
         raise PackproofError(
             what=f"unknown layout {layout!r}",
             where="context parallel layout",
-            mend=f"choose one of {', '.join(LAYOUTS)}",
+            fix=f"choose one of {', '.join(LAYOUTS)}",
         )
     return LAYOUTS[layout]
 
@@ -249,7 +249,7 @@ def _expand(boundaries: torch.Tensor, owned: tuple[int, ...], pieces: int, count
 def _check_rank(rank: int, size: int) -> None:
     if not 0 <= rank < size:
         raise PackproofError(
-            what=f"rank {rank} of {size}", where="context parallel rank", mend="give a rank from 0 to size - 1"
+            what=f"rank {rank} of {size}", where="context parallel rank", fix="give a rank from 0 to size - 1"
         )
 
 
@@ -260,7 +260,7 @@ def _check_rows(pieces: int, *, size: int, rows: int, total: int) -> None:
             row=0,
             what=f"{total} tokens in {rows} rows are not divisible among {size} ranks",
             where="row 0",
-            mend="make pack_length a multiple of cp",
+            fix="make pack_length a multiple of cp",
         )
 
 
@@ -287,13 +287,13 @@ def _refused(boundaries: torch.Tensor, pieces: int, *, rows: int, total: int) ->
         row=row,
         what=f"segment {segment - first} has {int(lengths[segment])} tokens, which {pieces} (2·cp) does not divide",
         where=f"row {row}",
-        mend="build the rows for this context_parallel_size, with a pack_length that is a multiple of 2·cp",
+        fix="build the rows for this context_parallel_size, with a pack_length that is a multiple of 2·cp",
     )
 
 
 def _boundary_refused(kind: str, what: str) -> BatchRefused:
-    mend = "give the boundaries of whole rows, without the -1 that fills them up (batches.flatten joins them)"
-    return BatchRefused(kind=kind, row=None, what=what, where="cu_seqlens", mend=mend)
+    fix = "give the boundaries of whole rows, without the -1 that fills them up (batches.flatten joins them)"
+    return BatchRefused(kind=kind, row=None, what=what, where="cu_seqlens", fix=fix)
 
 
 @functools.cache

@@ -113,7 +113,7 @@ def gather_ranks(
         raise PackproofError(
             what=f"unknown gradient {gradient!r}",
             where="gather over context parallel ranks",
-            mend='choose "sum" where the ranks\' losses add up, "own" where all ranks compute the same one',
+            fix='choose "sum" where the ranks\' losses add up, "own" where all ranks compute the same one',
         )
     find_layout(layout)
     if (size := distributed.get_world_size(group)) == 1:

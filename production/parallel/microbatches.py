@@ -18,7 +18,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 
 from production.errors import BatchRefused, PackproofError
 from production.online.bins import Padding, squeeze
-from production.online.padded_batch import Rectangle
+from production.online.padded_batch import PaddedBatch
 from production.parallel.context_parallel import check_boundaries, find_layout, shard_batch, shard_tensors
 from production.parallel.multi_token import DepthTables, depth_tables, derive_labels
 from production.parallel.multi_token_feed import MultiTokenParams, Stage, Weights, multi_token_params
@@ -53,12 +53,12 @@ class MicrobatchSettings:
     def __post_init__(self) -> None:
         """Refuse settings that contradict each other."""
         if self.depths < 0:
-            raise PackproofError(what=f"{self.depths} depths", where="mtp_num_layers", mend="give 0 or more")
+            raise PackproofError(what=f"{self.depths} depths", where="mtp_num_layers", fix="give 0 or more")
         if self.depths and self.mtp == "upstream_roll" and self.weights == "rows":
             raise PackproofError(
                 what="megatron-core's own roll weights by rank",
                 where="weights=rows, mtp=upstream_roll",
-                mend="take mtp=tables, or weights=rank",
+                fix="take mtp=tables, or weights=rank",
             )
         find_layout(self.layout)
 
@@ -105,7 +105,7 @@ class Microbatch:
 
 
 def process_microbatch(
-    batch: Batch | Rectangle, settings: MicrobatchSettings, *, device: torch.device | str | None = None
+    batch: Batch | PaddedBatch, settings: MicrobatchSettings, *, device: torch.device | str | None = None
 ) -> Microbatch:
     """Return the microbatch of these rows for one rank: with `packed_cu_seqlens` their boundaries are reused, else
     they are packed now.
@@ -170,7 +170,7 @@ def _direct_with_tables(
     )
 
 
-def _online(batch: Rectangle, settings: MicrobatchSettings, device: torch.device | str | None) -> Microbatch:
+def _online(batch: PaddedBatch, settings: MicrobatchSettings, device: torch.device | str | None) -> Microbatch:
     """Squeeze the sequences; labels and mask stay outside the model, but for the mask that multi-token prediction
     needs (R-ONLINE-7).
     """
@@ -284,5 +284,5 @@ def _check_host(tensors: dict[str, torch.Tensor]) -> None:
                 row=None,
                 what=f"{name} lies on {tensor.device}",
                 where="batch",
-                mend="give the batch on the host, and the device as an argument",
+                fix="give the batch on the host, and the device as an argument",
             )

@@ -224,7 +224,7 @@ def rolls_from_tables() -> Iterator[None]:
     upstream = multi_token_prediction.roll_tensor
     if getattr(upstream, "answers_from_tables", False):
         raise PackproofError(
-            what="the rolls are answered from tables already", where="rolls_from_tables", mend="enter it once"
+            what="the rolls are answered from tables already", where="rolls_from_tables", fix="enter it once"
         )
     begun: set[DepthFeed] = set()
     helper = multi_token_prediction.MTPLossLoggingHelper
@@ -282,6 +282,6 @@ def _unexpected(found: str, expected: str) -> PackproofError:
     return PackproofError(
         what=f"{found} came where {expected} was expected",
         where="multi-token prediction",
-        mend="say which stage this is (stage), cut the tables for the model's cp, and give the model exactly depth 0 of the "
+        fix="say which stage this is (stage), cut the tables for the model's cp, and give the model exactly depth 0 of the "
         "tables, with labels (without them where the tables have an own_mask); or leave the feed out, which takes megatron-core's own roll",
     )

@@ -31,7 +31,7 @@ class ParallelSizes:
         """Refuse a size below 1: raises PackproofError."""
         for field in dataclasses.fields(self):
             if (size := getattr(self, field.name)) < 1:
-                raise PackproofError(what=f"{field.name} parallel size {size}", where="layout", mend="give at least 1")
+                raise PackproofError(what=f"{field.name} parallel size {size}", where="layout", fix="give at least 1")
 
     @property
     def of_a_replica(self) -> int:
@@ -44,14 +44,14 @@ class ParallelSizes:
             raise PackproofError(
                 what=f"the number of ranks must be a multiple of tp {self.tensor} · cp {self.context} · pp {self.pipeline}, got {world_size}",
                 where="layout",
-                mend=f"start a multiple of {self.of_a_replica} ranks, or make a dimension smaller",
+                fix=f"start a multiple of {self.of_a_replica} ranks, or make a dimension smaller",
             )
         experts = self.expert * self.expert_tensor * self.pipeline
         if world_size % experts:
             raise PackproofError(
                 what=f"the number of ranks must be a multiple of ep {self.expert} · etp {self.expert_tensor} · pp {self.pipeline}, got {world_size}",
                 where="layout",
-                mend=f"start a multiple of {experts} ranks, or make a dimension smaller",
+                fix=f"start a multiple of {experts} ranks, or make a dimension smaller",
             )
         return world_size // self.of_a_replica
 
@@ -106,7 +106,7 @@ def parallel(sizes: ParallelSizes, *, timeout_seconds: float | None = None) -> I
         raise PackproofError(
             what="megatron-core's parallel state is there already",
             where="parallel",
-            mend="enter `parallel` once in a process, and start new processes for another layout",
+            fix="enter `parallel` once in a process, and start new processes for another layout",
         )
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=sizes.tensor,

@@ -70,30 +70,30 @@ class RowSettings:
             raise PackproofError(
                 what=f"unknown prompt format {self.prompt_format!r}; the nearest is {nearest(self.prompt_format, FORMATS)!r}",
                 where="prompt_format",
-                mend=f"choose one of {', '.join(FORMATS)}",
+                fix=f"choose one of {', '.join(FORMATS)}",
             )
         if self.pack_length < 1:
-            raise PackproofError(what=f"{self.pack_length} tokens", where="pack_length", mend="give at least 1")
+            raise PackproofError(what=f"{self.pack_length} tokens", where="pack_length", fix="give at least 1")
         if self.context_parallel_size < 1:
             raise PackproofError(
-                what=f"{self.context_parallel_size} ranks", where="context_parallel_size", mend="give at least 1"
+                what=f"{self.context_parallel_size} ranks", where="context_parallel_size", fix="give at least 1"
             )
         if max(self.pack_length, 2 * self.context_parallel_size) >= LONGEST:
             raise PackproofError(
                 what=f"{self.pack_length} tokens on {self.context_parallel_size} ranks",
                 where="pack_length, context_parallel_size",
-                mend=f"keep P and 2·cp below {LONGEST}: boundaries are int32",
+                fix=f"keep P and 2·cp below {LONGEST}: boundaries are int32",
             )
         try:
             (self.pad_token or "").encode()
         except UnicodeEncodeError as error:
             what = f"{self.pad_token!r} cannot be encoded ({error.reason})"
-            raise PackproofError(what=what, where="pad_token", mend="name a token of the tokenizer") from None
+            raise PackproofError(what=what, where="pad_token", fix="name a token of the tokenizer") from None
         prefix = self.assistant_prefix_len or 0
         if prefix < 0 or (prefix and self.prompt_format == "identity"):
             why = "identity renders no prefix" if prefix > 0 else "a prefix has no negative length"
             raise PackproofError(
-                what=f"{prefix} tokens: {why}", where="assistant_prefix_len", mend="give 0 or leave it out"
+                what=f"{prefix} tokens: {why}", where="assistant_prefix_len", fix="give 0 or leave it out"
             )
 
 

@@ -57,12 +57,12 @@ class BatchSettings:
         for name in ("context_parallel_size", "data_parallel_size", "global_batch_size"):
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise PackproofError(what=f"must be at least 1, got {value}", where=name, mend="give at least 1")
+                raise PackproofError(what=f"must be at least 1, got {value}", where=name, fix="give at least 1")
         if self.multi_token_prediction and self.pad_token_id is None:
             raise PackproofError(
                 what="without the pad id the mask cannot be held against the targets",
                 where="pad_token_id",
-                mend="give the pad id that the rows were built with",
+                fix="give the pad id that the rows were built with",
             )
 
 
@@ -74,7 +74,7 @@ def as_fields(row: Row | Sample) -> dict[str, Any]:
 
 
 def check_rows(rows: Sequence[Row | Sample], settings: BatchSettings) -> None:
-    """Refuse rows that cannot be a batch of this job: BatchRefused with kind, row, what and mend, in the order of R-GUARD-1."""
+    """Refuse rows that cannot be a batch of this job: BatchRefused with kind, row, what and fix, in the order of R-GUARD-1."""
     if not rows:
         raise _refused("global_batch_size", None, "a batch of no row", "give at least one row")
     fields = [as_fields(row) for row in rows]
@@ -116,8 +116,8 @@ def _check_shapes(fields: list[dict[str, Any]]) -> None:
                 what = f"{name} is a {type(tensor).__name__}, not a tensor"
                 raise _refused("field_dtype", index, what, "give tensors, as production.rows.builder builds them")
             if tensor.device.type != "cpu":
-                mend = "collate on the host and copy the batch afterwards"
-                raise _refused("field_shape", index, f"{name} lies on {tensor.device}", mend)
+                fix = "collate on the host and copy the batch afterwards"
+                raise _refused("field_shape", index, f"{name} lies on {tensor.device}", fix)
             if tensor.ndim != 1 or not len(tensor) or (name in TOKEN_FIELDS and len(tensor) != len(row["input_ids"])):
                 what = f"{name} has the shape {list(tensor.shape)}"
                 raise _refused("field_shape", index, what, "give one value per token, and at least one")
@@ -152,8 +152,8 @@ def _check_boundaries(fields: list[dict[str, Any]], length: int) -> None:
     within = owner[1:] == owner[:-1]
     if (at := _first(within & (segments <= 0))) is not None:
         what = f"cu_seqlens goes from {entries[at]} to {entries[at + 1]}"
-        mend = "leave empty conversations out of the row (semantics empty_conversation=refuse finds them)"
-        raise _refused("cu_order", int(owner[at]), what, mend)
+        fix = "leave empty conversations out of the row (semantics empty_conversation=refuse finds them)"
+        raise _refused("cu_order", int(owner[at]), what, fix)
     if (row := _first(entries[last] != length)) is not None:
         what = f"cu_seqlens ends with {entries[last[row]]} in a row of {length} tokens"
         raise _refused("cu_end", row, what, "end it with the length of the row")
@@ -176,8 +176,8 @@ def _check_context_parallel(fields: list[dict[str, Any]], size: int) -> None:
         segments = fields_of_row["cu_seqlens"].diff()
         if (segment := _first(segments % (2 * size) != 0)) is not None:
             what = f"segment {segment} has {segments[segment]} tokens, no multiple of 2·cp = {2 * size}"
-            mend = "make pack_length a multiple of 2·cp, or build with semantics indivisible_segment=refuse to find such rows"
-            raise _refused("indivisible_segment", index, what, mend)
+            fix = "make pack_length a multiple of 2·cp, or build with semantics indivisible_segment=refuse to find such rows"
+            raise _refused("indivisible_segment", index, what, fix)
 
 
 def _check_counts(count: int, settings: BatchSettings) -> None:
@@ -201,8 +201,8 @@ def _check_target_mask(fields: list[dict[str, Any]], pad: int | None) -> None:
         wrong = torch.where(mask == 1, untrained, (mask != 0) | ~(untrained | (targets == pad)))
         if (at := _first(wrong)) is not None:
             what = f"token_mask is {mask[at]:g} at position {at}, whose target is {targets[at]}"
-            mend = "give the mask of the targets, not of the tokens: target_ids and token_mask are both already shifted"
-            raise _refused("target_mask", index, what, mend)
+            fix = "give the mask of the targets, not of the tokens: target_ids and token_mask are both already shifted"
+            raise _refused("target_mask", index, what, fix)
 
 
 def _is_integer(value: Any) -> bool:
@@ -216,5 +216,5 @@ def _first(is_wrong: torch.Tensor) -> int | None:
     return int(is_wrong.nonzero()[0, 0]) if is_wrong.any() else None
 
 
-def _refused(kind: str, row: int | None, what: str, mend: str) -> BatchRefused:
-    return BatchRefused(kind=kind, what=what, where="batch" if row is None else f"batch, row {row}", mend=mend, row=row)
+def _refused(kind: str, row: int | None, what: str, fix: str) -> BatchRefused:
+    return BatchRefused(kind=kind, what=what, where="batch" if row is None else f"batch, row {row}", fix=fix, row=row)

@@ -35,12 +35,12 @@ def tokenizer_notes(tokenizer: Any, settings: RowSettings) -> list[Note]:
     if misfits := format_misfits(tokenizer, chosen.name, assistant_prefix_len=settings.assistant_prefix_len):
         notes.append(Note(kind="format_misfit", text=misfit_text(chosen.name, misfits)))
     if not chosen.is_masked(semantics):
-        mend = (
+        fix = (
             "semantics with identity_prompt=masked mask them"
             if chosen.name == "identity"
             else "a format with masks does not"
         )
-        text = f"the format {chosen.name} trains prompts, since it masks no message: system, user and tool messages count in the loss; {mend}"
+        text = f"the format {chosen.name} trains prompts, since it masks no message: system, user and tool messages count in the loss; {fix}"
         notes.append(Note(kind="trains_prompts", text=text))
     if chosen.render is None:
         notes += template_notes(tokenizer)

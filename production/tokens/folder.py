@@ -29,11 +29,11 @@ def load_folder(folder: Path) -> Any:
         raise PackproofError(
             what="no such tokenizer folder",
             where=str(folder),
-            mend="give the folder that holds tokenizer.json; packproof-build-tokenizer writes one",
+            fix="give the folder that holds tokenizer.json; packproof-build-tokenizer writes one",
         )
-    mend = f"give the folder that holds tokenizer.json and {CONFIG}"
+    fix = f"give the folder that holds tokenizer.json and {CONFIG}"
     if (why := folder_fault(folder)) is not None:
-        raise PackproofError(what=f"no tokenizer can be loaded from it: {why}", where=str(folder), mend=mend)
+        raise PackproofError(what=f"no tokenizer can be loaded from it: {why}", where=str(folder), fix=fix)
     from transformers import AutoTokenizer  # noqa: PLC0415 - its import takes seconds, and --help needs none of it
 
     try:
@@ -41,7 +41,7 @@ def load_folder(folder: Path) -> Any:
     except Exception as error:  # a damaged tokenizer.json raises Exception itself, others of its parts what they like
         said = " ".join(str(error).split())
         raise PackproofError(
-            what=f"not a tokenizer that transformers can load: {said}", where=str(folder), mend=mend
+            what=f"not a tokenizer that transformers can load: {said}", where=str(folder), fix=fix
         ) from error
 
 

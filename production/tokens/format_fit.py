@@ -39,7 +39,7 @@ def misfit_text(prompt_format: str, misfits: Sequence[str]) -> str:
     return f"the prompt format {prompt_format} does not fit this tokenizer: {'; '.join(misfits)}"
 
 
-MISFIT_MEND = "use the tokenizer that the format was made for, or another prompt format"
+MISFIT_FIX = "use the tokenizer that the format was made for, or another prompt format"
 """Fix for a misfit."""
 
 

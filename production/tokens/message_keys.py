@@ -103,7 +103,7 @@ class MessageKeys:
                 return UNREAD_KEY, f"the key {key!r} beside the messages holds text that is not rendered"
         return None
 
-    def mend(self, kind: str) -> str:
+    def fix(self, kind: str) -> str:
         """Return the fix for the user."""
         first = (
             "split the conversation so that what trains stands in messages that do, or take the key out"
@@ -115,7 +115,7 @@ class MessageKeys:
     def _refused(self, kind: str, what: str, conversation: int, turn: int) -> RowRefused:
         where = f"conversation {conversation}, turn {turn}"
         return RowRefused(
-            kind=kind, what=what, where=where, mend=self.mend(kind), conversation=conversation, turn=turn
+            kind=kind, what=what, where=where, fix=self.fix(kind), conversation=conversation, turn=turn
         )  # fmt: skip
 
 

@@ -102,7 +102,7 @@ def _run(job: Job) -> int:
 
 
 def _fail(error: PackproofError) -> int:
-    """Print an error that a user can mend without a traceback."""
+    """Print an error that a user can fix without a traceback."""
     _tell_torchrun(f"failed: {error}")
     if REPORTED_ELSEWHERE not in getattr(error, "__notes__", ()):
         print(f"failed: {error}", file=sys.stderr)

@@ -41,7 +41,7 @@ def oversized_here(job: Job, world_size: int) -> list[PackproofError]:
     except PackproofError:
         return []
     return [
-        PackproofError(what=f"a run on this machine would be refused: {each.what}", where=each.where, mend=each.mend)
+        PackproofError(what=f"a run on this machine would be refused: {each.what}", where=each.where, fix=each.fix)
         for each in oversized(job, world_size, device)
     ]
 
@@ -65,6 +65,6 @@ def oversized(job: Job, world_size: int, device: str) -> list[PackproofError]:
         PackproofError(
             what=f"one rank's weights, gradients and optimizer take {needed >> 30:,} GiB, where the {device} here has {there >> 30:,} GiB",
             where=job.where("model.hidden_size"),
-            mend="give the model's real sizes, or share it over more ranks (tensor_model_parallel_size, pipeline_model_parallel_size)",
+            fix="give the model's real sizes, or share it over more ranks (tensor_model_parallel_size, pipeline_model_parallel_size)",
         )
     ]

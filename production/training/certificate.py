@@ -50,9 +50,7 @@ def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
         told += [f"tokenizer: {each}" for each in tokenizer_differences(*tokenizers)]
         told += _other_files(saved["files"], now["files"])
     except (ValueError, KeyError, TypeError) as error:
-        raise PackproofError(
-            what=f"its fingerprints cannot be read: {error}", where="certificate", mend=_MEND
-        ) from error
+        raise PackproofError(what=f"its fingerprints cannot be read: {error}", where="certificate", fix=_FIX) from error
     keys = [f"configuration: {each}" for each in config_differences(*configs)]
     more = len(keys) - _MOST_SHOWN
     return [*told, *keys[:_MOST_SHOWN], *([f"configuration: {more} more keys differ"] if more > 0 else [])]
@@ -64,19 +62,17 @@ def read_certificate(path: Path, where: str = "") -> dict[str, Any]:
     try:
         read = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
-        raise PackproofError(
-            what=f"the certificate {path} cannot be read ({error})", where=place, mend=_MEND
-        ) from error
+        raise PackproofError(what=f"the certificate {path} cannot be read ({error})", where=place, fix=_FIX) from error
     if not isinstance(read, dict) or read.get("format") != FORMAT:
         found = read.get("format") if isinstance(read, dict) else type(read).__name__
         raise PackproofError(
-            what=f"{path} is no certificate of the format {FORMAT}: it has {found!r}", where=place, mend=_MEND
+            what=f"{path} is no certificate of the format {FORMAT}: it has {found!r}", where=place, fix=_FIX
         )
     held = read.get("fingerprints")
     kinds = {"ranks": int, "tokenizer": dict, "files": list, "config": dict}
     if not isinstance(held, dict) or any(type(held.get(name)) is not kind for name, kind in kinds.items()):
         what = f"the certificate {path} has no fingerprints of ranks, tokenizer, files and configuration"
-        raise PackproofError(what=what, where=place, mend=_MEND)
+        raise PackproofError(what=what, where=place, fix=_FIX)
     return read
 
 
@@ -90,15 +86,15 @@ def check_certificate(job: Job, tokenizer: Any, ranks: int) -> None:
     try:
         read = read_certificate(Path(job.data.certificate), job.where(KEY))
     except PackproofError as error:
-        raise _refused(job, error.what, error.mend) from error
+        raise _refused(job, error.what, error.fix) from error
     if read.get("verdict") not in HELD:
-        raise _refused(job, f"its verdict is {read.get('verdict')!r}: {read.get('summary', 'no summary')}", _MEND)
+        raise _refused(job, f"its verdict is {read.get('verdict')!r}: {read.get('summary', 'no summary')}", _FIX)
     told = differences(read["fingerprints"], fingerprints(job, tokenizer, ranks, verify=job.data.verify_files))
     if told:
-        mend = (
+        fix = (
             f"give the job the file, tokenizer and configuration that were checked, or check it anew ({_command(job)})"
         )
-        raise _refused(job, "; ".join(told), mend)
+        raise _refused(job, "; ".join(told), fix)
 
 
 def without_certificate(job: Job) -> list[str]:
@@ -109,7 +105,7 @@ def without_certificate(job: Job) -> list[str]:
     return [f"this job has no certificate: {how}, and {KEY}: check/check.json then holds the job to what was checked"]
 
 
-_MEND = "make it anew with packproof check JOB.yaml --out DIR, or take data.certificate out"
+_FIX = "make it anew with packproof check JOB.yaml --out DIR, or take data.certificate out"
 
 
 def _command(job: Job) -> str:
@@ -118,8 +114,8 @@ def _command(job: Job) -> str:
     return f"packproof check {file or 'JOB.yaml'} --out check"
 
 
-def _refused(job: Job, what: str, mend: str) -> SetupRefused:
-    return SetupRefused(kind="certificate", key=KEY, what=what, where=job.where(KEY), mend=mend)
+def _refused(job: Job, what: str, fix: str) -> SetupRefused:
+    return SetupRefused(kind="certificate", key=KEY, what=what, where=job.where(KEY), fix=fix)
 
 
 def _datasets(job: Job) -> Iterator[tuple[str, int]]:

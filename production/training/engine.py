@@ -20,7 +20,7 @@ from megatron.core.utils import get_model_config
 from production.errors import PackproofError
 from production.model.model import build_model, reason_of
 from production.online.bins import Padding
-from production.online.padded_batch import Rectangle
+from production.online.padded_batch import PaddedBatch
 from production.parallel.multi_token_feed import TOKEN_SUMS
 from production.parallel.sizes import RankCoordinates
 from production.rows.batch import Batch
@@ -34,7 +34,7 @@ from production.training.config import (
 )
 from production.training.distributed.heartbeat import is_of_a_collective
 from production.training.metrics.router_losses import clear_router_losses, take_router_losses
-from production.training.metrics.timers import Mark, clock_here
+from production.training.metrics.timers import Event, clock_here
 from production.training.step import StepReport, StepSettings, forward_backward, wrap
 
 
@@ -60,7 +60,7 @@ class Stepped:
     """Router losses by megatron-core's name, scalars, correct on the last stage (`router_losses`)."""
     microbatches: int
     """Microbatches of this data-parallel rank."""
-    first_wait: Mark
+    first_wait: Event
     """Time at which this rank first waited for other replicas, after its forward and backward passes."""
 
 
@@ -106,12 +106,12 @@ class Engine:
         if self.model.ddp_config.overlap_param_gather:
             self.config.param_sync_func = self.model.start_param_sync
         self.clock = clock_here()
-        self._first_wait: Mark = None
+        self._first_wait: Event = None
         self._rows_per_step = job.policy.train_global_batch_size
         MTPLossLoggingHelper.tracker.clear()  # of a job before in this process
         clear_router_losses()
 
-    def step(self, batches: Sequence[Batch | Rectangle]) -> Stepped:
+    def step(self, batches: Sequence[Batch | PaddedBatch]) -> Stepped:
         """Run one optimizer step over this data-parallel rank's microbatches. Collective over the world."""
         self.model.train()
         self.model.zero_grad_buffer()
@@ -138,7 +138,7 @@ class Engine:
             first_wait=self._first_wait,
         )
 
-    def evaluate(self, batches: Sequence[Batch | Rectangle]) -> StepReport:
+    def evaluate(self, batches: Sequence[Batch | PaddedBatch]) -> StepReport:
         """Return losses without gradients. Collective over the world."""
         self.model.eval()
         try:
@@ -210,7 +210,7 @@ def _in_our_words(part: str, key: str) -> Iterator[None]:
         raise PackproofError(
             what=f"megatron-core cannot build {part}: {reason_of(error) or type(error).__name__}",
             where=key,
-            mend="change the option that it names, or the sizes of the model",
+            fix="change the option that it names, or the sizes of the model",
         ) from error
 
 
@@ -224,7 +224,7 @@ def _scheduler(job: Job, optimizer: Any, config: OptimizerConfig, run_steps: int
         raise PackproofError(
             what="a weight decay that grows over a run of no known length",
             where="policy.megatron_cfg.scheduler.weight_decay_incr_style",
-            mend="set sft.max_num_steps, or let it be constant",
+            fix="set sft.max_num_steps, or let it be constant",
         )
     schedule, rows = job.megatron.scheduler, job.policy.train_global_batch_size
     decay = schedule.lr_decay_iters or max(job.sft.max_num_steps or 0, schedule.lr_warmup_iters + 1)

@@ -56,7 +56,7 @@ def export(checkpoint: Path, out: Path) -> dict[str, tuple[int, ...]]:
         manifest = _verified(checkpoint)
         tensors = {name: tensor for key, whole in _stored(checkpoint).items() for name, tensor in _apart(key, whole)}
     if not tensors:
-        raise PackproofError(what="it holds no weights", where=str(checkpoint), mend="give a checkpoint of a job")
+        raise PackproofError(what="it holds no weights", where=str(checkpoint), fix="give a checkpoint of a job")
     beside = out.with_name(f".{out.name}.writing")
     try:
         save_file(tensors, beside, metadata={"step": str(manifest.step), "config": json.dumps(manifest.config)})
@@ -152,7 +152,7 @@ def _settings(manifest: Manifest) -> Any:
 
 
 def _unwritable(out: Path, why: object) -> PackproofError:
-    return PackproofError(what=f"it cannot be written: {why}", where=str(out), mend="name another place, with room")
+    return PackproofError(what=f"it cannot be written: {why}", where=str(out), fix="name another place, with room")
 
 
 @contextlib.contextmanager

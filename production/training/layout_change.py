@@ -56,7 +56,7 @@ def check_going_on(
         if not told or "tokenizer" not in error.differing:
             raise
         what = f"{error.what}. {' '.join(told)}"
-        raise ResumeRefused(what=what, where=error.where, mend=error.mend, differing=error.differing) from None
+        raise ResumeRefused(what=what, where=error.where, fix=error.fix, differing=error.differing) from None
 
 
 def _check_going_on(job: Job, checkpoint: Manifest, saved: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
@@ -72,7 +72,7 @@ def _check_going_on(job: Job, checkpoint: Manifest, saved: Mapping[str, Any], no
         if reason is not None:
             told = ", ".join(f"{key} (saved {saved[key]}, now {now[key]})" for key in changed)
             raise CheckpointRefused(
-                what=f"{told} differ, and {reason[0]}", where=job.where("checkpointing.reshard"), mend=reason[1]
+                what=f"{told} differ, and {reason[0]}", where=job.where("checkpointing.reshard"), fix=reason[1]
             )
     return bool(changed)
 

@@ -89,6 +89,6 @@ class OrderSettings:
             raise order_refused(what, "max_epochs", "leave it out (in a job: null) and say how many steps to train")
 
 
-def order_refused(what: str, where: str, mend: str) -> PackproofError:
+def order_refused(what: str, where: str, fix: str) -> PackproofError:
     """Return the error for an impossible order."""
-    return PackproofError(what=what, where=where, mend=mend)
+    return PackproofError(what=what, where=where, fix=fix)

@@ -50,7 +50,7 @@ def found_checkpoint(job: Job, checkpoints: Checkpoints) -> tuple[Path, Manifest
         raise CheckpointRefused(
             what=f"the folder has checkpoints of another run, the newest {path.name}",
             where=job.where("checkpointing.checkpoint_dir"),
-            mend="give a folder of its own to a run that begins anew, or move them away, or set checkpointing.resume=true",
+            fix="give a folder of its own to a run that begins anew, or move them away, or set checkpointing.resume=true",
         )
     return path, verify(path)
 
@@ -71,7 +71,7 @@ def check_same(identity: Mapping[str, Any], place: RankCoordinates) -> None:
             raise PackproofError(
                 what=f"ranks are not told the same: {', '.join(differing)} differ ({_apart(differing, first, other)})",
                 where=f"rank 0 and rank {rank}",
-                mend="give all ranks the same configuration, the same files and the same tokenizer (a shared folder, or equal copies)",
+                fix="give all ranks the same configuration, the same files and the same tokenizer (a shared folder, or equal copies)",
             )
 
 

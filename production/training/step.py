@@ -28,7 +28,7 @@ from production.loss import (
     calculates_per_token,
     loss_function,
 )
-from production.online.padded_batch import Rectangle
+from production.online.padded_batch import PaddedBatch
 from production.parallel.microbatches import Microbatch, MicrobatchSettings, process_microbatch
 from production.parallel.multi_token_feed import Weights
 from production.parallel.sizes import RankCoordinates
@@ -82,13 +82,13 @@ def wrap(
         raise PackproofError(
             what=f"calculate_per_token_loss with the normalization {settings.normalization}",
             where="loss.normalization",
-            mend="leave calculate_per_token_loss out: the normalization sets it",
+            fix="leave calculate_per_token_loss out: the normalization sets it",
         )
     if (config.mtp_num_layers or 0) != settings.depths:
         raise PackproofError(
             what=f"must equal the depths of the step, {settings.depths}, got {config.mtp_num_layers or 0}",
             where="mtp_num_layers",
-            mend="give both the same",
+            fix="give both the same",
         )
     config.calculate_per_token_loss = per_token
     wrapped = DistributedDataParallel(config, ddp or DistributedDataParallelConfig(), model)
@@ -100,7 +100,7 @@ def wrap(
 
 def forward_backward(
     model: torch.nn.Module,
-    batches: Sequence[Batch | Rectangle],
+    batches: Sequence[Batch | PaddedBatch],
     settings: StepSettings,
     place: RankCoordinates,
     *,
@@ -115,7 +115,7 @@ def forward_backward(
     PackproofError for no microbatch, or for stages that cannot know each other's lengths.
     """
     if not batches:
-        raise PackproofError(what="no microbatch", where="step", mend="give every data-parallel rank at least one row")
+        raise PackproofError(what="no microbatch", where="step", fix="give every data-parallel rank at least one row")
     config = get_model_config(model)
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     divides = settings.normalization == "global_valid_tokens" or settings.padding is not None
@@ -167,7 +167,7 @@ def forward_backward(
     )
 
 
-def count_valid(batches: Sequence[Batch | Rectangle], device: torch.device) -> torch.Tensor:
+def count_valid(batches: Sequence[Batch | PaddedBatch], device: torch.device) -> torch.Tensor:
     """Return the trained tokens of the global batch (R-BATCH-5), a scalar float32 on the device, summed over
     data-parallel ranks.
     """
@@ -179,7 +179,7 @@ def count_valid(batches: Sequence[Batch | Rectangle], device: torch.device) -> t
 
 
 def _microbatches(
-    batches: Sequence[Batch | Rectangle], settings: StepSettings, place: RankCoordinates, device: torch.device
+    batches: Sequence[Batch | PaddedBatch], settings: StepSettings, place: RankCoordinates, device: torch.device
 ) -> Iterator[tuple[int, Microbatch]]:
     options = {} if settings.padding is None else {"padding": settings.padding}
     made_for = MicrobatchSettings(
@@ -195,7 +195,7 @@ def _microbatches(
         yield number, process_microbatch(batch, made_for, device=device)
 
 
-def _sequence_length(batches: Sequence[Batch | Rectangle], settings: StepSettings, config: Any) -> int:
+def _sequence_length(batches: Sequence[Batch | PaddedBatch], settings: StepSettings, config: Any) -> int:
     """Return the tokens of a row, from which the schedule takes the shape that stages send; online that of
     R-ONLINE-5, or the shape is sent along.
     """
@@ -209,7 +209,7 @@ def _sequence_length(batches: Sequence[Batch | Rectangle], settings: StepSetting
         raise PackproofError(
             what="microbatches of several lengths between pipeline stages",
             where="step",
-            mend="set transformer.variable_seq_lengths, or pad to one length",
+            fix="set transformer.variable_seq_lengths, or pad to one length",
         )
     return max(batch.input_ids.numel() for batch in batches)
 

@@ -36,7 +36,7 @@ from production.training.metrics.router_losses import router_loss_names
 from production.training.metrics.step_metrics import FlopsOf, Group, StepMetrics, Timing
 from production.training.metrics.step_numbers import StepNumbers
 from production.training.metrics.summary import close_run
-from production.training.metrics.timers import Mark
+from production.training.metrics.timers import Event
 from production.training.resume import build, check_same, checkpoints_of, found_checkpoint
 from production.training.run_identity import identity
 from production.training.run_record import open_run_loggers, run_name
@@ -112,7 +112,7 @@ class _Run:
         self._name = run_name(None if found is None else found[1])
         self._held.name_run(self._name)
         with BatchStream(job, self._place, consumed_samples=self._consumed) as feed:
-            self._feed = feed
+            self._stream = feed
             check_certificate(job, feed.tokenizer, self._place.world_size)
             vocabulary = vocabulary_size(job, feed.tokenizer)
             self._identity = identity(
@@ -156,13 +156,13 @@ class _Run:
 
     def _say_where(self, found: tuple[Path, Manifest] | None) -> None:
         """Print which rows are passed over, and where the run continues."""
-        for note in self._feed.token_notes:
+        for note in self._stream.token_notes:
             self._progress.say(f"note: {note.text}")
         for path in self._checkpoints.incomplete():
             self._progress.say(f"passed over {path}: it was not written to its end")
-        if skipped := self._feed.skipped:
+        if skipped := self._stream.skipped:
             self._progress.say(left_out("train", skipped))
-        for told in self._feed.notes:
+        for told in self._stream.notes:
             self._progress.say(f"note: {told}")
         if found is None:
             if self._job.checkpointing.enabled:
@@ -183,7 +183,7 @@ class _Run:
             owed = _is_due(self._step, sft.val_period) or (self._step == total and sft.val_at_end)
         if owed and VALIDATION not in self._measured:
             self._validate()
-        steps = self._feed.steps()
+        steps = self._stream.steps()
         self._ended = self._engine.clock.mark()
         while total is None or self._step < total:
             began = self._engine.clock.mark()
@@ -211,7 +211,7 @@ class _Run:
 
     def _reason_at_end(self) -> Reason:
         """Return the reason of a run that nothing ended early."""
-        is_cut = self._feed.left_over > 0 and self._step == self._feed.total_steps != self._job.sft.max_num_steps
+        is_cut = self._stream.left_over > 0 and self._step == self._stream.total_steps != self._job.sft.max_num_steps
         return "data ended" if is_cut else "finished"
 
     def _why(self, reason: Reason) -> str:
@@ -219,7 +219,7 @@ class _Run:
         size = self._job.policy.train_global_batch_size
         if reason == "data ended":
             return (
-                f"the epoch's last {self._feed.left_over} rows fill no global batch of {size} (data.last_batch: stop)"
+                f"the epoch's last {self._stream.left_over} rows fill no global batch of {size} (data.last_batch: stop)"
             )
         if reason == "finished":
             return length_reached(self._step, self._job.sft)
@@ -232,7 +232,7 @@ class _Run:
         values: dict[str, Value] = {"reason": reason, "why": why, "consumed_samples": self._consumed}
         self._log.log(Record(kind="end", step=self._step, values=values))
 
-    def _take(self, fed: StepBatch, began: Mark) -> None:
+    def _take(self, fed: StepBatch, began: Event) -> None:
         step = self._step + 1
         if step in self._job.logger.dump_batch_steps:
             folder = self._dump(step, fed)
@@ -289,7 +289,7 @@ class _Run:
 
     def _stop_not_finite(self, numbers: StepNumbers) -> None:
         try:
-            folder = self._dump(numbers.step, self._feed.rebuild_step(self._pending[numbers.step]))
+            folder = self._dump(numbers.step, self._stream.rebuild_step(self._pending[numbers.step]))
             fed = f"of which what each rank fed lies in {folder}"
         except PackproofError as error:
             fed = f"of which nothing could be dumped: {error.where}: {error.what}"
@@ -300,7 +300,7 @@ class _Run:
     def _validate(self) -> None:
         metrics = StepMetrics(group=Group.of_parallel_state(), device=self._rank.device)
         batches = masked_out = 0
-        for fed in self._feed.validation():
+        for fed in self._stream.validation():
             masked_out += fed.conversations_masked_out
             self._engine.padding = fed.padding
             for pair in self._engine.evaluate(fed.microbatches).losses:
@@ -308,7 +308,7 @@ class _Run:
             batches += 1
         losses = metrics.report_losses()
         self._measure(VALIDATION, losses.loss)
-        skipped = self._feed.skipped_in_validation
+        skipped = self._stream.skipped_in_validation
         values: dict[str, Value] = {
             "validation_batches": batches,
             "all_masked": losses.all_masked,
@@ -345,7 +345,7 @@ class _Run:
             metrics=self._measured,
             run=self._name,
             trained_tokens=self._trained_tokens,
-            skipped_rows=len(self._feed.skipped),
+            skipped_rows=len(self._stream.skipped),
             tokenizer=self._tokenizer.to_json(),
             allowed=self._held.check,
         )
@@ -359,12 +359,12 @@ class _Run:
             place=self._place,
             normalization=self._engine.settings.normalization,
             depths=multi_token_depths(self._job),
-            provenance=self._feed.provenance(),
-            locations=[self._feed.locate(sample) for sample in fed.samples],
+            provenance=self._stream.provenance(),
+            locations=[self._stream.locate(sample) for sample in fed.samples],
         )
 
     def _total_steps(self) -> int | None:
-        limits = [each for each in (self._job.sft.max_num_steps, self._feed.total_steps) if each is not None]
+        limits = [each for each in (self._job.sft.max_num_steps, self._stream.total_steps) if each is not None]
         return min(limits, default=None)
 
     def _flops(self) -> FlopsOf | None:
@@ -383,8 +383,8 @@ class _Run:
             self._rank,
             run=self._name,
             finished_steps=self._step,
-            skipped_rows=len(self._feed.skipped),
-            notes={f"note_{note.kind}": note.text for note in self._feed.token_notes},
+            skipped_rows=len(self._stream.skipped),
+            notes={f"note_{note.kind}": note.text for note in self._stream.token_notes},
         )
 
     def _bar(self) -> RunProgress:

@@ -26,7 +26,7 @@ def not_finite(numbers: StepNumbers, fed: str) -> NotFinite:
     return NotFinite(
         what=f"{loss}, gradient norm {numbers.gradient_norm}",
         where=f"step {numbers.step}, {fed}",
-        mend="look at those rows beside the reference's (packproof-diff-row --fed with that folder), lower the learning rate, or "
+        fix="look at those rows beside the reference's (packproof-diff-row --fed with that folder), lower the learning rate, or "
         "leave the rows out; the newest checkpoint is of before",
     )
 
@@ -37,7 +37,7 @@ def nothing_trained(job: Job, steps: int, consumed_samples: int) -> NothingTrain
         what=f"no token was trained in any of {steps} steps: every target of their {consumed_samples} "
         f"{'rows' if job.is_packed else 'conversations'} is masked",
         where=job.where(f"{job.dataset_key('train', 0)}.data_path"),
-        mend="look at a row (packproof-diff-row) and at its trained tokens: give the prompt format, chat key and assistant prefix "
+        fix="look at a row (packproof-diff-row) and at its trained tokens: give the prompt format, chat key and assistant prefix "
         "that the file was written for, or another file",
     )
 

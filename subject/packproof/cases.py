@@ -26,7 +26,7 @@ TOKENS = 100
 
 
 class VectorsError(ValueError):
-    """Vectors or answers that cannot be used; the text says what, where and how to mend it."""
+    """Vectors or answers that cannot be used; the text says what, where and how to fix it."""
 
 
 @dataclass(frozen=True)

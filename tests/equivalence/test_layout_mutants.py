@@ -62,11 +62,11 @@ def put_in(monkeypatch, **fields):
 
 
 def test_production_without_a_fault_survives(monkeypatch):
-    monkeypatch.setattr(layout_matrix, "LAYOUT_CHECKS", ("packing", "shares"))
+    monkeypatch.setattr(layout_matrix, "LAYOUT_CHECKS", ("packing", "dp_sharding"))
     monkeypatch.setattr(layout_matrix, "_in_steps", lambda *_, **__: {})
     (kills,) = layout_kill_matrix([put_in(monkeypatch)])
     assert kills.survives
-    assert (kills.found["packing"], kills.found["shares"]) == (0, 0)
+    assert (kills.found["packing"], kills.found["dp_sharding"]) == (0, 0)
 
 
 def raises(_):

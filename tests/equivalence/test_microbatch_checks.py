@@ -178,7 +178,7 @@ def test_the_main_job_draws_every_check(check):
 CHECKS = {
     "direct": (direct_cases(), microbatches.check_direct_microbatches),
     "online": (online_cases(), microbatches.check_online_microbatches),
-    "meeting": (meeting_cases(), direct_vs_online.check_meeting),
+    "direct_vs_online": (meeting_cases(), direct_vs_online.check_meeting),
     "loss": (loss_cases(), loss.check_loss),
     "online_loss": (loss_cases(), loss.check_online_loss),
 }
@@ -243,12 +243,12 @@ def test_a_wrong_squeeze_is_found(monkeypatch):
     production = microbatches.production
     squeezed = production.squeeze
 
-    def without_shift(rectangle, padding):
-        row = squeezed(rectangle, padding)
+    def without_shift(padded_batch, padding):
+        row = squeezed(padded_batch, padding)
         return dataclasses.replace(row, target_mask=row.token_mask)
 
-    def true_boundaries(rectangle, padding):
-        row = squeezed(rectangle, padding)
+    def true_boundaries(padded_batch, padding):
+        row = squeezed(padded_batch, padding)
         return dataclasses.replace(row, cu_seqlens=row.cu_seqlens_padded)
 
     for wrong, name in ((without_shift, "target_mask"), (true_boundaries, "true cu_seqlens")):
@@ -256,7 +256,7 @@ def test_a_wrong_squeeze_is_found(monkeypatch):
             patch.setattr(production, "squeeze", wrong)
             assert name in differences("online")
     monkeypatch.setattr(production, "squeeze", without_shift)
-    differences("meeting")
+    differences("direct_vs_online")
     found, case = list(draw_layouts("online_microbatches", number=3, examples=30))[-1]
     assert not found.equal
     assert "OnlineCase(" in str(case)

@@ -5,7 +5,7 @@ from torch import distributed
 
 from production.loss import LossSettings, loss_function
 from production.online.bins import Padding
-from production.online.padded_batch import Conversation, build_rectangle
+from production.online.padded_batch import Conversation, build_padded_batch
 from production.parallel.context_parallel import shard_index
 from production.parallel.microbatches import MicrobatchSettings, process_microbatch
 from production.training.metrics.step_metrics import Group, StepMetrics
@@ -17,8 +17,8 @@ SETTINGS = LossSettings(
 )
 
 
-def rectangle():
-    return build_rectangle(
+def padded_batch():
+    return build_padded_batch(
         [
             Conversation(token_ids=torch.tensor(ids), token_mask=torch.tensor(mask, dtype=torch.float32))
             for ids, mask in CONVERSATIONS
@@ -34,7 +34,7 @@ def logits():
 
 def microbatch(rank, size=CONTEXT):
     return process_microbatch(
-        rectangle(),
+        padded_batch(),
         MicrobatchSettings(
             context_parallel_rank=rank, context_parallel_size=size, padding=Padding(sequence_multiple=4)
         ),
@@ -53,7 +53,7 @@ def work(_payload, worker):
     compute = loss_function(
         own,
         SETTINGS,
-        global_valid_tokens=rectangle().valid_tokens(),
+        global_valid_tokens=padded_batch().valid_tokens(),
         tensor_group=tensor_groups[context_rank],
         context_group=context_groups[tensor_rank],
     )

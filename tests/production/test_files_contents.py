@@ -55,7 +55,7 @@ OTHER = {
 @pytest.mark.parametrize("what", OTHER)
 def test_a_file_that_is_no_json_lines_is_named_as_what_it_is(tmp_path, what):
     """R-FILE-11."""
-    content, kind, mend = OTHER[what]
+    content, kind, fix = OTHER[what]
     file = tmp_path / "rows.jsonl"
     file.write_bytes(content)
     for on_bad_row in ("error", "skip"):
@@ -63,7 +63,7 @@ def test_a_file_that_is_no_json_lines_is_named_as_what_it_is(tmp_path, what):
             open_source([file], on_bad_row=on_bad_row)
         assert caught.value.kind == kind
         assert what in caught.value.what
-        assert mend in caught.value.mend
+        assert fix in caught.value.fix
         assert caught.value.file == str(file)
     assert list(tmp_path.iterdir()) == [file]  # no index of it was built
     for read in (lambda: list(stream_lines(str(file))), lambda: list(first_rows(str(file), 4, "messages", skip=True))):
@@ -93,7 +93,7 @@ def test_what_is_packed_is_looked_into(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("row", "looks", "mend"),
+    ("row", "looks", "fix"),
     [
         ({"conversations": [{"from": "human", "value": "a"}]}, "ShareGPT", "`from` as role"),
         ({"messages": [{"from": "human", "value": "a"}]}, "ShareGPT", "`value` as content"),
@@ -105,14 +105,14 @@ def test_what_is_packed_is_looked_into(tmp_path):
         (MESSAGES, "the bare messages", "around them"),
     ],
 )
-def test_a_row_of_another_shape_is_named_as_what_it_looks_like(tmp_path, row, looks, mend):
+def test_a_row_of_another_shape_is_named_as_what_it_looks_like(tmp_path, row, looks, fix):
     """R-FILE-12."""
     file = tmp_path / "rows.jsonl"
     file.write_text((json.dumps(row) + "\n") * 2)
     with pytest.raises(BadInput) as caught:
         open_source([file])[0]
     assert looks in caught.value.what
-    assert mend in caught.value.mend
+    assert fix in caught.value.fix
     assert caught.value.line == 1
 
 

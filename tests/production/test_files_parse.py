@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from production.files import parse
-from production.files.faults import MENDS, LineError
+from production.files.faults import FIXES, LineError
 from production.files.parse import parse_row
 from production.files.strict import MAX_DEPTH, StrictJson
 
@@ -109,7 +109,7 @@ def test_r_file_6_and_7_each_fault_is_named_with_its_byte(line, kind, byte):
 
 
 def test_the_table_knows_every_kind_of_a_line():
-    assert {kind for _, kind, _ in FAULTS} | {"truncated_last_line"} | KINDS_OF_FILES == set(MENDS)
+    assert {kind for _, kind, _ in FAULTS} | {"truncated_last_line"} | KINDS_OF_FILES == set(FIXES)
 
 
 WHOLE = r'{"messages": [{"role": "ué", "content": "a\n\u00e9\ud83d\ude00", "n": [-1.5e+3, true, null]}]}'.encode()

@@ -51,7 +51,7 @@ def fault_of(action):
     with pytest.raises(BadInput) as caught:
         action()
     error = caught.value
-    assert all((error.what, error.where, error.mend))
+    assert all((error.what, error.where, error.fix))
     assert str(error).startswith(error.file)
     return error
 

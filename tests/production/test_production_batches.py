@@ -218,12 +218,12 @@ GUARDS = [
 
 @pytest.mark.parametrize(("kind", "at", "rows", "changes"), GUARDS)
 def test_guards(kind, at, rows, changes):
-    """R-GUARD-1: each kind, with row, what and mend"""
+    """R-GUARD-1: each kind, with row, what and fix"""
     with pytest.raises(BatchRefused) as error:
         collate_checked(rows, job(**changes))
     assert (error.value.kind, error.value.row) == (kind, at)
     assert error.value.what
-    assert error.value.mend
+    assert error.value.fix
     if at is not None:
         assert f"row {at}" in str(error.value)
 

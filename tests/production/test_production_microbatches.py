@@ -1,4 +1,4 @@
-"""R-ONLINE and R-MEET in production: the rectangle, the squeeze, chat tokens, and one microbatch of either path."""
+"""R-ONLINE and R-MEET in production: the padded batch, the squeeze, chat tokens, and one microbatch of either path."""
 
 import dataclasses
 from types import SimpleNamespace
@@ -41,7 +41,7 @@ def conversations():
 
 
 def sequences(multiple=4):
-    return padded_batch.build_rectangle(conversations(), make_sequence_length_divisible_by=multiple)
+    return padded_batch.build_padded_batch(conversations(), make_sequence_length_divisible_by=multiple)
 
 
 def online(rank, size=2, **options):
@@ -143,7 +143,7 @@ def test_r_online_5_each_data_parallel_rank_has_the_row_length_of_its_own_longes
     lengths = []
     for rank in range(2):
         own = pack_bins(batch, settings, data_rank=rank)
-        lengths.append([squeeze.squeeze(each, own.padding).input_ids.shape[1] for each in own.rectangles])
+        lengths.append([squeeze.squeeze(each, own.padding).input_ids.shape[1] for each in own.padded_batches])
     assert lengths == [[4], [2]]
 
 
@@ -162,7 +162,7 @@ def test_what_cannot_be_padded_is_refused():
     assert refused.value.kind == "indivisible_segment"
 
 
-def test_r_online_2_3_and_6_the_rectangle_its_bins_and_its_divisor():
+def test_r_online_2_3_and_6_the_padded_batch_its_bins_and_its_divisor():
     whole = sequences()
     assert whole.input_ids.shape == (3, 8)
     assert not hasattr(whole, "packed_cu_seqlens")
@@ -173,7 +173,7 @@ def test_r_online_2_3_and_6_the_rectangle_its_bins_and_its_divisor():
     assert padded_batch.fill_bins(whole, 8, data_parallel_size=3, **given) == [[0], [1], [2]]
     assert padded_batch.take_sequences(whole, [2, 0]).input_lengths.tolist() == [2, 5]
     assert float(whole.valid_tokens()) == 6
-    filled = padded_batch.build_rectangle(conversations(), make_sequence_length_divisible_by=4, pad_token_id=77)
+    filled = padded_batch.build_padded_batch(conversations(), make_sequence_length_divisible_by=4, pad_token_id=77)
     assert filled.input_ids[1].tolist() == [6, 7, 8, 77, 77, 77, 77, 77]
     assert squeeze.squeeze(filled, FOUR).input_ids[0, 8:12].tolist() == [6, 7, 8, 0]
     whole.sample_mask[0] = 0
@@ -182,7 +182,7 @@ def test_r_online_2_3_and_6_the_rectangle_its_bins_and_its_divisor():
         padded_batch.fill_bins(whole, 7, data_parallel_size=1, **given)
     for bad in ([], [padded_batch.Conversation(token_ids=torch.empty(0), token_mask=torch.empty(0))]):
         with pytest.raises(PackproofError, match="no token"):
-            padded_batch.build_rectangle(bad, make_sequence_length_divisible_by=1)
+            padded_batch.build_padded_batch(bad, make_sequence_length_divisible_by=1)
     for fault in (lambda: sequences(0), lambda: padded_batch.take_sequences(whole, [])):
         with pytest.raises(PackproofError, match="To fix it"):
             fault()
@@ -490,7 +490,7 @@ def test_r_online_8_a_conversation_that_is_too_long_is_cut_as_nemo_rl_cuts_it():
     settings = {name: value for name, value in JOB.items() if name not in ("longest_bin", "sequence_parallel")}
     settings |= {"capacity": 16, "algorithm": "concatenative", "seed": None, "data_parallel_size": 1}
     own = pack_bins(batch, BinSettings(**settings), data_rank=0)
-    (row,) = [squeeze.squeeze(each, own.padding) for each in own.rectangles]
+    (row,) = [squeeze.squeeze(each, own.padding) for each in own.padded_batches]
     assert row.target_mask.sum(dim=1).tolist() == [3.0]  # the whole one's alone
     assert (own.counts.masked_out_conversations, own.counts.trained_tokens) == (1, 3)
 
@@ -544,6 +544,6 @@ def test_r_online_10_tools_and_their_calls_reach_the_template_or_are_refused(tem
     templated.chat_template = TOOLS.replace("tools or []", "[]")
     with pytest.raises(RowRefused, match="nothing of its tools") as refused:
         maker_of(templated).tokenize([line])
-    assert "tool_key null" in refused.value.mend
+    assert "tool_key null" in refused.value.fix
     with pytest.raises(RowRefused, match="identity renders no tools, and the line has tool calls"):
         maker_of(templated, prompt_format="identity").tokenize([messages])

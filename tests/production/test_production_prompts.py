@@ -62,7 +62,7 @@ def assistant(text="b"):
 def refused(action, *arguments, **options):
     with pytest.raises(RowRefused) as error:
         action(*arguments, **options)
-    assert error.value.mend
+    assert error.value.fix
     return error.value
 
 

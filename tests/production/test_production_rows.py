@@ -58,7 +58,7 @@ def build(messages, pack_length, *, cp=1, semantics=MAIN, tokenizer=TOKENIZER, *
 def kind_of(messages, pack_length, **options):
     with pytest.raises(RowRefused) as error:
         build(messages, pack_length, **options)
-    assert error.value.mend
+    assert error.value.fix
     assert error.value.what
     return error.value.kind
 

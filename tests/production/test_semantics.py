@@ -80,7 +80,7 @@ def test_an_unknown_name_is_an_error_that_names_the_nearest(text, nearest):
     if text not in {"", "strict,refuse"}:  # nothing is near these; any valid name will do
         assert f"nearest is {nearest!r}" in error.value.what
     assert "nearest is" in error.value.what
-    assert error.value.mend
+    assert error.value.fix
 
 
 def test_a_field_set_twice_is_an_error():

@@ -107,14 +107,14 @@ def test_a_model_is_written_as_a_list_to_the_folder(asked, tmp_path):
 
 @pytest.mark.parametrize("refusal", [ValueError, KeyError, OSError, NotImplementedError, RuntimeError])
 @pytest.mark.parametrize("call", ["from_hf_pretrained", "load_hf_weights"])
-def test_what_it_refuses_is_told_with_the_checkpoint_and_a_mend(asked, call, refusal):
+def test_what_it_refuses_is_told_with_the_checkpoint_and_a_fix(asked, call, refusal):
     asked.refuses[call] = refusal("of a shape that it does not know")
     with pytest.raises(PackproofError) as caught:
         huggingface.load_huggingface(Model(), NAME)
     assert caught.value.what.startswith("Megatron-Bridge refuses it: ")
     assert "of a shape that it does not know" in caught.value.what
     assert caught.value.where == NAME
-    assert "section `model` the shape of its config.json" in caught.value.mend
+    assert "section `model` the shape of its config.json" in caught.value.fix
     assert caught.value.__cause__ is asked.refuses[call]
     assert torch.is_grad_enabled()
 
@@ -136,7 +136,7 @@ def test_without_the_package_the_key_and_the_extra_are_named():
     with pytest.raises(PackproofError, match="Megatron-Bridge cannot be imported") as caught:
         huggingface.load_huggingface(Model(), NAME)
     assert caught.value.where == "model.initial: huggingface"
-    assert "`bridge`" in caught.value.mend
+    assert "`bridge`" in caught.value.fix
 
 
 def whole(name, shape):

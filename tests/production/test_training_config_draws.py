@@ -81,7 +81,7 @@ def draws(tmp_path_factory):
 
 def test_whatever_an_option_is_given_it_is_refused_by_key_or_taken(draws):
     refused = [each for _, _, [*reasons] in draws for each in reasons]
-    assert all(each.where and each.what and each.mend for each in refused)
+    assert all(each.where and each.what and each.fix for each in refused)
     assert 25 < sum(job is not None and not reasons for _, job, reasons in draws) < 100
 
 
@@ -150,7 +150,7 @@ def test_layers_that_are_recomputed_together_are_as_many_as_there_are(tmp_path, 
     full = [f"{MEGATRON}.recompute_granularity=full", f"{MEGATRON}.recompute_method=uniform"]
     (refused,) = refusals(load(config, [*full, *(f"{MEGATRON}.{each}" for each in options)]), 1, device="cpu")
     assert refused.key == f"{MEGATRON}.{key}"
-    assert "give 1 or more, up to 2" in refused.mend
+    assert "give 1 or more, up to 2" in refused.fix
 
 
 WSD = [f"{MEGATRON}.scheduler.lr_decay_style=WSD", f"{MEGATRON}.scheduler.lr_wsd_decay_style=linear", f"{MEGATRON}.optimizer.min_lr=0.0"]  # fmt: skip
@@ -181,4 +181,4 @@ def test_a_learning_rate_that_is_no_number_is_refused_where_it_stands(tmp_path, 
     config = str(jobs.write_job(tmp_path, tmp_path / "none"))
     with pytest.raises(PackproofError, match=r"optimizer\.lr") as refused:
         load(config, [f"{MEGATRON}.optimizer.lr={value}"])
-    assert "finite number" in refused.value.mend
+    assert "finite number" in refused.value.fix

@@ -159,7 +159,7 @@ def test_a_key_that_is_like_none_is_told_to_be_taken_out(tmp_path):
     with pytest.raises(ConfigRefused) as refused:
         load(path)
     assert refused.value.what == "data.split is no key of a job"
-    assert refused.value.mend.startswith("take it out")
+    assert refused.value.fix.startswith("take it out")
 
 
 def test_a_dry_run_tells_what_a_run_would_refuse(tmp_path, capsys):

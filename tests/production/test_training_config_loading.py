@@ -139,8 +139,8 @@ def test_r_setup_1_all_unknown_keys_are_named_at_once_each_with_its_place_and_th
     assert set(error.where.split(", ")) == {f"{key} ({place})" for key, (_, place) in near.items()}
     for key, (like, _) in near.items():
         assert re.search(rf"(^|; ){re.escape(key)} is no [^;]*; the nearest is {re.escape(like)}(;|$)", error.what)
-    assert error.mend.startswith("write ")
-    assert error.mend.endswith(", or take them out")
+    assert error.fix.startswith("write ")
+    assert error.fix.endswith(", or take them out")
 
 
 def test_a_wrong_value_of_an_option_is_told_under_the_key_that_the_file_has():
@@ -197,7 +197,7 @@ def test_a_value_that_is_none_says_what_is_wanted(override, kind, said):
     assert error.kind == kind
     assert said in str(error)
     assert override in error.where or error.kind == "missing"
-    assert error.mend
+    assert error.fix
 
 
 def test_r_setup_3_two_interpolations_that_lead_to_each_other_are_refused():

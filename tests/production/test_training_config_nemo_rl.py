@@ -170,11 +170,11 @@ REFUSED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("override", "key", "mend"), REFUSED)
-def test_what_a_recipe_asks_for_and_the_job_lacks_is_refused_by_name(recipe, override, key, mend):
+@pytest.mark.parametrize(("override", "key", "fix"), REFUSED)
+def test_what_a_recipe_asks_for_and_the_job_lacks_is_refused_by_name(recipe, override, key, fix):
     found = {each.key: each for each in refusals(load(recipe, [*OWN, override]), 1)}
     assert key in found
-    assert mend in found[key].mend
+    assert fix in found[key].fix
     assert found[key].where.startswith(key)
 
 

@@ -84,7 +84,7 @@ def test_an_option_that_nothing_here_would_act_on_is_refused_at_its_key(refused,
     (error,) = refusals(job, 1)
     assert (error.kind, error.key, error.where) == (refused, key, f"{key} (override '{key}={value}')")
     assert error.what
-    assert error.mend
+    assert error.fix
     default = option_defaults(kind)[name]
     assert default is None or isinstance(default, bool | int | float | str | enum.Enum)
     written = "null" if default is None else str(getattr(default, "name", default))
@@ -187,7 +187,7 @@ def test_a_value_that_would_fail_or_train_something_else_is_refused_at_its_key(o
     assert (error.kind, error.key) == (kind, key)
     assert error.where == job.where(key)
     assert error.what
-    assert error.mend
+    assert error.fix
 
 
 RIGHT = [

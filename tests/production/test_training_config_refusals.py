@@ -259,7 +259,7 @@ def test_r_setup_6_to_18_what_must_not_run_is_refused_at_its_key(overrides, worl
         validate(job, world_size)
     error = caught.value
     assert error.what
-    assert error.mend
+    assert error.fix
     assert error.where == job.where(key)
 
 

@@ -12,7 +12,7 @@ from production.training.data.fingerprint import ResumeRefused
 from production.training.data.worker_process import WorkerDied
 from production.training.distributed.heartbeat import RankLost
 
-FIELDS = {"what": "a wrong thing", "where": "row 3", "mend": "take it out"}
+FIELDS = {"what": "a wrong thing", "where": "row 3", "fix": "take it out"}
 ALL = [
     PackproofError(**FIELDS),
     BatchRefused(kind="cu_order", row=3, **FIELDS),
@@ -65,4 +65,4 @@ def test_another_error_at_hand_lends_its_fields_to_none():
         fails()
     except PackproofError:
         error = PackproofError("of something else")
-    assert (error.what, error.where, error.mend) == ("of something else", "", "")
+    assert (error.what, error.where, error.fix) == ("of something else", "", "")

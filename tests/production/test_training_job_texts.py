@@ -23,7 +23,7 @@ from production.training.checkpoint.weights import _check_rows
 from production.training.config import load, refusals
 from production.training.config.schema.sections import Sft
 from production.training.data.batch_stream import BatchStream
-from production.training.data.fingerprint import MEND, ResumeRefused, check_resume, option
+from production.training.data.fingerprint import FIX, ResumeRefused, check_resume, option
 from production.training.distributed import heartbeat
 from production.training.export import _settings
 from production.training.resume import check_same, identity
@@ -57,7 +57,7 @@ def identity_of(folder, data, changes):
 
 
 @pytest.mark.parametrize("changes", [DIRECT, ONLINE], ids=["direct", "online"])
-def test_the_key_that_mends_a_resume_is_one_that_a_configuration_takes(tmp_path, changes):
+def test_the_key_that_fixes_a_resume_is_one_that_a_configuration_takes(tmp_path, changes):
     write = jobs.write_chat if changes is ONLINE else jobs.write_rows
     config, saved = identity_of(tmp_path, write(tmp_path / "rows.jsonl"), changes)
     named = 0
@@ -65,10 +65,10 @@ def test_the_key_that_mends_a_resume_is_one_that_a_configuration_takes(tmp_path,
         now = {each: other for each, other in saved.items() if each != key}
         with pytest.raises(ResumeRefused) as caught:
             check_resume(saved, now)
-        if key in MEND:
-            assert caught.value.mend == MEND[key]
+        if key in FIX:
+            assert caught.value.fix == FIX[key]
             continue
-        assert re.match(rf"set {re.escape(option(key))} (\(or [^)]*\) )?to ", caught.value.mend)
+        assert re.match(rf"set {re.escape(option(key))} (\(or [^)]*\) )?to ", caught.value.fix)
         job = load(config, [f"{option(key)}={json.dumps(value)}"])
         # An option that was moved to its section stands there; null may be derived anew.
         there = option(key) if option(key) in job.sources else f"{MEGATRON}.{key}"
@@ -78,7 +78,7 @@ def test_the_key_that_mends_a_resume_is_one_that_a_configuration_takes(tmp_path,
     with pytest.raises(ResumeRefused) as caught:
         check_resume(saved, saved | {"transformer.init_method_std": 0.5})
     told = f"take {MEGATRON}.init_method_std (or {MEGATRON}.transformer.init_method_std, where it stands there) out"
-    assert told in caught.value.mend
+    assert told in caught.value.fix
 
 
 def test_other_files_are_told_in_rows_and_short_fingerprints():
@@ -87,7 +87,7 @@ def test_other_files_are_told_in_rows_and_short_fingerprints():
         check_resume(saved, {"files": [{"fingerprint": "fedcba9876543210", "rows": 22}]})
     told = "files: saved 12 rows (fingerprint 01234567), now 22 rows (fingerprint fedcba98)"
     assert caught.value.what == f"the run is not what it was: {told}"
-    assert caught.value.mend.startswith("give data.train.data_path the files")
+    assert caught.value.fix.startswith("give data.train.data_path the files")
 
 
 def test_a_run_past_the_steps_that_are_asked_ends_by_them_and_says_so():
@@ -145,16 +145,16 @@ def test_a_rank_that_said_where_it_hangs_still_lives_for_a_third(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("stored", "rows", "ranks", "mend"),
+    ("stored", "rows", "ranks", "fix"),
     [
         (4608, 4096, 1, "set model.vocab_size to 4608"),
         (4096, 4608, 2, "set model.vocab_size to 4096"),
         (4097, 4100, 2, "set model.vocab_size to 4098, the checkpoint's padded to a multiple of tensor_model_parallel_size 2"),
     ],
 )  # fmt: skip
-def test_a_checkpoint_of_another_vocabulary_is_refused_with_both_sizes(stored, rows, ranks, mend):
+def test_a_checkpoint_of_another_vocabulary_is_refused_with_both_sizes(stored, rows, ranks, fix):
     name = "embedding.word_embeddings.weight"
-    with pytest.raises(CheckpointRefused, match=mend) as caught:
+    with pytest.raises(CheckpointRefused, match=fix) as caught:
         _check_rows(Path("there"), name, stored=stored, model=(rows, ranks))
     assert f"{stored} rows and the model's {rows} ({name})" in caught.value.what
     assert ("cut off" if rows < stored else "left zero") in caught.value.what
@@ -201,7 +201,7 @@ def test_a_file_of_fewer_rows_than_a_global_batch_is_refused_by_its_keys(tmp_pat
     assert str(rows) in caught.value.where
     for key in ("policy.train_global_batch_size", "data.last_batch"):
         assert key in caught.value.what
-        assert key in caught.value.mend
+        assert key in caught.value.fix
 
 
 def test_an_option_that_only_another_ranks_file_sets_is_named(monkeypatch):

@@ -97,7 +97,7 @@ def test_a_layout_on_which_a_number_or_the_checkpoint_depends_is_refused_with_bo
         check_going_on(job, saved, now)
     assert reason in caught.value.what
     assert "world_size (saved 1, now 2)" in caught.value.what
-    assert "start" in caught.value.mend
+    assert "start" in caught.value.fix
     unasked = job_of(tmp_path / "unasked", files[file], BASE | changes | layout | {"checkpointing.reshard": False})
     with pytest.raises(ResumeRefused, match="world_size: saved 1, now 2"):
         check_going_on(unasked, saved, now)

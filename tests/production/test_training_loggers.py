@@ -100,7 +100,7 @@ def test_a_loss_comes_back_to_the_bit(tmp_path):
         (b"x" * 200_000, 200_000, 2),
     ],
 )
-def test_r_record_2_a_line_cut_off_by_a_kill_is_mended_on_resume(tmp_path, tail, cut, kept):
+def test_r_record_2_a_line_cut_off_by_a_kill_is_fixed_on_resume(tmp_path, tail, cut, kept):
     file = tmp_path / "metrics.jsonl"
     lines = JsonLines(file)
     lines.log(step(1))
@@ -280,13 +280,13 @@ def test_a_logger_whose_package_is_missing_is_refused_with_the_extra_to_install(
 
 
 @pytest.mark.parametrize(
-    ("name", "started", "settings", "mend"),
+    ("name", "started", "settings", "fix"),
     [
         ("wandb", "init", {"wandb": WandbSettings(project="p")}, "`wandb login`"),
         ("mlflow", "MlflowClient", {"mlflow": MlflowSettings(tracking_uri="u", experiment="e")}, "tracking_uri"),
     ],
 )
-def test_a_logger_that_cannot_start_is_refused_by_its_key(tmp_path, monkeypatch, name, started, settings, mend):
+def test_a_logger_that_cannot_start_is_refused_by_its_key(tmp_path, monkeypatch, name, started, settings, fix):
     class UsageError(Exception):
         """Of wandb's own kind: no error of ours."""
 
@@ -298,7 +298,7 @@ def test_a_logger_that_cannot_start_is_refused_by_its_key(tmp_path, monkeypatch,
     with pytest.raises(PackproofError, match=f"{name} cannot start: UsageError: No API key configured") as caught:
         open_loggers(plain(tmp_path, **settings), rank=0, run=RUN)
     assert caught.value.where == f"logger.{name}_enabled"
-    assert mend in caught.value.mend
+    assert fix in caught.value.fix
 
 
 def test_event_files_that_cannot_be_begun_are_refused_by_their_key(tmp_path):

@@ -46,7 +46,7 @@ def test_r_setup_20_folders_that_are_not_there_yet_are_made_and_left_empty(job, 
 
 @pytest.mark.parametrize("key", FOLDERS)
 @pytest.mark.parametrize("is_above", [False, True], ids=["a file", "below a file"])
-def test_a_file_where_a_folder_should_be_is_named_with_key_and_mend(job, tmp_path, key, is_above):
+def test_a_file_where_a_folder_should_be_is_named_with_key_and_fix(job, tmp_path, key, is_above):
     (tmp_path / "taken").write_text("")
     folder = tmp_path / "taken" / "below" if is_above else tmp_path / "taken"
     (refusal,) = check_machine(load(job(), [f"{key}={folder}"]))
@@ -54,7 +54,7 @@ def test_a_file_where_a_folder_should_be_is_named_with_key_and_mend(job, tmp_pat
     assert str(folder) in refusal.what
     assert "is no folder" in refusal.what
     assert key in refusal.where
-    assert "give a folder" in refusal.mend
+    assert "give a folder" in refusal.fix
 
 
 @pytest.mark.parametrize("key", FOLDERS)

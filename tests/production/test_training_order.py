@@ -56,7 +56,7 @@ def test_settings_that_would_have_to_be_guessed_are_refused_by_name(changes, whe
         settings(**changes)
     assert caught.value.where == where
     assert what in caught.value.what
-    assert caught.value.mend
+    assert caught.value.fix
 
 
 @pytest.mark.parametrize(

@@ -39,13 +39,13 @@ def job(config):
 
 @pytest.fixture
 def refused(job):
-    """What is said against a tokenizer of this name, the key, its place and the mend held."""
+    """What is said against a tokenizer of this name, the key, its place and the fix held."""
 
     def said(name):
         with pytest.raises(PackproofError) as caught:
             load_tokenizer(job(name))
         assert caught.value.where == f"{KEY} (override '{KEY}={name}')"
-        assert caught.value.mend.startswith("give a folder with tokenizer.json and tokenizer_config.json")
+        assert caught.value.fix.startswith("give a folder with tokenizer.json and tokenizer_config.json")
         begin = f"no tokenizer can be loaded from {name}: "
         assert caught.value.what.startswith(begin)
         early = [each.what for each in check_tokenizer(job(name))]  # without loading it not all can be seen

@@ -201,7 +201,7 @@ def is_halted(_engine):
 def stops(_engine):
     from production.errors import PackproofError
 
-    raise PackproofError(what="a row that cannot be", where="line 7", mend="take it out")
+    raise PackproofError(what="a row that cannot be", where="line 7", fix="take it out")
 
 
 def train_on_full_disk(payload, worker):

@@ -14,19 +14,19 @@ FOUR = microbatches.Padding(sequence_multiple=4, row_multiple=1, row_length=None
 
 
 def online(**options):
-    return microbatches.process_microbatch(microbatches.rectangle(CONVERSATIONS, 4), how=FOUR, **options)
+    return microbatches.process_microbatch(microbatches.padded_batch(CONVERSATIONS, 4), how=FOUR, **options)
 
 
-def test_r_online_2_the_rectangle_is_right_padded_to_a_multiple():
-    found = microbatches.rectangle(CONVERSATIONS, 4)
+def test_r_online_2_the_padded_batch_is_right_padded_to_a_multiple():
+    found = microbatches.padded_batch(CONVERSATIONS, 4)
     assert found.input_ids.tolist() == [[1, 2, 3, 4, 5, 0, 0, 0], [6, 7, 8, 0, 0, 0, 0, 0], [9, 10, 0, 0, 0, 0, 0, 0]]
     assert found.token_mask[1].tolist() == [0, 1, 1, 0, 0, 0, 0, 0]
     assert found.input_lengths == [5, 3, 2]
-    filled = microbatches.rectangle(CONVERSATIONS, 4, pad_token_id=77)
+    filled = microbatches.padded_batch(CONVERSATIONS, 4, pad_token_id=77)
     assert filled.input_ids[1].tolist() == [6, 7, 8, 77, 77, 77, 77, 77]
     assert microbatches.squeeze(filled, FOUR).input_ids.tolist()[8:12] == [6, 7, 8, 0]
     with pytest.raises(microbatches.PaddingError, match="no token"):
-        microbatches.rectangle([([], [])], 4)
+        microbatches.padded_batch([([], [])], 4)
 
 
 def test_r_online_3_bins_are_packed_over_rounded_lengths():
@@ -46,7 +46,7 @@ def test_r_online_4_the_published_example():
 
 
 def test_r_online_4_a_sequence_that_does_not_count_trains_nowhere():
-    whole = microbatches.rectangle(CONVERSATIONS, 4)
+    whole = microbatches.padded_batch(CONVERSATIONS, 4)
     whole.sample_mask[0] = 0
     assert microbatches.squeeze(whole, FOUR).target_mask.tolist() == [0] * 8 + [1, 1, 0, 0, 1, 0, 0, 0]
     assert microbatches.valid_tokens(whole) == 3
@@ -94,7 +94,7 @@ def test_r_online_4_a_multiple_that_the_domain_factor_does_not_divide_is_an_erro
 
 
 def test_r_online_5_the_last_sequence_takes_the_rows_padding():
-    whole = microbatches.rectangle(CONVERSATIONS, 4)
+    whole = microbatches.padded_batch(CONVERSATIONS, 4)
     how = microbatches.Padding(sequence_multiple=4, row_multiple=1, row_length=24)
     assert microbatches.squeeze(whole, how).cu_seqlens_padded == [0, 8, 12, 24]
     how = microbatches.Padding(sequence_multiple=4, row_multiple=10, row_length=None)

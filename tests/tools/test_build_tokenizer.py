@@ -171,7 +171,7 @@ def test_the_cache_is_where_the_environment_says(tmp_path, monkeypatch):
     assert real_tokenizers.cache_root() == Path.home() / ".cache" / "packproof"
 
 
-def test_a_missing_package_is_named_with_the_command_that_mends_it(tmp_path, monkeypatch, capsys):
+def test_a_missing_package_is_named_with_the_command_that_fixes_it(tmp_path, monkeypatch, capsys):
     def missing(name):
         raise importlib.metadata.PackageNotFoundError(name)
 

@@ -121,7 +121,7 @@ def test_the_way_ends_where_it_is_told_to(run, rows, stop):
     assert (status, found["steps"][-1]["step"]) == (0, stop)
 
 
-def test_a_segment_that_does_not_divide_is_refused_with_what_where_and_mend(run, rows):
+def test_a_segment_that_does_not_divide_is_refused_with_what_where_and_fix(run, rows):
     arguments = [*of(rows), "--cp", 4, "--context-parallel-size", 1]
     status, found = described(run, *arguments)
     refused = step_of(found, "share")["sides"]
@@ -159,7 +159,7 @@ def test_a_segment_that_does_not_divide_is_refused_with_what_where_and_mend(run,
         (["--fed", "nowhere", "--cp", 2], "the dump says its own layout"),
     ],
 )
-def test_what_cannot_be_is_refused_with_what_where_and_mend(run, rows, arguments, says):
+def test_what_cannot_be_is_refused_with_what_where_and_fix(run, rows, arguments, says):
     status, out, err = run(*of(rows), *arguments)
     assert (status, out) == (2, "")
     assert says in err

@@ -249,12 +249,12 @@ REFUSALS = [
 ]
 
 
-@pytest.mark.parametrize(("words", "argument", "mend"), REFUSALS)
-def test_what_has_no_place_in_a_job_is_refused_by_name_and_no_yaml_is_written(words, argument, mend, tmp_path, capsys):
+@pytest.mark.parametrize(("words", "argument", "fix"), REFUSALS)
+def test_what_has_no_place_in_a_job_is_refused_by_name_and_no_yaml_is_written(words, argument, fix, tmp_path, capsys):
     path = tmp_path / "job.yaml"
     assert main(["-o", str(path), "--", *COMMON, "--train-iters", "8", *words]) == 2
     (line,) = [each for each in capsys.readouterr().err.splitlines() if each.startswith(f"refused: {argument}")]
-    assert mend in line
+    assert fix in line
     assert not path.exists()
 
 

@@ -269,7 +269,7 @@ def test_a_pad_token_that_the_vocabulary_lacks_is_told_and_refused_by_strict(tmp
     assert "pad_missing" not in json.loads(manifest_path(out).read_text())["notes"]
 
 
-def test_places_that_cannot_be_are_errors_with_a_mend(tmp_path, capsys):
+def test_places_that_cannot_be_are_errors_with_a_fix(tmp_path, capsys):
     """R-FILE-11: no traceback and no bare error of the system, whatever is named."""
     file = write(tmp_path / "chat.jsonl", CONVERSATIONS[:1])
     parquet = tmp_path / "table.jsonl"

@@ -60,7 +60,7 @@ def multi_token(
         raise PackproofError(
             what=f"must be a multiple of {segment_tokens}, the tokens of a segment, got {pack_length}",
             where="pack_length",
-            mend="make it a multiple of segment_tokens",
+            fix="make it a multiple of segment_tokens",
         )
     import megatron.core.transformer.multi_token_prediction  # noqa: F401, PLC0415 - once, before the fork
 

@@ -96,7 +96,7 @@ def rows(
     files = [file for file in files if file.suffix in {".jsonl", ".packed"}]
     if not files or not all(file.is_file() for file in files):
         raise PackproofError(
-            what="no packed file", where=str(data), mend="name a .jsonl.packed file or a folder of some"
+            what="no packed file", where=str(data), fix="name a .jsonl.packed file or a folder of some"
         )
     results: list[Result] = []
     console = Console()
@@ -137,7 +137,7 @@ def _in_process(task: dict[str, Any]) -> list[Result]:
             raise PackproofError(
                 what=f"the measuring process failed:\n{done.stderr[-2000:]}",
                 where=f"{task['prompt_format']}, {count} threads",
-                mend="see its last lines above",
+                fix="see its last lines above",
             )
         return msgspec.json.decode(out.read_bytes(), type=list[Result])
 

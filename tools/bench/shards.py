@@ -61,7 +61,7 @@ def make_row(*, pack_length: int, segments: int, granularity: int, seed: int = 0
         raise PackproofError(
             what=f"{pack_length} tokens cannot be {segments} segments of multiples of {granularity}",
             where="pack_length",
-            mend="make it a multiple of 2·cp, and long enough",
+            fix="make it a multiple of 2·cp, and long enough",
         )
     inner = (torch.randperm(units - 1, generator=made)[: segments - 1] + 1).sort().values
     cu_seqlens = torch.cat([inner.new_tensor([0]), inner, inner.new_tensor([units])]) * granularity

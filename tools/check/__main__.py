@@ -171,14 +171,14 @@ class _Check:
                 PackproofError(
                     what="a file changed while it was checked",
                     where=target.train.names,
-                    mend="check it again when nothing writes to it",
+                    fix="check it again when nothing writes to it",
                 )
             )
 
     def _refuse(self, error: PackproofError | OSError) -> None:
         result = self._results["config"]
         finding = (
-            Finding(what=error.what, where=error.where, fix=error.mend)
+            Finding(what=error.what, where=error.where, fix=error.fix)
             if isinstance(error, PackproofError)
             else Finding(what=str(error))
         )

@@ -43,5 +43,5 @@ def _told_once(errors: Sequence[PackproofError]) -> list[Finding]:
     for each in errors:
         place = each.where.partition(" (")[0]
         key = (each.what, place if ", line " in place or ", byte " in place else each.where)
-        found.setdefault(key, Finding(what=each.what, where=each.where, fix=each.mend))
+        found.setdefault(key, Finding(what=each.what, where=each.where, fix=each.fix))
     return list(found.values())

@@ -63,7 +63,7 @@ def _findings(found: Scanned) -> Iterator[Finding]:
 def _finding(first: list[RowFinding], count: int, begins: str) -> Finding:
     others = "; ".join(_place(each) for each in first[1:FIRST_PLACES])
     also = f" ({count:,} rows; also {others})" if others else ""
-    return Finding(what=f"{begins}{first[0].what}{also}", where=_place(first[0]), fix=first[0].mend)
+    return Finding(what=f"{begins}{first[0].what}{also}", where=_place(first[0]), fix=first[0].fix)
 
 
 def _place(finding: RowFinding) -> str:

@@ -114,7 +114,7 @@ def _walk(target: Target, rows: _Rows, result: PartResult) -> str:
     except PackproofError as error:
         row = getattr(error, "row", None)
         where = rows.place(numbers[row][0]) if isinstance(row, int) else error.where
-        result.findings.append(Finding(what=error.what, where=where, fix=error.mend))
+        result.findings.append(Finding(what=error.what, where=where, fix=error.fix))
         return "the layout cannot be cut"
     result.compared += count
     result.numbers["walk"] = _load(found)

@@ -69,7 +69,7 @@ def open_target(job: Job, ranks: int) -> Target:
         raise PackproofError(
             what="this job takes the online path (chat files), and a check compares packed rows",
             where=job.where("data.train"),
-            mend="pack the file (packproof pack) and check that job, or run packproof equivalence, whose checks cover the online path",
+            fix="pack the file (packproof pack) and check that job, or run packproof equivalence, whose checks cover the online path",
         )
     tokenizer = load_tokenizer(job)
     if job.policy.tokenizer.chat_template is not None:

@@ -32,7 +32,7 @@ def verify(
         raise PackproofError(
             what=f"the job {missing[0]} that was checked is not there",
             where=str(certificate),
-            mend=f"run this where the check ran, or name the job: packproof check JOB.yaml --verify {certificate}",
+            fix=f"run this where the check ran, or name the job: packproof check JOB.yaml --verify {certificate}",
         )
     job = load(paths, said)
     size = request.get("world_size")

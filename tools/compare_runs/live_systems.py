@@ -231,7 +231,7 @@ def baseline_rows(job: Job) -> tuple[Path, RowSettings]:
             raise PackproofError(
                 what=f"{what}: the installed Megatron-LM, as it is assembled here, does not have this",
                 where=job.where(key),
-                mend="leave it out to compare the two systems",
+                fix="leave it out to compare the two systems",
             )
     return Path(dataset.data_path[0].path), RowSettings(
         pack_length=job.policy.max_total_sequence_length,

@@ -121,7 +121,7 @@ def _write(option: str, path: Path, write: Callable[[Path], object]) -> None:
         raise PackproofError(
             what=f"it cannot be written ({error.strerror or error})",
             where=f"{option} {path}",
-            mend="choose another place",
+            fix="choose another place",
         ) from error
 
 

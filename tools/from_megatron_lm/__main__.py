@@ -29,8 +29,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"refused: {error}", file=sys.stderr)
         return CANNOT_RUN
     if found.refused:
-        for argument, mend in found.refused:
-            print(f"refused: {argument}: {mend}", file=sys.stderr)
+        for argument, fix in found.refused:
+            print(f"refused: {argument}: {fix}", file=sys.stderr)
         print(f"{len(found.refused)} arguments have no place in a job", file=sys.stderr)
         return CANNOT_RUN
     text = yaml_text(found, name)
@@ -43,8 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _read(source: str | None, behind: list[str] | None) -> tuple[Arguments, str]:
     if (source is None) == (behind is None):
-        mend = "name a file (- for stdin), or write the arguments behind --"
-        raise PackproofError(what="there is no one source of arguments", where="command line", mend=mend)
+        fix = "name a file (- for stdin), or write the arguments behind --"
+        raise PackproofError(what="there is no one source of arguments", where="command line", fix=fix)
     if behind is not None:
         return read_words(behind, name="the command line"), "a command line"
     assert source is not None
@@ -53,7 +53,7 @@ def _read(source: str | None, behind: list[str] | None) -> tuple[Arguments, str]
     try:
         return read_text(Path(source).read_text(encoding="utf-8"), name=source), source
     except (OSError, UnicodeDecodeError) as error:
-        raise PackproofError(what=f"cannot be read: {error}", where=source, mend="name a file of text") from None
+        raise PackproofError(what=f"cannot be read: {error}", where=source, fix="name a file of text") from None
 
 
 def _parser() -> argparse.ArgumentParser:

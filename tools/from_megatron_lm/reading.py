@@ -43,7 +43,7 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raise PackproofError: the usage text of 800 arguments helps nobody."""
         raise PackproofError(
-            what=f"Megatron-LM refuses the arguments: {message}", where="command line", mend="correct the command line"
+            what=f"Megatron-LM refuses the arguments: {message}", where="command line", fix="correct the command line"
         )
 
 
@@ -77,7 +77,7 @@ def read_text(text: str, *, name: str) -> Arguments:
     words = shlex.split(text.replace("\\\n", " "), comments=True)
     if unset := _VARIABLE.search(" ".join(words)):
         what = f"{unset[0]} is a variable of a shell that is not run here"
-        raise PackproofError(what=what, where=name, mend="write its value (`bash -x` prints the whole line)")
+        raise PackproofError(what=what, where=name, fix="write its value (`bash -x` prints the whole line)")
     return read_words(words, name=name)
 
 
@@ -86,8 +86,8 @@ def read_words(words: Sequence[str], *, name: str) -> Arguments:
     scripts = [index for index, word in enumerate(words) if Path(word).suffix == ".py"]
     words = list(words[scripts[0] + 1 :] if scripts else words)
     if not any(word.startswith("--") for word in words):
-        mend = "give a file with the arguments, a log that begins with them, or the arguments behind --"
-        raise PackproofError(what="there is no argument of Megatron-LM's (--name)", where=name, mend=mend)
+        fix = "give a file with the arguments, a log that begins with them, or the arguments behind --"
+        raise PackproofError(what="there is no argument of Megatron-LM's (--name)", where=name, fix=fix)
     values, unknown = parser().parse_known_args(words)
     only = argparse.Namespace(**dict.fromkeys(vars(values), _NOT_GIVEN))
     parser().parse_known_args(words, only)
@@ -103,12 +103,12 @@ def _read_dump(text: str, name: str) -> Arguments:
     dump, end, _ = rest.partition(_END)
     if not end:
         what = "the argument dump has no end: the log is cut"
-        raise PackproofError(what=what, where=name, mend="give the whole head of the log")
+        raise PackproofError(what=what, where=name, fix="give the whole head of the log")
     found = {
         line["name"]: _value(line["value"]) for each in dump.splitlines() if (line := _LINE.fullmatch(each.rstrip()))
     }
     if not found:
-        raise PackproofError(what="the argument dump is empty", where=name, mend="give the whole head of the log")
+        raise PackproofError(what="the argument dump is empty", where=name, fix="give the whole head of the log")
     unknown = tuple(key for key in found if key not in defaults() and key not in DERIVED)
     values = {**defaults(), **{key: _as_parsed(key, value) for key, value in found.items()}}
     return Arguments(values=values, given=None, unknown=unknown)

@@ -60,8 +60,8 @@ class _Translator:
         is_left_out = given is not None and not any(name in given for name in names)
         self._found.lines.append(Line(key=key, value=value, comment=f"{flags} left out" if is_left_out else flags))
 
-    def _refuse(self, name: str, mend: str) -> None:
-        self._found.refused.append((f"{_flag(name)} {_shown(self._get(name))}", mend))
+    def _refuse(self, name: str, fix: str) -> None:
+        self._found.refused.append((f"{_flag(name)} {_shown(self._get(name))}", fix))
 
     def _run_length(self) -> None:
         if not self._get("train_iters"):
@@ -77,10 +77,10 @@ class _Translator:
         if batch is None:
             self._refuse("global_batch_size", "give it: without it Megatron-LM takes the micro batch of every rank")
         if micro != 1:
-            mend = "set it to 1: a row is a microbatch here"
+            fix = "set it to 1: a row is a microbatch here"
             if not self._get("calculate_per_token_loss"):
-                mend += ", and --calculate-per-token-loss, without which another micro batch trains something else"
-            self._refuse("micro_batch_size", mend)
+                fix += ", and --calculate-per-token-loss, without which another micro batch trains something else"
+            self._refuse("micro_batch_size", fix)
         self._put("policy.train_global_batch_size", batch, "global_batch_size")
         self._put("policy.max_total_sequence_length", self._get("seq_length"), "seq_length")
         if self._get("seq_length") is None:
@@ -146,8 +146,8 @@ class _Translator:
             multiple = self._get("make_vocab_size_divisible_by") * self._get("tensor_model_parallel_size")
             padded = math.ceil(size / multiple) * multiple if self._get("pad_vocab_size") else size
         if padded is None:
-            mend = "give --vocab-size, the tokenizer's number of tokens: the embedding is padded from it, and a dump has it as padded_vocab_size"
-            self._refuse("vocab_size", mend)
+            fix = "give --vocab-size, the tokenizer's number of tokens: the embedding is padded from it, and a dump has it as padded_vocab_size"
+            self._refuse("vocab_size", fix)
         self._put("model.vocab_size", padded, "vocab_size", "make_vocab_size_divisible_by")
 
     def _layout(self) -> None:
@@ -261,8 +261,8 @@ class _Translator:
             files, name = self._get("data_path"), "data_path"
             split = self._get("split") or _SPLIT
             if files is not None and split.replace(" ", "") not in _WHOLE_SPLITS:
-                mend = "it trains on a part of the rows: write the parts to files, and name them by --train-data-path and --valid-data-path"
-                self._found.refused.append((f"--split {split}" + ("" if self._get("split") else " (left out)"), mend))
+                fix = "it trains on a part of the rows: write the parts to files, and name them by --train-data-path and --valid-data-path"
+                self._found.refused.append((f"--split {split}" + ("" if self._get("split") else " (left out)"), fix))
         if not files:
             self._refuse("train_data_path", "give the packed file")
             return
@@ -341,9 +341,9 @@ class _Translator:
                     self._put(f"{_MEGATRON}.{kind}.{name}", _plain(value), name)
 
     def _others(self) -> None:
-        for name, mend in REFUSED.items():
+        for name, fix in REFUSED.items():
             if name in self._arguments.values and _differs(self._get(name), defaults()[name]):
-                self._refuse(name, mend)
+                self._refuse(name, fix)
         for name, why in WITHOUT_EFFECT.items():
             if name in self._arguments.values and _differs(self._get(name), defaults()[name]):
                 self._found.without_effect.append((_flag(name), why))

@@ -201,7 +201,7 @@ def _fix(options: Arguments, tokenizer: Any, settings: RowSettings, redundant: A
 def _settings(options: Arguments) -> RowSettings:
     """Return the settings of the command line, and of the manifest where it says no other."""
     if not options.files:
-        raise PackproofError(what="no file is given", where="the command line", mend="name one or more packed files")
+        raise PackproofError(what="no file is given", where="the command line", fix="name one or more packed files")
     manifest = None if options.ignore_manifest else read_manifest(options.files[0])
     said = {} if manifest is None else dict(manifest.settings)
     given = {
@@ -214,7 +214,7 @@ def _settings(options: Arguments) -> RowSettings:
         raise PackproofError(
             what="nothing says how many tokens a row has: no manifest stands beside the file",
             where=str(options.files[0]),
-            mend="give --pack-length, policy.max_total_sequence_length of the job",
+            fix="give --pack-length, policy.max_total_sequence_length of the job",
         )
     return RowSettings(**{**chosen, "semantics": parse(chosen["semantics"])})
 

@@ -92,7 +92,7 @@ class Fixer:
             raise PackproofError(
                 what="it is the file that is read",
                 where=str(out),
-                mend="name another file: originals are never changed",
+                fix="name another file: originals are never changed",
             )
         result = Repair(out=out, changes=out.with_name(f"{out.name}.changes.jsonl"))
         with atomic_file(result.changes) as changes, atomic_file(out) as rows:
@@ -100,7 +100,7 @@ class Fixer:
                 self._write_row(source, number, rows, changes, result)
             if not result.rows:
                 raise PackproofError(
-                    what="no row is left, so nothing was written", where=str(out), mend="look at the findings: the settings may not be the file's"
+                    what="no row is left, so nothing was written", where=str(out), fix="look at the findings: the settings may not be the file's"
                 )  # fmt: skip
         return result
 

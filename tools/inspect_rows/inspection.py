@@ -31,7 +31,7 @@ class Finding:
     """0-based message within the conversation."""
     what: str
     """What is wrong, with its numbers."""
-    mend: str
+    fix: str
     """How to fix it."""
     is_unreadable: bool = False
     """Whether the line cannot be read as a row (R-FILE); `empty_row` is a kind of lines and of rows."""

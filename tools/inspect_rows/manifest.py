@@ -47,18 +47,18 @@ def make_manifest(files: Sequence[Path], found: Inspection, tokenizer: Any, fold
         raise PackproofError(
             what=f"{len(files)} files are inspected at once, and a manifest is of one file",
             where="--write-manifest",
-            mend="inspect the files one by one",
+            fix="inspect the files one by one",
         )
     (file,) = files
     if not found.rows_complete:
         raise PackproofError(
             what="the scan ended early, and a manifest counts all rows",
             where=str(file),
-            mend="leave --rows and --budget out",
+            fix="leave --rows and --budget out",
         )
     if read_manifest(file) is not None:
         raise PackproofError(
-            what="the file has a manifest already", where=str(manifest_path(file)), mend="move it away to make another"
+            what="the file has a manifest already", where=str(manifest_path(file)), fix="move it away to make another"
         )
     whole = fingerprint_file(file)
     with file.open("rb") as raw:

@@ -96,7 +96,7 @@ class RowInspector:
             part.counts["rows"] += 1
             if isinstance(messages, BadInput):
                 part.counts["rows_unreadable"] += 1
-                fault = _finding(place, messages.kind, "fails", messages.what, messages.mend)
+                fault = _finding(place, messages.kind, "fails", messages.what, messages.fix)
                 part.findings.append(dataclasses.replace(fault, is_unreadable=True))
                 continue
             row, is_odd = next(built)
@@ -112,7 +112,7 @@ class RowInspector:
             if isinstance(row, RowRefused):
                 part.counts["rows_refused"] += 1
                 part.note_edge(f"refused_{row.kind}", place.number)
-                part.findings.append(_finding(place, row.kind, "fails", row.what, row.mend, row.conversation, row.turn))
+                part.findings.append(_finding(place, row.kind, "fails", row.what, row.fix, row.conversation, row.turn))
             else:
                 self._count(place, messages, row, part)
         part.row_hashes = np.concatenate([part.row_hashes, np.array(row_hashes, dtype=RECORD)])
@@ -250,8 +250,8 @@ class RowInspector:
                 self._note(part, place, kind, text.format(_counted(of_kind, noun)))
 
     def _note(self, part: Part, place: Place, kind: str, what: str, conversation: int | None = None) -> None:
-        severity, mend = KINDS[kind]
-        part.findings.append(_finding(place, kind, severity, what, mend, conversation))
+        severity, fix = KINDS[kind]
+        part.findings.append(_finding(place, kind, severity, what, fix, conversation))
         part.note_edge(kind, place.number)
 
 
@@ -272,11 +272,11 @@ def _finding(
     kind: str,
     severity: Severity,
     what: str,
-    mend: str,
+    fix: str,
     conversation: int | None = None,
     turn: int | None = None,
 ) -> Finding:
     return Finding(
         kind=kind, severity=severity, file=place.file, row=place.row, line=place.line,
-        conversation=conversation, turn=turn, what=what, mend=mend,
+        conversation=conversation, turn=turn, what=what, fix=fix,
     )  # fmt: skip

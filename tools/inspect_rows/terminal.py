@@ -77,7 +77,7 @@ def findings(found: Inspection, shown: int) -> Iterator[Text]:
             place += "" if each.conversation is None else f" conversation {each.conversation}"
             place += "" if each.turn is None else f" turn {each.turn}"
             text = Text(f"{each.severity} {kind}: ", style=_COLOURS[each.severity])
-            yield text.append(f"{place}: {each.what}. To fix it: {each.mend}", style="default")
+            yield text.append(f"{place}: {each.what}. To fix it: {each.fix}", style="default")
         if (more := found.findings_by_kind[kind] - min(shown, len(of_kind))) > 0:
             yield Text(f"  … and {more:,} more of {kind}", style="dim")
 

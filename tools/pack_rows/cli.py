@@ -94,13 +94,13 @@ def _main(argv: Sequence[str] | None) -> int:
         complaints.print(Text(f"packproof-pack-rows: {error}"), soft_wrap=True)
     except OSError as error:
         place = error.filename or options.out
-        mend = (
+        fix = (
             "free some disk"
             if error.errno in {errno.ENOSPC, errno.EDQUOT}
             else "give paths that this user can read and write"
         )
         complaints.print(
-            Text(f"packproof-pack-rows: {place}: {error.strerror or error}. To fix it: {mend}"), soft_wrap=True
+            Text(f"packproof-pack-rows: {place}: {error.strerror or error}. To fix it: {fix}"), soft_wrap=True
         )
     return 2
 
@@ -154,7 +154,7 @@ def _finish(options: PackRows, packing: Packing, screen: Console, complaints: Co
     _list_refused(packing, complaints, max(0, options.list_refused))
     if packing.failures:
         complaints.print(
-            f"{len(packing.failures):,} conversations are refused, so nothing was written; mend them, or leave them "
+            f"{len(packing.failures):,} conversations are refused, so nothing was written; fix them, or leave them "
             "out with --on-bad skip (too long: --on-long skip, split or truncate).",
             soft_wrap=True,
         )
@@ -163,7 +163,7 @@ def _finish(options: PackRows, packing: Packing, screen: Console, complaints: Co
         raise PackproofError(
             what="no conversation is left to pack, so nothing was written",
             where="the inputs",
-            mend="give other chat files, or correct the conversations listed above",
+            fix="give other chat files, or correct the conversations listed above",
         )
     screen.print(_table(packing))
     for note in packing.notes:
@@ -178,26 +178,26 @@ def _check_places(options: PackRows) -> None:
         raise PackproofError(
             what="no chat file is given",
             where="the command line",
-            mend="name one or more chat files, a folder of them, or - for standard input",
+            fix="name one or more chat files, a folder of them, or - for standard input",
         )
     if options.out.suffix in {".gz", ".zst"}:
         raise PackproofError(
             what="rows are written plain, and the name says compressed",
             where=str(options.out),
-            mend="give another --out, and compress the file afterwards",
+            fix="give another --out, and compress the file afterwards",
         )
     for path in (*options.inputs, options.tokenizer, options.out):
         _check_name(path)
     if options.out.is_dir():
-        mend = "give the name of a file, such as train.jsonl.packed, in it"
-        raise PackproofError(what="it is a folder", where=str(options.out), mend=mend)
+        fix = "give the name of a file, such as train.jsonl.packed, in it"
+        raise PackproofError(what="it is a folder", where=str(options.out), fix=fix)
     for place in (options.out, manifest_path(options.out)):
         if is_there(place) and not options.overwrite:
             raise PackproofError(
-                what="the file exists", where=str(place), mend="choose another --out, or replace it with --overwrite"
+                what="the file exists", where=str(place), fix="choose another --out, or replace it with --overwrite"
             )
     if options.out.resolve() in {path.resolve() for path in options.inputs if path != STDIN}:
-        raise PackproofError(what="--out is one of the inputs", where=str(options.out), mend="choose another --out")
+        raise PackproofError(what="--out is one of the inputs", where=str(options.out), fix="choose another --out")
 
 
 def _check_name(path: Path) -> None:
@@ -206,10 +206,10 @@ def _check_name(path: Path) -> None:
     try:
         text.encode()
     except UnicodeEncodeError:
-        what, mend = "the path is no UTF-8, and a manifest could not name it", "rename the file"
-        raise PackproofError(what=what, where=ascii(text), mend=mend) from None
+        what, fix = "the path is no UTF-8, and a manifest could not name it", "rename the file"
+        raise PackproofError(what=what, where=ascii(text), fix=fix) from None
     if "\0" in text:
-        raise PackproofError(what="the path holds a NUL byte", where=ascii(text), mend="give a path without it")
+        raise PackproofError(what="the path holds a NUL byte", where=ascii(text), fix="give a path without it")
 
 
 def _list_refused(packing: Packing, complaints: Console, shown: int) -> None:

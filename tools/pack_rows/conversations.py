@@ -59,9 +59,9 @@ def _parse(line: bytes, file: InputFile, chat_key: str, keys: MessageKeys) -> li
         else:
             messages, beside = messages_of(parse_object(line, unterminated=not ended), file.layout, chat_key)
     except LineError as error:
-        raise ConversationError(error.kind, f"{error.what}; {error.mend}") from None
+        raise ConversationError(error.kind, f"{error.what}; {error.fix}") from None
     if (fault := keys.fault_of_line(beside)) is not None:
-        raise ConversationError(fault[0], f"{fault[1]}; {keys.mend(fault[0])}")
+        raise ConversationError(fault[0], f"{fault[1]}; {keys.fix(fault[0])}")
     file.dropped_keys.update(list(beside))
     file.message_keys.update(key for message in messages for key in message if key not in {"role", "content"})
     return messages

@@ -76,7 +76,7 @@ def expand(paths: Sequence[Path]) -> list[Path]:
             raise PackproofError(
                 what=f"the folder has no file that ends in {', '.join(SUFFIXES)}",
                 where=str(path),
-                mend="name the chat files",
+                fix="name the chat files",
             )
         found += files
     resolved = [path if path == STDIN or not is_there(path) else path.resolve() for path in found]
@@ -84,7 +84,7 @@ def expand(paths: Sequence[Path]) -> list[Path]:
         raise PackproofError(
             what="the file is given twice, so its conversations would be packed twice",
             where=twice[0],
-            mend="give it once",
+            fix="give it once",
         )
     return found
 
@@ -124,12 +124,12 @@ def _lines(path: Path) -> Iterator[bytes]:
         yield from _parquet(path)
     elif path.suffix in {".xz", ".bz2"}:
         raise PackproofError(
-            what="files packed so are not read", where=str(path), mend="unpack it, or pack it with gzip or zstd"
+            what="files packed so are not read", where=str(path), fix="unpack it, or pack it with gzip or zstd"
         )
     else:
         for line in stream_lines(str(path)):
             if len(line) > MAX_LINE_BYTES:
-                raise PackproofError(what=f"a line has more than {MAX_LINE_BYTES:,} bytes", where=str(path), mend="write one conversation a line")  # fmt: skip
+                raise PackproofError(what=f"a line has more than {MAX_LINE_BYTES:,} bytes", where=str(path), fix="write one conversation a line")  # fmt: skip
             yield line
 
 
@@ -145,7 +145,7 @@ def _parquet(path: Path) -> Iterator[bytes]:
     except (pa.ArrowException, TypeError) as error:
         said = " ".join(str(error).split())
         raise PackproofError(
-            what=f"it cannot be read as Parquet ({said})", where=str(path), mend="write it again"
+            what=f"it cannot be read as Parquet ({said})", where=str(path), fix="write it again"
         ) from error
 
 

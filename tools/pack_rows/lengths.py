@@ -17,7 +17,7 @@ from production.semantics import parse
 from production.tokens.conversations import ConversationTokenizer
 from production.tokens.fingerprint import fingerprint_tokenizer
 from production.tokens.folder import load_folder
-from production.tokens.format_fit import MISFIT_MEND, format_misfits, misfit_text
+from production.tokens.format_fit import MISFIT_FIX, format_misfits, misfit_text
 from production.tokens.message_keys import MessageKeys
 from production.tokens.prompts import FORMATS, TURN_ROLES, Message, RowMessages, count_unrendered, format_of
 from production.tokens.turn_tokens import IGNORE_INDEX
@@ -74,7 +74,7 @@ class LengthMeter:
             raise PackproofError(
                 what=f"unknown prompt format {prompt_format!r}",
                 where="prompt_format",
-                mend=f"choose one of {', '.join(FORMATS)}",
+                fix=f"choose one of {', '.join(FORMATS)}",
             )
         self._format = format_of(prompt_format, parse(semantics))
         # Whatever the job would let pass: a packer has no reason to write a conversation of no token, or one whose
@@ -84,7 +84,7 @@ class LengthMeter:
             raise PackproofError(
                 what=f"the semantics {semantics} have no format 'default'",
                 where="prompt_format",
-                mend="choose another format or other semantics",
+                fix="choose another format or other semantics",
             )
         tokenizer = load_folder(tokenizer_folder)
         self.fingerprint = fingerprint_tokenizer(tokenizer)
@@ -95,13 +95,13 @@ class LengthMeter:
             raise PackproofError(
                 what="the format 'default' renders with the tokenizer's own chat template, and it has none",
                 where=str(tokenizer_folder),
-                mend="add chat_template.jinja, or choose another format",
+                fix="add chat_template.jinja, or choose another format",
             )
         if (misfits := format_misfits(tokenizer, prompt_format)) and not allow_format_misfit:
             raise PackproofError(
                 what=misfit_text(prompt_format, misfits),
                 where=str(tokenizer_folder),
-                mend=f"{MISFIT_MEND}; --allow-format-misfit packs all the same",
+                fix=f"{MISFIT_FIX}; --allow-format-misfit packs all the same",
             )
         settings = RowSettings(
             pack_length=pack_length, prompt_format=prompt_format, semantics=parse(semantics), pad_token=pad_token
@@ -164,7 +164,7 @@ class LengthMeter:
             role = message["role"]
             if len(message) > 2 and (fault := self.keys.fault(message)) is not None:
                 number = turn - conversation.system_inserted
-                return _refuse(conversation, fault[0], f"message {number}: {fault[1]}; {self.keys.mend(fault[0])}")
+                return _refuse(conversation, fault[0], f"message {number}: {fault[1]}; {self.keys.fix(fault[0])}")
             if role not in TURN_ROLES and role.lower() in TURN_ROLES and (is_masked or role.lower() == "system"):
                 return _refuse(
                     conversation,
@@ -191,7 +191,7 @@ def _pad(tokenizer: Any, settings: RowSettings, folder: Path) -> int:
         raise PackproofError(
             what=f"the tokenizer {lacks}, so a job refuses every row (no_pad_token)",
             where=str(folder),
-            mend="name a token that it has with --pad-token, and with megatron_sft_pad_token in the job",
+            fix="name a token that it has with --pad-token, and with megatron_sft_pad_token in the job",
         )
     return pad.id if settings.semantics.padding_mask == "by_value" else _NO_ID
 
@@ -199,7 +199,7 @@ def _pad(tokenizer: Any, settings: RowSettings, folder: Path) -> int:
 def _placed(conversation: Conversation, error: RowRefused) -> Refusal:
     # Messages are numbered as in the file, where an inserted one does not stand.
     turn = "" if error.turn is None else f"message {error.turn - conversation.system_inserted}: "
-    return _refuse(conversation, error.kind, f"{turn}{error.what}; {error.mend}")
+    return _refuse(conversation, error.kind, f"{turn}{error.what}; {error.fix}")
 
 
 def _refuse(conversation: Conversation, kind: str, detail: str) -> Refusal:

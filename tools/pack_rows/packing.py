@@ -191,7 +191,7 @@ def pack_files(
     )
     files = tuple(InputFile(path=Path(path)) for path in expand([Path(path) for path in inputs]))
     if resume and any(file.path == STDIN for file in files):
-        raise PackproofError(what="standard input cannot be read again", where="--resume", mend="write it into a file")
+        raise PackproofError(what="standard input cannot be read again", where="--resume", fix="write it into a file")
     spool = Spool(work, key=_key(files, meter, settings), resume=resume)
     try:
         refused, total = _measure(files, meter, settings, spool, cores() if processes is None else processes)

@@ -54,24 +54,24 @@ class PackSettings:
             raise PackproofError(
                 what=f"rows that are cut are refused by the semantics {self.semantics}",
                 where="on_long",
-                mend="choose skip, split or error, or semantics with lost_conversations=allow",
+                fix="choose skip, split or error, or semantics with lost_conversations=allow",
             )
         if self.algorithm == "first_fit_shuffle" and self.seed is None:
-            raise PackproofError(what="first_fit_shuffle needs a seed", where="seed", mend="give --seed")
+            raise PackproofError(what="first_fit_shuffle needs a seed", where="seed", fix="give --seed")
         if self.pack_length < 1:
             raise PackproofError(
-                what=f"it is {self.pack_length}, and a row needs a token", where="pack_length", mend="make it 1 or more"
+                what=f"it is {self.pack_length}, and a row needs a token", where="pack_length", fix="make it 1 or more"
             )
         if self.context_parallel_size < 1:
             raise PackproofError(
-                what=f"it is {self.context_parallel_size}", where="context_parallel_size", mend="make it 1 or more"
+                what=f"it is {self.context_parallel_size}", where="context_parallel_size", fix="make it 1 or more"
             )
         if self.pack_length % self.granularity:
             raise PackproofError(
                 what=f"{self.pack_length} is not a multiple of {self.granularity}, twice the context parallel size, so "
                 "rows cannot be cut for it",
                 where="pack_length",
-                mend=f"use {-(-self.pack_length // self.granularity) * self.granularity}",
+                fix=f"use {-(-self.pack_length // self.granularity) * self.granularity}",
             )
 
     @property

@@ -103,7 +103,7 @@ class Spool:
             raise PackproofError(
                 what="another process is packing into the same file",
                 where=str(self.folder),
-                mend="wait for it, or give another --out",
+                fix="wait for it, or give another --out",
             ) from None
         self._sizes: list[NDArray[np.int32]] = []
         self._padded: list[NDArray[np.int32]] = []
@@ -193,7 +193,7 @@ class Spool:
             raise PackproofError(
                 what="what was packed there had other inputs, settings or tokenizer",
                 where=str(self.folder),
-                mend="leave --resume out to pack anew",
+                fix="leave --resume out to pack anew",
             )
         journal, records = self.folder / "journal", self.folder / "records"
         if not (journal.is_file() and records.is_file()):

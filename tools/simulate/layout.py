@@ -82,8 +82,8 @@ class Job:
         if of_a_stage % self.ep:
             raise _wrong("ep", f"{of_a_stage} ranks do not divide into groups of {self.ep}", "let ep divide tp·cp·dp")
         if self.sequence_parallel and self.pack_length % (self.cp * self.tp):
-            mend = "make pack_length a multiple of cp·tp, or leave sequence parallelism out"
-            raise _wrong("pack_length", f"{self.pack_length} tokens over {self.cp} × {self.tp} ranks", mend)
+            fix = "make pack_length a multiple of cp·tp, or leave sequence parallelism out"
+            raise _wrong("pack_length", f"{self.pack_length} tokens over {self.cp} × {self.tp} ranks", fix)
 
     @property
     def ranks(self) -> int:
@@ -100,8 +100,8 @@ def draw_rows(job: Job, *, segments: int, seed: int) -> list[torch.Tensor]:
     """Draw boundaries [K] int32 of each row: `segments` segments of random lengths, multiples of 2·cp where cp exceeds 1."""
     units, rest = divmod(job.pack_length, job.granularity)
     if rest:
-        mend = f"make pack_length a multiple of {job.granularity} (2·cp)"
-        raise _wrong("pack_length", f"{job.pack_length} tokens at cp {job.cp}", mend)
+        fix = f"make pack_length a multiple of {job.granularity} (2·cp)"
+        raise _wrong("pack_length", f"{job.pack_length} tokens at cp {job.cp}", fix)
     if not 1 <= segments <= units:
         raise _wrong(
             "segments", f"{segments} segments in {units} units of {job.granularity} tokens", f"give 1 to {units}"
@@ -154,5 +154,5 @@ def first(rows: list[torch.Tensor], count: int) -> list[torch.Tensor]:
 _SHAPE = 'write a row a line, as [12, 20, 32] (lengths of segments) or {"cu_seqlens": [0, 12, 32, 64]}'
 
 
-def _wrong(where: str, what: str, mend: str) -> PackproofError:
-    return PackproofError(what=what, where=where, mend=mend)
+def _wrong(where: str, what: str, fix: str) -> PackproofError:
+    return PackproofError(what=what, where=where, fix=fix)

@@ -89,9 +89,7 @@ def _check(job: Job, number: int, cu_seqlens: torch.Tensor) -> None:
     try:
         check_boundaries(cu_seqlens.long(), pieces, rows=1, total=job.pack_length)
     except BatchRefused as error:
-        raise BatchRefused(
-            kind=error.kind, row=number, what=error.what, where=f"row {number}", mend=error.mend
-        ) from None
+        raise BatchRefused(kind=error.kind, row=number, what=error.what, where=f"row {number}", fix=error.fix) from None
 
 
 def _strays(row: FlatBatch, tables: DepthTables, owned: torch.Tensor, ends: torch.Tensor) -> list[tuple[str, int]]:

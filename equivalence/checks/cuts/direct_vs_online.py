@@ -69,8 +69,8 @@ def check_meeting(case: MeetingCase) -> CheckResult:
         named[f"{name}: predicted"] = {
             key: tensor for rank, share in enumerate(predicted) for key, tensor in _told(share, rank).items()
         }
-    result = compare_sides("meeting", named)
-    return CheckResult(check="meeting", findings=result.findings, fired=fired)
+    result = compare_sides("direct_vs_online", named)
+    return CheckResult(check="direct_vs_online", findings=result.findings, fired=fired)
 
 
 def conversations(case: MeetingCase) -> list[list[dict[str, str]]]:
@@ -143,7 +143,7 @@ def _production(case: MeetingCase) -> Side:
     ).build(case.messages)
     batch = batches.collate([built])
     padding = bins.Padding(sequence_multiple=unit, row_length=pack_length)
-    online = padded_batch.build_rectangle(tokenized, make_sequence_length_divisible_by=unit)
+    online = padded_batch.build_padded_batch(tokenized, make_sequence_length_divisible_by=unit)
 
     def settings(rank: int) -> production.MicrobatchSettings:
         return production.MicrobatchSettings(
@@ -192,9 +192,9 @@ def _reference(case: MeetingCase) -> Side:
     )
     batch = reference_batches.collate([row])
     how = reference.Padding(sequence_multiple=_unit(case), row_multiple=1, row_length=pack_length)
-    online = reference.rectangle(tokenized, _unit(case))
+    online = reference.padded_batch(tokenized, _unit(case))
 
-    def share(batch: reference_batches.Batch | reference.Rectangle, rank: int) -> Share:
+    def share(batch: reference_batches.Batch | reference.PaddedBatch, rank: int) -> Share:
         made = reference.process_microbatch(
             batch, rank=rank, context_parallel_size=case.size, how=how, depths=case.depths
         )

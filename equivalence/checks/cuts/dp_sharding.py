@@ -12,7 +12,7 @@ import torch
 from equivalence.cases.dp_sharding import SharesCase
 from equivalence.cases.result import CheckResult
 from equivalence.checks.cuts.pairs import Side, compare_sides
-from production.online.padded_batch import Rectangle
+from production.online.padded_batch import PaddedBatch
 from production.rows import batch as production
 from production.rows.batch import Batch
 from production.training.data.order import ValidationOrder
@@ -24,7 +24,7 @@ _NAMES = ("input_ids", "target_ids", "token_mask", "position_ids", "packed_cu_se
 def check_shares(case: SharesCase) -> CheckResult:
     """Compare every rank's rows, tensors and weights in every global batch of the validation, and the divisors, on both sides."""
     sides: dict[str, Side] = {"reference": _reference(case), "production": _production(case)}
-    return compare_sides("shares", sides)
+    return compare_sides("dp_sharding", sides)
 
 
 def _reference(case: SharesCase) -> Side:
@@ -64,7 +64,7 @@ def _production(case: SharesCase) -> Side:
         if case.long:
             long = dataclasses.replace(padded, token_mask=padded.token_mask[:, :1].expand(-1, case.long))
             found[f"direct divisor of long rows from row {first}"] = production.count_trained(long)
-            found[f"online divisor of long rows from row {first}"] = _rectangle(padded, case.long).valid_tokens()
+            found[f"online divisor of long rows from row {first}"] = _padded_batch(padded, case.long).valid_tokens()
         for rank in range(size):
             own = production.take_rank(padded, rank=rank, size=size)
             samples, weights = taken.of_rank(rank, size)
@@ -77,9 +77,9 @@ def _production(case: SharesCase) -> Side:
     return found
 
 
-def _rectangle(batch: Batch, count: int) -> Rectangle:
+def _padded_batch(batch: Batch, count: int) -> PaddedBatch:
     """Return a padded batch with the first token's mask repeated once more than its length, because the first token of a conversation is not a target."""
-    return Rectangle(
+    return PaddedBatch(
         input_ids=batch.input_ids,
         token_mask=batch.token_mask[:, :1].expand(-1, count + 1),
         input_lengths=batch.input_lengths,

@@ -174,7 +174,7 @@ def _megatron_depths(case: OnlineCase, rows: Sequence[tuple[tuple[int, int], ref
 def _reference_online(case: OnlineCase, rows: list[tuple[tuple[int, int], reference.Squeezed]]) -> Side:
     """Return the reference's microbatches; store every squeezed row with its place in `rows`."""
     try:
-        whole = reference.rectangle(case.conversations, case.multiple)
+        whole = reference.padded_batch(case.conversations, case.multiple)
         whole.sample_mask[case.uncounted] = 0
         bins = reference.bins(whole.input_lengths, case.multiple, case.capacity, case.packer, case.data_parallel_size)
     except reference_packing.PackingError:
@@ -200,7 +200,7 @@ def _reference_online(case: OnlineCase, rows: list[tuple[tuple[int, int], refere
         ]
     except reference.PaddingError:
         return "padding"
-    found = _rectangle(whole.input_ids, whole.token_mask, whole.sample_mask, whole.input_lengths)
+    found = _padded_batch(whole.input_ids, whole.token_mask, whole.sample_mask, whole.input_lengths)
     found["divisor"] = torch.tensor(reference.valid_tokens(whole), dtype=torch.float64)
     try:
         for data_rank, own in enumerate(ranks):
@@ -223,7 +223,7 @@ def _reference_online(case: OnlineCase, rows: list[tuple[tuple[int, int], refere
 
 def _production_online(case: OnlineCase, mtp: production.Mtp) -> Side:
     try:
-        whole = padded_batch.build_rectangle(
+        whole = padded_batch.build_padded_batch(
             [
                 padded_batch.Conversation(
                     token_ids=torch.tensor(ids), token_mask=torch.tensor(mask, dtype=torch.float32)
@@ -262,9 +262,9 @@ def _production_online(case: OnlineCase, mtp: production.Mtp) -> Side:
         ]
     except PackproofError:
         return "padding"
-    found = _rectangle(whole.input_ids, whole.token_mask, whole.sample_mask, whole.input_lengths.tolist())
+    found = _padded_batch(whole.input_ids, whole.token_mask, whole.sample_mask, whole.input_lengths.tolist())
     found["divisor"] = whole.valid_tokens()
-    # What the rectangle holds behind a sequence must not be read.
+    # What the padded batch holds behind a sequence must not be read.
     behind = torch.arange(whole.input_ids.shape[1]) >= whole.input_lengths[:, None]
     whole.input_ids[behind], whole.token_mask[behind] = 999_999, torch.nan
     try:
@@ -285,12 +285,12 @@ def _production_online(case: OnlineCase, mtp: production.Mtp) -> Side:
     return found
 
 
-def _rectangle(
+def _padded_batch(
     ids: torch.Tensor, mask: torch.Tensor, sample_mask: torch.Tensor, lengths: list[int]
 ) -> dict[str, torch.Tensor]:
     return {
-        "rectangle": ids.clone(),
-        "mask of the rectangle": mask.clone(),
+        "padded batch": ids.clone(),
+        "mask of the padded batch": mask.clone(),
         "sample mask": sample_mask.clone(),
         "lengths": torch.tensor(lengths),
     }

@@ -335,7 +335,7 @@ def _cut_the_packed_file(files: _Files) -> dict[str, tuple[Seen, Seen]]:
             kind = both[1].get("refused", ("rows",))[0]
             return {
                 "opened": ({"refused": "truncated_compressed"}, {"refused": kind}),
-                "mended": _both(files, files.open),
+                "fixed": _both(files, files.open),
             }
     return {}
 

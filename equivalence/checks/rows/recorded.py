@@ -32,7 +32,7 @@ from equivalence.subjects.reference import TransformersTokenizer
 from production.errors import PackproofError
 from production.online import chat as production_chat
 from production.online import packing as production_packing
-from production.online.padded_batch import build_rectangle
+from production.online.padded_batch import build_padded_batch
 from production.parallel import context_parallel as production_cut
 from production.parallel.multi_token import depth_tables
 from production.rows import batch as production_batches
@@ -235,7 +235,7 @@ def _tokenized_by_reference(recorded: RecordedConversation, tokenizer: Any) -> S
     tokens, mask, weight = reference_chat.weighted(pieces, recorded.max_length)
     if not tokens:
         return "no token"
-    whole = reference_microbatches.rectangle([(tokens, mask)], CONVERSATION_MULTIPLE, CONVERSATION_PAD)
+    whole = reference_microbatches.padded_batch([(tokens, mask)], CONVERSATION_MULTIPLE, CONVERSATION_PAD)
     return _sequence(whole.input_ids[0].tolist(), whole.token_mask[0].tolist(), whole.input_lengths[0], weight)
 
 
@@ -251,7 +251,7 @@ def _tokenized_by_production(recorded: RecordedConversation, tokenizer: Any) -> 
     (made,) = production_chat.ChatTokenizer(tokenizer=tokenizer, settings=settings).tokenize([line])
     if not len(made.token_ids):
         return "no token"
-    whole = build_rectangle(
+    whole = build_padded_batch(
         [made], make_sequence_length_divisible_by=CONVERSATION_MULTIPLE, pad_token_id=CONVERSATION_PAD
     )
     return _sequence(

@@ -23,9 +23,9 @@ from equivalence.checks.steps.models import (
     shapes_of,
 )
 from equivalence.expectations.step import Expected, expect
-from equivalence.trainers.production_step import GivenRectangles, ModelCase, RankOutcome, given, gradients
+from equivalence.trainers.production_step import GivenPaddedBatches, ModelCase, RankOutcome, given, gradients
 from production.online.bins import Padding
-from production.online.padded_batch import Rectangle
+from production.online.padded_batch import PaddedBatch
 from production.rows.batch import Batch
 from reference import microbatches as reference
 from reference import multi_token
@@ -43,7 +43,7 @@ def check_paths(case: ModelCase, run: Run) -> CheckResult:
     within R-MODEL-11's bounds with experts, which also receive padding. The direct path takes its depths from tables, the online path as the
     case says: from tables, or from megatron-core's own roll. Both are also compared with the reference, which squeezes and shifts the rows itself.
     """
-    bins = rectangles(case)
+    bins = padded_batches(case)
     rows = [direct_row(case, number, each) for number, each in enumerate(bins)]
     direct = run(RUN, dataclasses.replace(given(case, rows), mtp="tables"))
     found = gradients(direct)
@@ -55,7 +55,7 @@ def check_paths(case: ModelCase, run: Run) -> CheckResult:
     fields = {each.name: getattr(case, each.name) for each in dataclasses.fields(ModelCase)}
     # With stages all rows have one length, which the last sequence of each fills (R-ONLINE-5).
     padding = Padding(sequence_multiple=case.multiple, row_length=case.pack_length if case.sizes.pipeline > 1 else None)
-    online = run(RUN_ONLINE, GivenRectangles(**fields, rectangles=tuple(bins), padding=padding))
+    online = run(RUN_ONLINE, GivenPaddedBatches(**fields, padded_batches=tuple(bins), padding=padding))
     differences = [*_tokens(case, rows, direct, online, expected), *_reports(case, direct, online, expected)]
     there = gradients(online)
     differences += compare_gradients(expected.gradients, there, expected.gradient_bounds)
@@ -74,7 +74,7 @@ def check_paths(case: ModelCase, run: Run) -> CheckResult:
     return CheckResult(check="paths", findings=checked.findings, fired=fired)
 
 
-def rectangles(case: ModelCase) -> list[Rectangle]:
+def padded_batches(case: ModelCase) -> list[PaddedBatch]:
     """Return the bins: ids and masks of the case's rows, cut to true lengths and right-padded."""
     batch, factor = case.batch(), case.multiple
     found = []
@@ -86,7 +86,7 @@ def rectangles(case: ModelCase) -> list[Rectangle]:
             ids[number, :length] = batch.input_ids[row, start : start + length]
             mask[number, :length] = batch.token_mask[row, start : start + length]
         found.append(
-            Rectangle(
+            PaddedBatch(
                 input_ids=ids,
                 token_mask=mask,
                 input_lengths=torch.tensor(lengths),
@@ -96,7 +96,7 @@ def rectangles(case: ModelCase) -> list[Rectangle]:
     return found
 
 
-def direct_row(case: ModelCase, row: int, bin_: Rectangle) -> Batch:
+def direct_row(case: ModelCase, row: int, bin_: PaddedBatch) -> Batch:
     """Return the same sequences as the direct path's row under `strict`: with the format's pad id, and -100 where no target follows."""
     length = case.pack_length
     ids = torch.full((1, length), DIRECT_PADDING_ID)
@@ -109,10 +109,10 @@ def direct_row(case: ModelCase, row: int, bin_: Rectangle) -> Batch:
     return batch_of([case.rows[row]], ids, targets, mask)
 
 
-def reference_row(case: ModelCase, row: int, bin_: Rectangle) -> Batch:
+def reference_row(case: ModelCase, row: int, bin_: PaddedBatch) -> Batch:
     """Return the row as the reference squeezes it (R-ONLINE-4), with the labels and masks that are shifted to depths (R-ONLINE-7)."""
     squeezed = reference.squeeze(
-        reference.Rectangle(
+        reference.PaddedBatch(
             input_ids=bin_.input_ids,
             token_mask=bin_.token_mask,
             input_lengths=bin_.input_lengths.tolist(),

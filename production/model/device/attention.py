@@ -159,8 +159,8 @@ class SegmentAttention(torch.nn.Module):
             found = ", ".join(str(each.dtype) for each in (query, key, value))
             raise self._refused(f"dtypes {found}", "give one floating dtype of at least 16 bits")
 
-    def _refused(self, what: str, mend: str) -> PackproofError:
-        return PackproofError(what=what, where=f"attention of layer {self.layer_number}", mend=mend)
+    def _refused(self, what: str, fix: str) -> PackproofError:
+        return PackproofError(what=what, where=f"attention of layer {self.layer_number}", fix=fix)
 
 
 def _context_group(config: Any, collection: Any) -> distributed.ProcessGroup | None:

@@ -137,7 +137,7 @@ def _check_letters(config: TransformerConfig, pattern: str) -> None:
         raise PackproofError(
             what=f"no layer here is {', '.join(sorted(absent))} of the pattern {pattern}",
             where="model.hybrid_layer_pattern",
-            mend="write * (attention), - (MLP) or E (experts, with num_moe_experts); M and G need Transformer Engine on CUDA",
+            fix="write * (attention), - (MLP) or E (experts, with num_moe_experts); M and G need Transformer Engine on CUDA",
         )
 
 
@@ -196,6 +196,6 @@ def _moe_layers(config: TransformerConfig) -> list[bool]:
         raise PackproofError(
             what=f"moe_layer_freq names {len(found)} layers of {layers}",
             where="transformer.moe_layer_freq",
-            mend="give a number n (every nth layer has experts) or a list of 0 and 1, one for each layer",
+            fix="give a number n (every nth layer has experts) or a list of 0 and 1, one for each layer",
         )
     return [bool(each) for each in found]

@@ -39,7 +39,7 @@ class RMSNorm(torch.nn.RMSNorm):
                 raise PackproofError(
                     what=f"{name} asks for {found}, and here is only RMSNorm",
                     where="normalization",
-                    mend='set normalization="RMSNorm", or install Transformer Engine and run on CUDA',
+                    fix='set normalization="RMSNorm", or install Transformer Engine and run on CUDA',
                 )
         super().__init__(hidden_size, eps=eps)
         self.is_zero_centered = zero_centered_gamma or config.layernorm_zero_centered_gamma

@@ -38,8 +38,8 @@ def check_written(work: Path) -> None:
 
 
 def _incomplete(what: str, work: Path) -> CheckpointRefused:
-    mend = "see whether anything else writes to that folder or removes files there"
-    return CheckpointRefused(what=f"what was written is not there: {what}", where=str(work), mend=mend)
+    fix = "see whether anything else writes to that folder or removes files there"
+    return CheckpointRefused(what=f"what was written is not there: {what}", where=str(work), fix=fix)
 
 
 def make_way(final: Path) -> None:

@@ -48,8 +48,8 @@ def held_folders(job: Job) -> Iterator[HeldFolders]:
             except PackproofError as error:
                 fault = error
             except OSError as error:
-                mend = "give folders that this machine can write to"
-                fault = PackproofError(what=f"cannot be locked: {error}", where=str(error.filename), mend=mend)
+                fix = "give folders that this machine can write to"
+                fault = PackproofError(what=f"cannot be locked: {error}", where=str(error.filename), fix=fix)
         faults = [fault]
         distributed.broadcast_object_list(faults, src=0)
         if faults[0] is not None:

@@ -25,7 +25,7 @@ def load_huggingface(model: torch.nn.Module, name: str) -> None:
     is not installed, does not know the architecture, or the model's shape is not the checkpoint's.
     """
     if not name:
-        raise PackproofError(what="no name", where="model.initial_path", mend="give a folder or a Hugging Face name")
+        raise PackproofError(what="no name", where="model.initial_path", fix="give a folder or a Hugging Face name")
     bridge = _bridge(name, where="model.initial: huggingface")
     with torch.no_grad():
         _asked(bridge.load_hf_weights, name, [unwrap(model)])
@@ -52,7 +52,7 @@ def check_bridge(where: str) -> Any:
         raise PackproofError(
             what=f"Megatron-Bridge cannot be imported: {error}",
             where=where,
-            mend="install the extra `bridge` (package megatron-bridge; it needs CUDA), or do without: model.initial=megatron starts from "
+            fix="install the extra `bridge` (package megatron-bridge; it needs CUDA), or do without: model.initial=megatron starts from "
             "a megatron-core checkpoint, and export without --huggingface writes plain weights",
         ) from error
 
@@ -68,5 +68,5 @@ def _asked(call: Any, name: str, *given: Any) -> Any:
         raise PackproofError(
             what=f"Megatron-Bridge refuses it: {error}",
             where=name,
-            mend="give a checkpoint whose architecture it supports, and section `model` the shape of its config.json",
+            fix="give a checkpoint whose architecture it supports, and section `model` the shape of its config.json",
         ) from error

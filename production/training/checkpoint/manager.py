@@ -178,7 +178,7 @@ class Checkpoints:
             raise CheckpointRefused(
                 what=f"{final.name} is there already, of another run",
                 where=str(self.folder),
-                mend="give this run a folder of its own (checkpointing.checkpoint_dir), or move that checkpoint away",
+                fix="give this run a folder of its own (checkpointing.checkpoint_dir), or move that checkpoint away",
             )
 
     def _first_does(self, part: Callable[[], None], work: Path | None) -> None:
@@ -190,7 +190,7 @@ class Checkpoints:
             except OSError as error:
                 fault = told(error, self.folder), _ROOM
             except PackproofError as error:
-                fault = f"{error.where}: {error.what}", error.mend
+                fault = f"{error.where}: {error.what}", error.fix
         self._all_agree(fault, work)
 
     def _all_agree(self, fault: _Fault | None, work: Path | None) -> None:
@@ -198,9 +198,9 @@ class Checkpoints:
         distributed.all_gather_object(faults, fault)
         for rank, each in enumerate(faults):
             if each is not None:
-                raise self._failed(f"rank {rank}: {each[0]}", work, mend=each[1])
+                raise self._failed(f"rank {rank}: {each[0]}", work, fix=each[1])
 
-    def _failed(self, fault: str, work: Path | None, *, mend: str = _ROOM) -> CheckpointFailed:
+    def _failed(self, fault: str, work: Path | None, *, fix: str = _ROOM) -> CheckpointFailed:
         """Return the error and free the space at once, since a full disk stays full otherwise."""
         if _is_first() and work is not None:
             shutil.rmtree(work, ignore_errors=True)
@@ -209,7 +209,7 @@ class Checkpoints:
         return CheckpointFailed(
             what=f"{fault}; {before}",
             where=f"saving a checkpoint to {self.folder}",
-            mend=mend,
+            fix=fix,
         )
 
     def newest(self) -> Path | None:
@@ -306,7 +306,7 @@ def load_state(wanted: dict[str, Any], path: Path) -> dict[str, Any]:
         raise CheckpointRefused(
             what=f"megatron-core cannot load it: {first.splitlines()[0] if first else type(error).__name__}",
             where=str(path),
-            mend="give a checkpoint of a model of the same shape",
+            fix="give a checkpoint of a model of the same shape",
         ) from error
     return loaded
 

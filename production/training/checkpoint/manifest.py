@@ -120,7 +120,7 @@ def check_optimizer(path: Path, manifest: Manifest) -> None:
         raise CheckpointRefused(
             what="it was written without the optimizer's state",
             where=str(path),
-            mend="start from its weights in a new folder (model.initial=megatron, model.initial_path, checkpointing.checkpoint_dir)",
+            fix="start from its weights in a new folder (model.initial=megatron, model.initial_path, checkpointing.checkpoint_dir)",
         )
 
 
@@ -135,7 +135,7 @@ def digest(path: Path) -> list[int]:
 
 def damaged(what: str, path: Path) -> CheckpointRefused:
     """Return the refusal of a checkpoint whose files differ from the manifest."""
-    return CheckpointRefused(what=what, where=str(path), mend="move it away: the job then goes on from the one before")
+    return CheckpointRefused(what=what, where=str(path), fix="move it away: the job then goes on from the one before")
 
 
 def _checksum(raw: dict[str, Any]) -> int:

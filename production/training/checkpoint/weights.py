@@ -59,7 +59,7 @@ def not_one(path: Path) -> CheckpointRefused:
     return CheckpointRefused(
         what="it is no whole checkpoint: neither packproof.json nor the metadata of megatron-core's torch_dist format is there",
         where=str(path),
-        mend=f"give the folder of one checkpoint itself (step_NNNNNNNN, or Megatron-LM's iter_NNNNNNN){newest}",
+        fix=f"give the folder of one checkpoint itself (step_NNNNNNNN, or Megatron-LM's iter_NNNNNNN){newest}",
     )
 
 
@@ -79,7 +79,7 @@ def _check_names(path: Path, wanted: Mapping[str, Any]) -> None:
         raise CheckpointRefused(
             what=f"it holds weights that the model has no place for: {', '.join(left[:3])}{more}",
             where=str(path),
-            mend="give section `model` the shape of the checkpoint's (tie_embeddings, architecture, experts, biases)",
+            fix="give section `model` the shape of the checkpoint's (tie_embeddings, architecture, experts, biases)",
         )
 
     for name in sorted(stored & model.keys()):
@@ -97,7 +97,7 @@ def _check_rows(path: Path, name: str, *, stored: int, model: tuple[int, int] | 
             what=f"its vocabulary has {stored} rows and the model's {rows} ({name}): rows would be "
             f"{'cut off' if rows < stored else 'left zero'}",
             where=str(path),
-            mend=f"set model.vocab_size to {needed}, the checkpoint's"
+            fix=f"set model.vocab_size to {needed}, the checkpoint's"
             + (f" padded to a multiple of tensor_model_parallel_size {ranks}" if needed != stored else ""),
         )
 

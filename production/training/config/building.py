@@ -105,9 +105,7 @@ class Builder:
             key=found[0][0],
             what="; ".join(told),
             where=", ".join(self._where(full) for full, _ in found),
-            mend=f"write {write}, or {out}"
-            if write
-            else f"{out}: no key is like it (--print-config shows all of them)",
+            fix=f"write {write}, or {out}" if write else f"{out}: no key is like it (--print-config shows all of them)",
         )
 
     def refuse_twice(self, key: str, again: str) -> None:
@@ -155,10 +153,10 @@ class Builder:
         wanted = _WANTED[hint]
         what = f"{key} is {_shown(value)}, where {wanted} is wanted"
         quoted = hint is str and isinstance(value, bool | int | float)
-        mend = f'write "{value}" in quotes if the word is meant' if quoted else f"give {wanted}"
+        fix = f'write "{value}" in quotes if the word is meant' if quoted else f"give {wanted}"
         if value == "None":
-            mend = "write null if it should be absent"
-        raise self._refuse("wrong_type", key, what, mend)
+            fix = "write null if it should be absent"
+        raise self._refuse("wrong_type", key, what, fix)
 
     def _tuple(self, hint: Any, value: Any, key: str) -> tuple[Any, ...]:
         if not isinstance(value, list):
@@ -221,8 +219,8 @@ class Builder:
             full = self._overlay.written(f"{key}.{name}")
             check_option(kind, name, value, key=full, where=self._where(full))
 
-    def _refuse(self, kind: str, key: str, what: str, mend: str) -> ConfigRefused:
-        return ConfigRefused(kind=kind, key=key, what=what, where=self._where(key), mend=mend)
+    def _refuse(self, kind: str, key: str, what: str, fix: str) -> ConfigRefused:
+        return ConfigRefused(kind=kind, key=key, what=what, where=self._where(key), fix=fix)
 
 
 def missing_values(values: Any, where: Callable[[str], str], *, prefix: str = "") -> None:
@@ -231,8 +229,8 @@ def missing_values(values: Any, where: Callable[[str], str], *, prefix: str = ""
     if unset:
         keys = [prefix + key for key in unset]
         what = f"{', '.join(keys)} must be set" if len(keys) < 2 else f"{', '.join(keys)} must all be set"
-        mend = f"write it into the file, lay the file over a base (`defaults: base.yaml`), or add {keys[0]}=…"
-        raise ConfigRefused(kind="missing", key=keys[0], what=what, where=where(keys[0]), mend=mend)
+        fix = f"write it into the file, lay the file over a base (`defaults: base.yaml`), or add {keys[0]}=…"
+        raise ConfigRefused(kind="missing", key=keys[0], what=what, where=where(keys[0]), fix=fix)
 
 
 def _shown(value: Any) -> str:

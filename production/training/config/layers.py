@@ -96,9 +96,9 @@ class Overlay:
             reason = "it leads back to itself"
         found = _NOT_FOUND.search(reason)
         like = nearest(found[1], [each for each, _ in leaves(self.values)], cutoff=0.6) if found else None
-        mend = f"name a key that has a value; the nearest is {like}" if like else "name a key that has a value"
+        fix = f"name a key that has a value; the nearest is {like}" if like else "name a key that has a value"
         what = f"{written} cannot be resolved: {reason}"
-        return ConfigRefused(kind="interpolation", key=key, what=what, where=self.where(key), mend=mend)
+        return ConfigRefused(kind="interpolation", key=key, what=what, where=self.where(key), fix=fix)
 
     def _forget(self, values: Plain, key: str = "") -> None:
         if isinstance(values, dict) and values:
@@ -155,10 +155,10 @@ def _put(values: Any, parts: Iterable[str], new: Any, key: str, where: str) -> A
         if not isinstance(values, list) or index >= len(values):
             count = len(values) if isinstance(values, list) else 0
             what = f"{key} names entry {index} of a list of {count}"
-            raise ConfigRefused(kind="override", key=key, what=what, where=where, mend="name an entry that is there")
+            raise ConfigRefused(kind="override", key=key, what=what, where=where, fix="name an entry that is there")
         return [_put(each, rest, new, key, where) if at == index else each for at, each in enumerate(values)]
     if isinstance(values, list) and values:  # an empty one is a split that no file has: it may be one dataset
         what = f"{key} asks a list for {name!r}"
-        raise ConfigRefused(kind="override", key=key, what=what, where=where, mend="name an entry, such as [0]")
+        raise ConfigRefused(kind="override", key=key, what=what, where=where, fix="name an entry, such as [0]")
     below = values if isinstance(values, dict) else {}
     return {**below, name: _put(below.get(name), rest, new, key, where)}

@@ -62,18 +62,18 @@ def check_option(kind: Kind, name: str, value: Any, *, key: str, where: str) -> 
     """Refuse a value that the annotation of the option `name` does not take (SPEC R-SETUP-4)."""
     fields = option_fields(kind)
     if value != option_defaults(kind)[name] and (number := _impossible(value)) is not None:
-        what, mend = f"{key} is {number}", "give a finite number below 2**63"
-        raise ConfigRefused(kind="wrong_type", key=key, what=what, where=where, mend=mend)
+        what, fix = f"{key} is {number}", "give a finite number below 2**63"
+        raise ConfigRefused(kind="wrong_type", key=key, what=what, where=where, fix=fix)
     if _converted(fields[name], value) is _UNSUITED:
         written = _readable(fields[name])
         if written == "a function":
-            what, mend = (
+            what, fix = (
                 f"{key} is a function, which a file cannot hold",
                 "take it out; model.activation names a function",
             )
         else:
-            what, mend = f"{key} is {value!r}, where megatron-core wants {written}", f"give {written}"
-        raise ConfigRefused(kind="wrong_type", key=key, what=what, where=where, mend=mend)
+            what, fix = f"{key} is {value!r}, where megatron-core wants {written}", f"give {written}"
+        raise ConfigRefused(kind="wrong_type", key=key, what=what, where=where, fix=fix)
 
 
 @functools.cache

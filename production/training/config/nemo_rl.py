@@ -49,7 +49,7 @@ def take_nemo_rl_keys(overlay: Overlay) -> Taken:
             taken.without_effect[key] = meaning.why
         else:
             taken.refused.append(
-                _refusal(overlay, key, f"it asks for {meaning.what}, which this job does not have", meaning.mend)
+                _refusal(overlay, key, f"it asks for {meaning.what}, which this job does not have", meaning.fix)
             )
     _take_datasets(overlay, taken)
     _take_recomputation(overlay, taken)
@@ -146,8 +146,8 @@ def _take_datasets(overlay: Overlay, taken: Taken) -> None:
 def _refuse_dataset(overlay: Overlay, taken: Taken, key: str, section: dict[str, Any]) -> None:
     name = section["dataset_name"]
     what = f"{name!r} is a dataset that NeMo-RL downloads or converts, which this job does not do"
-    mend = f"write it as chat JSONL (a line a conversation, key messages) and set dataset_name {CHAT} and data_path, or pack it and set {PACKED}"
-    taken.refused.append(_refusal(overlay, f"{key}.dataset_name", what, mend))
+    fix = f"write it as chat JSONL (a line a conversation, key messages) and set dataset_name {CHAT} and data_path, or pack it and set {PACKED}"
+    taken.refused.append(_refusal(overlay, f"{key}.dataset_name", what, fix))
     section["dataset_name"] = CHAT
     if key != "data.default":
         section.setdefault("data_path", name)
@@ -175,5 +175,5 @@ def _take_recomputation(overlay: Overlay, taken: Taken) -> None:
         taken.without_effect[f"{_MEGATRON}.recompute_granularity"] = f"{switch} is false"
 
 
-def _refusal(overlay: Overlay, key: str, what: str, mend: str) -> SetupRefused:
-    return SetupRefused(kind="nemo_rl", key=key, what=what, where=overlay.where(key), mend=mend)
+def _refusal(overlay: Overlay, key: str, what: str, fix: str) -> SetupRefused:
+    return SetupRefused(kind="nemo_rl", key=key, what=what, where=overlay.where(key), fix=fix)

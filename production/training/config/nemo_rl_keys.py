@@ -24,7 +24,7 @@ class NemoRlKey:
     """Reason why these values have no effect here."""
     what: str = ""
     """What another value asks for; that is refused."""
-    mend: str = ""
+    fix: str = ""
     """What to do instead."""
     parts: frozenset[str] = frozenset()
     """Keys that a mapping below the key may have; with others it is no key of NeMo-RL's. Empty: any."""
@@ -57,19 +57,19 @@ NEMO_RL_KEYS: Mapping[str, NemoRlKey] = {
         harmless=_ABSENT,
         why="it passes nothing to the chat template",
         what="values that are passed to the chat template",
-        mend="write them into policy.tokenizer.chat_template ({% set name = value %} at its head), and take this out",
+        fix="write them into policy.tokenizer.chat_template ({% set name = value %} at its head), and take this out",
     ),
     "policy.hf_config_overrides": NemoRlKey(
         harmless=_ABSENT,
         why="it changes nothing of the model",
         what="changes of the Hugging Face configuration (YaRN and other scaling of positions among them)",
-        mend="set the shape in section model, by megatron-core's options in policy.megatron_cfg where it has one; YaRN is not here",
+        fix="set the shape in section model, by megatron-core's options in policy.megatron_cfg where it has one; YaRN is not here",
     ),
     "policy.sequence_packing.microbatch_order": NemoRlKey(
         harmless=(None, "packer"),
         why="microbatches come in the packer's order",
         what="microbatches in another order than the packer's, which sums gradients in another order",
-        mend="write packer, or take it out",
+        fix="write packer, or take it out",
     ),
     "policy.megatron_cfg.checkpoint": _without_effect(_SAVED_AT_ONCE),
     "policy.megatron_cfg.force_reconvert_from_hf": _without_effect("weights are converted at every start from them"),
@@ -84,31 +84,31 @@ NEMO_RL_KEYS: Mapping[str, NemoRlKey] = {
         harmless=(None, 0, 0.0),
         why="no part of the training data is held out",
         what="a validation set drawn from the training data",
-        mend="write the held-out lines to a file of their own, name it in data.validation, and set this to 0",
+        fix="write the held-out lines to a file of their own, name it in data.validation, and set this to 0",
     ),
     "data.*.max_samples": NemoRlKey(
         harmless=(None,),
         why="all lines are read",
         what="only the first lines of a dataset",
-        mend="write these lines to a file of their own (head -n), and take this out",
+        fix="write these lines to a file of their own (head -n), and take this out",
     ),
     "data.*.prompt_file": NemoRlKey(
         harmless=(None,),
         why="messages are rendered as they are",
         what=_PROMPT,
-        mend="write the prompt into the messages of the file, and set this to null",
+        fix="write the prompt into the messages of the file, and set this to null",
     ),
     "data.*.system_prompt_file": NemoRlKey(
         harmless=(None,),
         why="no system message is added",
         what="a system prompt that NeMo-RL puts before each conversation",
-        mend="write it as the first message of each conversation, and set this to null",
+        fix="write it as the first message of each conversation, and set this to null",
     ),
     "data.*.processor": NemoRlKey(
         harmless=(None, "sft_processor"),
         why="conversations are processed as NeMo-RL's sft_processor does",
         what="another processor than sft_processor",
-        mend="write sft_processor, or take it out",
+        fix="write sft_processor, or take it out",
     ),
     "logger.swanlab": _without_effect("SwanLab is not here, and logger.swanlab_enabled must be false"),
     "logger.gpu_monitoring": _without_effect("memory is reported with each step"),

@@ -14,8 +14,8 @@ class ConfigRefused(PackproofError):  # noqa: N818 - reads as the verdict it is
     kind: str
     key: str
 
-    def __init__(self, *, kind: str, key: str, what: str, where: str, mend: str) -> None:
-        super().__init__(what=what, where=where, mend=mend)
+    def __init__(self, *, kind: str, key: str, what: str, where: str, fix: str) -> None:
+        super().__init__(what=what, where=where, fix=fix)
         self.kind = kind
         """One word for the fault, such as `unknown_key`."""
         self.key = key

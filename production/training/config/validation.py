@@ -173,10 +173,8 @@ def missing_files(job: Job) -> list[SetupRefused]:
     for path, key in wanted.items():
         is_folder = is_there(path) and Path(path).is_dir()
         if not path or not is_there(path):
-            mend = "name one that is there; paths are relative to where the job is started"
-            found.append(
-                setup.refuse("no_file", key, f"{path or 'a file without a name'} is not on this machine", mend)
-            )
+            fix = "name one that is there; paths are relative to where the job is started"
+            found.append(setup.refuse("no_file", key, f"{path or 'a file without a name'} is not on this machine", fix))
         elif is_folder != (key == "model.initial_path"):
             is_one, wants = ("a folder", "a file") if is_folder else ("a file", "the folder of a checkpoint")
             found.append(setup.refuse("no_file", key, f"{path} is {is_one}, where {wants} is wanted", f"name {wants}"))
@@ -190,8 +188,8 @@ def device_here(job: Job) -> str:
     """
     is_here = torch.cuda.is_available()
     if job.cluster.device == "cuda" and not is_here:
-        mend = "set it to cpu, or start the job where a GPU is"
-        raise Setup(job=job, world_size=1, device=None).refuse("device", "cluster.device", "no CUDA device here", mend)
+        fix = "set it to cpu, or start the job where a GPU is"
+        raise Setup(job=job, world_size=1, device=None).refuse("device", "cluster.device", "no CUDA device here", fix)
     return job.cluster.device if job.cluster.device != "auto" else "cuda" if is_here else "cpu"
 
 

@@ -89,9 +89,7 @@ def read_text(text: str, *, name: str) -> Layer:
         mark = getattr(error, "problem_mark", None)
         where = name if mark is None else f"{name}:{mark.line + 1}"
         problem = getattr(error, "problem", None) or str(error)
-        raise _refuse(
-            "no_yaml", f"is no YAML: {problem}", where, "mend the line, or the indentation above it"
-        ) from None
+        raise _refuse("no_yaml", f"is no YAML: {problem}", where, "fix the line, or the indentation above it") from None
     reader = _Reader(name)
     values = {} if node is None else reader.value(node, "")
     if not isinstance(values, dict):
@@ -110,8 +108,8 @@ def read_override(text: str) -> tuple[str, Plain, dict[str, str]]:
     key, equals, written = text.partition("=")
     place = f"override {text!r}"
     if not equals or not _KEY.fullmatch(key) or len(PART.findall(key)) > _DEEPEST:
-        mend = "write section.key=value, such as policy.precision=float32, with no plus or tilde before it"
-        raise _refuse("override", "is no key=value", place, mend, key=key)
+        fix = "write section.key=value, such as policy.precision=float32, with no plus or tilde before it"
+        raise _refuse("override", "is no key=value", place, fix, key=key)
     try:
         node = yaml.compose(written, Loader=yaml.SafeLoader)
     except (yaml.YAMLError, RecursionError):
@@ -197,8 +195,8 @@ class _Reader:
             return text
         if text.lower() in _BARE_WORDS:
             what = f"{key}: a bare `{text}` is a word to one reader and {text.lower() in {'yes', 'on'}} to another"
-            mend = f'write true or false, or "{text}" in quotes where the word is meant'
-            raise _refuse("bare_word", what, self._place(node), mend, key=key)
+            fix = f'write true or false, or "{text}" in quotes where the word is meant'
+            raise _refuse("bare_word", what, self._place(node), fix, key=key)
         if text.lower() in _WORDS:
             return _WORDS[text.lower()]
         if _INTEGER.fullmatch(text):
@@ -220,5 +218,5 @@ def _check_text(text: str, place: str, *, key: str) -> None:
         raise _refuse("no_text", what, place, "write it without that character", key=key)
 
 
-def _refuse(kind: str, what: str, where: str, mend: str, *, key: str = "") -> ConfigRefused:
-    return ConfigRefused(kind=kind, key=key, what=what, where=where, mend=mend)
+def _refuse(kind: str, what: str, where: str, fix: str, *, key: str = "") -> ConfigRefused:
+    return ConfigRefused(kind=kind, key=key, what=what, where=where, fix=fix)

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from production.errors import PackproofError
 from production.files.source import Location
 from production.online.bins import Padding, squeeze
-from production.online.padded_batch import Rectangle
+from production.online.padded_batch import PaddedBatch
 from production.parallel.microbatches import Microbatch, MicrobatchSettings, process_microbatch
 from production.parallel.multi_token_feed import MultiTokenParams
 from production.parallel.sizes import RankCoordinates
@@ -75,15 +75,15 @@ def dump(
         raise PackproofError(
             what=f"what rank {place.rank} fed cannot be dumped: {error}",
             where=str(folder),
-            mend="make room there, or give another logger.log_dir",
+            fix="make room there, or give another logger.log_dir",
         ) from error
     return folder
 
 
-def _tensors(batch: Batch | Rectangle, padding: Padding, made: Microbatch) -> dict[str, dict[str, torch.Tensor]]:
+def _tensors(batch: Batch | PaddedBatch, padding: Padding, made: Microbatch) -> dict[str, dict[str, torch.Tensor]]:
     """Return all tensors of a microbatch by name."""
     found = {"row": _fields(batch)}
-    if isinstance(batch, Rectangle):
+    if isinstance(batch, PaddedBatch):
         row = squeeze(batch, padding)
         found["squeezed"] = _fields(row) | {"max_seqlen": torch.tensor(row.max_seqlen)}
     share = {name: getattr(made, name) for name in ("input_ids", "position_ids", "target_ids", "target_mask")}

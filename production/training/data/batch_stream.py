@@ -15,7 +15,7 @@ from production.errors import PackproofError
 from production.files.source import Location, PackedSource, SkippedRow, open_source
 from production.online.bins import Padding
 from production.online.chat import ChatTokenizer
-from production.online.padded_batch import Rectangle
+from production.online.padded_batch import PaddedBatch
 from production.parallel.sizes import RankCoordinates
 from production.rows.batch import Batch
 from production.rows.builder import RowSettings
@@ -45,7 +45,7 @@ from production.training.step import split_rows
 class StepBatch:
     """Holds one step of one data-parallel rank, on the host."""
 
-    microbatches: list[Batch | Rectangle]
+    microbatches: list[Batch | PaddedBatch]
     """Rows of the direct path, bins of the online one."""
     padding: Padding | None
     """Padding of the online path in this step; None on the direct path."""
@@ -251,12 +251,12 @@ class BatchStream:
 
     def _step_batch(self, prepared: Prepared[Batch | ConversationBatch]) -> StepBatch:
         batch, counts, padding, masked_out = prepared.batch, prepared.counts, None, 0
-        microbatches: list[Batch | Rectangle]
+        microbatches: list[Batch | PaddedBatch]
         if isinstance(batch, Batch):
             microbatches = [*split_rows(batch)]
         else:
             own = pack_bins(batch, self._bins, data_rank=self._place.data_rank)
-            microbatches, padding, counts = [*own.rectangles], own.padding, own.counts
+            microbatches, padding, counts = [*own.padded_batches], own.padding, own.counts
             masked_out = batch.masked_out
         return StepBatch(
             microbatches=microbatches,
@@ -280,7 +280,7 @@ def _check_enough(job: Job, rows: Sequence[int]) -> None:
         what=f"the data must hold at least {size} {unit}, one global batch ({job.where('policy.train_global_batch_size')}; "
         f"{job.where('data.last_batch')}: {job.data.last_batch}), got {rows[0]}",
         where=f"data.train.data_path: {', '.join(paths)}",
-        mend=f"give more {unit}, set policy.train_global_batch_size to {rows[0]} or less, or data.last_batch to wrap",
+        fix=f"give more {unit}, set policy.train_global_batch_size to {rows[0]} or less, or data.last_batch to wrap",
     )
 
 
@@ -292,7 +292,7 @@ def _as_one(job: Job) -> Dataset:
             raise PackproofError(
                 what="it is read otherwise than the first training dataset (chat_key, on_bad_row or the like)",
                 where=f"data.train[{number}]",
-                mend="give all training datasets the same settings, as one dataset of several files",
+                fix="give all training datasets the same settings, as one dataset of several files",
             )
     return dataclasses.replace(first, data_path=tuple(file for each in job.data.train for file in each.data_path))
 

@@ -48,8 +48,8 @@ class BadRow(PackproofError):  # noqa: N818 - reads as the verdict it is
     line: int | None
     row: int
 
-    def __init__(self, *, kind: str, what: str, where: str, mend: str, file: str, line: int | None, row: int) -> None:
-        super().__init__(what=what, where=where, mend=mend)
+    def __init__(self, *, kind: str, what: str, where: str, fix: str, file: str, line: int | None, row: int) -> None:
+        super().__init__(what=what, where=where, fix=fix)
         self.kind = kind
         self.file = file
         self.line = line
@@ -343,7 +343,7 @@ def _read(
             kind=error.kind,
             what=error.what,
             where=f"{error.where} (row {sample.row})",
-            mend=error.mend,
+            fix=error.fix,
             file=error.file,
             line=error.line,
             row=sample.row,
@@ -363,12 +363,12 @@ def _placed[Item](found: Item | Exception, sources: Sequence[PackedSource], samp
     except Exception as error:  # noqa: BLE001 - the first fault is the one to tell
         where = f"source {sample.source}, row {sample.row} (its line cannot be found: {error})"
     if isinstance(found, RowRefused):
-        kind, what, where, mend = found.kind, found.what, f"{where}, {found.where}", found.mend
+        kind, what, where, fix = found.kind, found.what, f"{where}, {found.where}", found.fix
     elif isinstance(found, PackproofError):
-        kind, what, where, mend = "refused", found.what, f"{where}, {found.where}", found.mend
+        kind, what, where, fix = "refused", found.what, f"{where}, {found.where}", found.fix
     else:
         kind, what = "unexpected", f"{type(found).__name__}: {found}"
-        mend = "leave the row out if it is damaged; if it is not, this is a fault of packproof or of the tokenizer"
+        fix = "leave the row out if it is damaged; if it is not, this is a fault of packproof or of the tokenizer"
     line = None if place is None else place.line
     file = f"source {sample.source}" if place is None else place.file
-    return BadRow(kind=kind, what=what, where=where, mend=mend, file=file, line=line, row=sample.row)
+    return BadRow(kind=kind, what=what, where=where, fix=fix, file=file, line=line, row=sample.row)

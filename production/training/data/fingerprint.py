@@ -20,7 +20,7 @@ from production.training.order_settings import OrderSettings
 
 BUCKETS = "distributed_data_parallel_config.overlap_grad_reduce"
 """Key that decides the buckets of the distributed optimizer's state in a checkpoint."""
-MEND = {
+FIX = {
     BUCKETS: "set policy.megatron_cfg.distributed_data_parallel_config.overlap_grad_reduce to what it was, since the distributed "
     "optimizer's state is saved by the buckets that it makes (dp_reshardable), or begin a new run",
     "tokenizer": "give policy.tokenizer.name the tokenizer that the run began with, or begin a new run",
@@ -82,8 +82,8 @@ class ResumeRefused(PackproofError):  # noqa: N818 - reads as the verdict it is
     differing: dict[str, tuple[Any, Any]]
     """Saved and current value of each key that differs."""
 
-    def __init__(self, *, what: str, where: str, mend: str, differing: dict[str, tuple[Any, Any]]) -> None:
-        super().__init__(what=what, where=where, mend=mend)
+    def __init__(self, *, what: str, where: str, fix: str, differing: dict[str, tuple[Any, Any]]) -> None:
+        super().__init__(what=what, where=where, fix=fix)
         self.differing = differing
 
 
@@ -150,17 +150,17 @@ def check_resume(saved: Mapping[str, Any], now: Mapping[str, Any], *, free: Sequ
         f"{key}: saved {_said(key, old)}, now {_said(key, new)}"
         for key, (old, new) in ((key, _apart(*pair)) for key, pair in differing.items())
     )
-    mends = [_mend(key, old) for key, (old, _) in differing.items()]
+    fixes = [_fix(key, old) for key, (old, _) in differing.items()]
     raise ResumeRefused(
         what=f"the run is not what it was: {told}",
         where="resume",
-        mend="; ".join(dict.fromkeys(mends)),
+        fix="; ".join(dict.fromkeys(fixes)),
         differing=differing,
     )
 
 
 def option(key: str) -> str:
-    """Return the dotted configuration key of a fingerprint key that `MEND` does not list."""
+    """Return the dotted configuration key of a fingerprint key that `FIX` does not list."""
     section, _, name = key.partition(".")
     return _OPTIONS.get(key) or (f"{_SECTIONS[section]}.{name}" if section in _SECTIONS else key)
 
@@ -189,9 +189,9 @@ def tokenizer_identity(tokenizer: Any) -> str:
     return xxhash.xxh3_128_hexdigest(json.dumps(whole, sort_keys=True).encode())
 
 
-def _mend(key: str, saved: object) -> str:
-    if key in MEND:
-        return MEND[key]
+def _fix(key: str, saved: object) -> str:
+    if key in FIX:
+        return FIX[key]
     name = option(key)
     if key.startswith("transformer."):  # a file may say it in either place, not in both
         name += f" (or {_MEGATRON}.{key}, where it stands there)"

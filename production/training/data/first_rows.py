@@ -102,7 +102,7 @@ def _check_chat(job: Job, head: Head, found: FirstRows) -> None:
                 key=job.written(key),
                 what=f"the file is packed ({why}), and {CHAT} takes each line for one conversation",
                 where=f"{job.where(key)}, {head.path}",
-                mend=f"set dataset_name to {PACKED} (the direct path), or give the chat file that it was packed from",
+                fix=f"set dataset_name to {PACKED} (the direct path), or give the chat file that it was packed from",
             )
         )
     elif packed:
@@ -121,7 +121,7 @@ def _of_file(job: Job, head: Head, fault: PackproofError) -> SetupRefused:
         key=job.written(key),
         what=fault.what,
         where=f"{fault.where} ({job.where(key)})",
-        mend=fault.mend,
+        fix=fault.fix,
     )
 
 
@@ -154,7 +154,7 @@ def _other_tokens(job: Job, head: Head, tokenizer: Any) -> RowRefused | None:
 
 
 def _placed(error: RowRefused, where: str) -> RowRefused:
-    return RowRefused(kind=error.kind, what=error.what, where=where, mend=error.mend)
+    return RowRefused(kind=error.kind, what=error.what, where=where, fix=error.fix)
 
 
 def _online_notes(job: Job, tokenizer: Any | None) -> Iterator[str]:

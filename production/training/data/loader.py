@@ -51,12 +51,12 @@ class LoaderSettings:
         """Refuse impossible settings."""
         for name, least in (("workers", 0), ("prefetch", 1)):
             if (value := getattr(self, name)) < least:
-                raise PackproofError(what=str(value), where=f"loader {name}", mend=f"give at least {least}")
+                raise PackproofError(what=str(value), where=f"loader {name}", fix=f"give at least {least}")
         if self.stuck_seconds <= 0:
             what = f"{self.stuck_seconds:g} s"
-            raise PackproofError(what=what, where="loader stuck_seconds", mend="give a time above 0")
+            raise PackproofError(what=what, where="loader stuck_seconds", fix="give a time above 0")
         if self.pin_memory and not torch.cuda.is_available():
-            raise PackproofError(what="there is no CUDA device", where="loader pin_memory", mend="leave it off")
+            raise PackproofError(what="there is no CUDA device", where="loader pin_memory", fix="leave it off")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -15,8 +15,8 @@ from production.online.bins import Padding, Precision, choose_padding
 from production.online.packing import take_rank
 from production.online.padded_batch import (
     PAD_TOKEN_ID,
-    Rectangle,
-    build_rectangle,
+    PaddedBatch,
+    build_padded_batch,
     fill_bins,
     longest_bin,
     round_up,
@@ -59,7 +59,7 @@ class BinSettings:
 class RankBins:
     """Holds the bins that a data-parallel rank feeds of a global batch."""
 
-    rectangles: list[Rectangle]
+    padded_batches: list[PaddedBatch]
     """The rank's bins, in order."""
     padding: Padding
     """Padding of the bins."""
@@ -97,12 +97,12 @@ def pack_bins(batch: ConversationBatch, settings: BinSettings, *, data_rank: int
     Raises PackproofError as `padded_batch.fill_bins` and `bins.choose_padding`.
     """
     multiple = settings.make_sequence_length_divisible_by
-    rectangle = build_rectangle(
+    padded_batch = build_padded_batch(
         batch.conversations, make_sequence_length_divisible_by=multiple, pad_token_id=settings.pad_token_id
     )
-    rectangle = dataclasses.replace(rectangle, sample_mask=rectangle.sample_mask * batch.sample_mask)
+    padded_batch = dataclasses.replace(padded_batch, sample_mask=padded_batch.sample_mask * batch.sample_mask)
     bins = fill_bins(
-        rectangle,
+        padded_batch,
         settings.capacity,
         algorithm=settings.algorithm,
         make_sequence_length_divisible_by=multiple,
@@ -118,16 +118,16 @@ def pack_bins(batch: ConversationBatch, settings: BinSettings, *, data_rank: int
         pipeline_parallel_size=settings.pipeline_parallel_size,
         precision=settings.precision,
         hybrid_expert_parallel=settings.hybrid_expert_parallel,
-        longest_bin=longest_bin(rectangle, own, make_sequence_length_divisible_by=multiple),
+        longest_bin=longest_bin(padded_batch, own, make_sequence_length_divisible_by=multiple),
     )
-    rectangles = [take_sequences(rectangle, members) for members in own]
+    padded_batches = [take_sequences(padded_batch, members) for members in own]
     members = [member for each in own for member in each]
     masked_out = sum(not batch.conversations[member].weight for member in members if batch.sample_mask[member])
-    counts = count_bins(rectangles, padding) + RowCounts(masked_out_conversations=masked_out)
-    return RankBins(rectangles=rectangles, padding=padding, counts=counts)
+    counts = count_bins(padded_batches, padding) + RowCounts(masked_out_conversations=masked_out)
+    return RankBins(padded_batches=padded_batches, padding=padding, counts=counts)
 
 
-def count_bins(bins: Sequence[Rectangle], padding: Padding) -> RowCounts:
+def count_bins(bins: Sequence[PaddedBatch], padding: Padding) -> RowCounts:
     """Return the token counts of these bins once they are squeezed."""
     counts = RowCounts()
     for each in bins:

@@ -57,7 +57,7 @@ class GlobalBatch:
             raise PackproofError(
                 what=f"rank {rank} of {size} for {len(self.samples)} samples",
                 where="data-parallel rank",
-                mend="give a rank from 0 to dp - 1 and a global batch that dp divides",
+                fix="give a rank from 0 to dp - 1 and a global batch that dp divides",
             )
         return self.samples[rank::size], self.weights[rank::size]
 
@@ -250,8 +250,8 @@ def _check_rows(rows: tuple[int, ...], settings: OrderSettings) -> None:
     weights = settings.weights
     if len(rows) != (1 if weights is None else len(weights)):
         have = "no weights" if weights is None else f"{len(weights)} weights"
-        mend = "give one weight for each source, or open the files end to end as one source"
-        raise order_refused(f"{len(rows)} sources with {have}", "weights", mend)
+        fix = "give one weight for each source, or open the files end to end as one source"
+        raise order_refused(f"{len(rows)} sources with {have}", "weights", fix)
     if min(rows) < 1:
         raise order_refused("a source without a row", f"source {rows.index(min(rows))}", "leave it out")
     size = settings.global_batch_size

@@ -111,15 +111,15 @@ class Prefetcher:
         Raises the step's error, and again when the step is asked for again.
         """
         if os.getpid() != self._owner:
-            mend = "open a loader in the process that asks it, after the fork"
-            raise PackproofError(what="it belongs to another process", where="loader", mend=mend)
+            fix = "open a loader in the process that asks it, after the fork"
+            raise PackproofError(what="it belongs to another process", where="loader", fix=fix)
         until = time.monotonic() + self._stuck_seconds
         with self._changed:
             while True:
                 if self._failure is not None:
                     raise self._failure
                 if self._is_closed:
-                    raise PackproofError(what="it is closed", where="loader", mend="open a new one")
+                    raise PackproofError(what="it is closed", where="loader", fix="open a new one")
                 if self._steps and self._steps[0].is_ready:
                     break
                 if self._is_over and not self._steps:
@@ -243,8 +243,8 @@ class Prefetcher:
     def _died(self, worker: WorkerProcess) -> WorkerDied:
         doing = self._doing(worker)
         how = worker.end()
-        mend = "see what it printed and how much memory there is; then resume from the last checkpoint"
-        return WorkerDied(what=f"{how}, {doing}", where=worker.name, mend=mend)
+        fix = "see what it printed and how much memory there is; then resume from the last checkpoint"
+        return WorkerDied(what=f"{how}, {doing}", where=worker.name, fix=fix)
 
     def _stuck(self) -> PackproofError:
         step = self._steps[0].planned.step if self._steps else "(none)"
@@ -252,7 +252,7 @@ class Prefetcher:
         return PackproofError(
             what=f"step {step} is not ready after {self._stuck_seconds:g} s, and all workers are alive: {doing}",
             where="loader",
-            mend="raise stuck_seconds if a row may take that long; else prepare the rows with workers=0 to see where it hangs",
+            fix="raise stuck_seconds if a row may take that long; else prepare the rows with workers=0 to see where it hangs",
         )
 
     def _doing(self, worker: WorkerProcess) -> str:

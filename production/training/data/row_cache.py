@@ -69,7 +69,7 @@ class RowCache:
             raise PackproofError(
                 what=f"cannot be used ({error.strerror or error})",
                 where=f"data.cache_dir {folder}",
-                mend="give a folder that this machine can write to, or leave data.cache_dir out",
+                fix="give a folder that this machine can write to, or leave data.cache_dir out",
             ) from error
         self._segments: dict[int, int] = {}
         self._own: tuple[int, int, int] | None = None

@@ -51,7 +51,7 @@ class _RefusalHeader(msgspec.Struct, frozen=True, tag="refusal"):
     kind: str
     what: str
     where: str
-    mend: str
+    fix: str
     conversation: int | None
     turn: int | None
 
@@ -62,7 +62,7 @@ _DECODER = msgspec.msgpack.Decoder(_RowHeader | _RefusalHeader)
 def encode(row: Row | RowRefused) -> bytes:
     """Return the record of a row or of its refusal."""
     if isinstance(row, RowRefused):
-        refusal = _RefusalHeader(row.kind, row.what, row.where, row.mend, row.conversation, row.turn)
+        refusal = _RefusalHeader(row.kind, row.what, row.where, row.fix, row.conversation, row.turn)
         return _with_header(refusal, [])
     arrays = {name: getattr(row, name).numpy() for name in _TENSORS}
     stored = {name: _smaller(array) for name, array in arrays.items()}
@@ -87,7 +87,7 @@ def decode(record: memoryview) -> Row | RowRefused:
             kind=header.kind,
             what=header.what,
             where=header.where,
-            mend=header.mend,
+            fix=header.fix,
             conversation=header.conversation,
             turn=header.turn,
         )

@@ -7,7 +7,7 @@ from typing import Any
 
 from production.rows.builder import RowSettings, find_pad
 from production.rows.token_facts import Note, template_notes, tokenizer_notes
-from production.tokens.format_fit import MISFIT_MEND, format_misfits, misfit_text
+from production.tokens.format_fit import MISFIT_FIX, format_misfits, misfit_text
 from production.tokens.message_keys import MessageKeys
 from production.tokens.prompts import FORMATS
 from production.training.config import Dataset, Job, SetupRefused, row_settings
@@ -23,11 +23,11 @@ def check_fit(job: Job, tokenizer: Any) -> Iterator[SetupRefused]:
         misfits = _misfits(tokenizer, dataset, settings)
         if misfits and not dataset.allow_format_misfit:
             what, at = misfit_text(settings.prompt_format, misfits), f"{key}.megatron_sft_prompt_format"
-            mend = f"{MISFIT_MEND}; {key}.allow_format_misfit: true trains all the same"
-            yield _refuse(job, "format_misfit", at, what, mend)
+            fix = f"{MISFIT_FIX}; {key}.allow_format_misfit: true trains all the same"
+            yield _refuse(job, "format_misfit", at, what, fix)
         if dataset.is_packed and (why := _no_pad(tokenizer, settings)) is not None:
-            mend = "name a token that the tokenizer has, other than those that end an answer"
-            yield _refuse(job, "no_pad_token", f"{key}.megatron_sft_pad_token", why, mend)
+            fix = "name a token that the tokenizer has, other than those that end an answer"
+            yield _refuse(job, "no_pad_token", f"{key}.megatron_sft_pad_token", why, fix)
 
 
 def fit_notes(job: Job, tokenizer: Any) -> tuple[Note, ...]:
@@ -82,5 +82,5 @@ def _no_pad(tokenizer: Any, settings: RowSettings) -> str | None:
     return f"the tokenizer {lacks}, so every row is refused (no_pad_token)"
 
 
-def _refuse(job: Job, kind: str, key: str, what: str, mend: str) -> SetupRefused:
-    return SetupRefused(kind=kind, key=job.written(key), what=what, where=job.where(key), mend=mend)
+def _refuse(job: Job, kind: str, key: str, what: str, fix: str) -> SetupRefused:
+    return SetupRefused(kind=kind, key=job.written(key), what=what, where=job.where(key), fix=fix)

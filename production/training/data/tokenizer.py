@@ -11,7 +11,7 @@ from production.online.padded_batch import round_up
 from production.tokens.folder import CONFIG, folder_fault, folder_faults, missing_file
 from production.training.config import Job
 
-_MEND = f"give a folder with tokenizer.json and {CONFIG}, or a Hugging Face name that can be reached"
+_FIX = f"give a folder with tokenizer.json and {CONFIG}, or a Hugging Face name that can be reached"
 
 
 def load_tokenizer(job: Job) -> Any:
@@ -37,7 +37,7 @@ def load_tokenizer(job: Job) -> Any:
             raise PackproofError(
                 what=f"the chat template {tokenizer.chat_template[:60]!r} has no {{{{ or {{%: it is the same text for all conversations",
                 where=key,
-                mend="write a template, or name a file that ends in .jinja",
+                fix="write a template, or name a file that ends in .jinja",
             )
     return tokenizer
 
@@ -68,7 +68,7 @@ def vocabulary_size(job: Job, tokenizer: Any) -> int:
         raise PackproofError(
             what=f"an embedding of {job.model.vocab_size} rows for a tokenizer with ids up to {needed - 1}",
             where=job.where("model.vocab_size"),
-            mend=f"give at least {needed}, a multiple of tensor_model_parallel_size, or leave it out",
+            fix=f"give at least {needed}, a multiple of tensor_model_parallel_size, or leave it out",
         )
     return job.model.vocab_size
 
@@ -77,7 +77,7 @@ def _refused(job: Job, why: str) -> PackproofError:
     return PackproofError(
         what=f"no tokenizer can be loaded from {job.policy.tokenizer.name}: {why}",
         where=job.where("policy.tokenizer.name"),
-        mend=_MEND,
+        fix=_FIX,
     )
 
 
@@ -107,5 +107,5 @@ def _template(path: Path, where: str) -> str:
     try:
         return read_regular(path).decode()
     except (OSError, UnicodeDecodeError) as error:
-        mend = "name a file of UTF-8 text that is there, or write the template itself"
-        raise PackproofError(what=f"the chat template cannot be read: {error}", where=where, mend=mend) from error
+        fix = "name a file of UTF-8 text that is there, or write the template itself"
+        raise PackproofError(what=f"the chat template cannot be read: {error}", where=where, fix=fix) from error

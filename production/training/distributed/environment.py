@@ -8,7 +8,7 @@ from production.errors import PackproofError
 
 _OF_A_RANK = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """Variables that torch needs to find the other ranks; torchrun sets all of them."""
-_MEND = "start with torchrun, or take it out of the environment"
+_FIX = "start with torchrun, or take it out of the environment"
 
 
 def started_ranks() -> int | None:
@@ -34,8 +34,8 @@ def check_environment() -> None:
         unset = [name for name in _OF_A_RANK if not os.environ.get(name)]
         if unset:
             what = f"{', '.join(unset)} {'is' if len(unset) == 1 else 'are'} not set or empty, where {', '.join(there)} {'is' if len(there) == 1 else 'are'} there"
-            mend = "start with torchrun, which sets all of them, or take those that are there out of the environment"
-            raise _refused(what, ", ".join(unset), mend)
+            fix = "start with torchrun, which sets all of them, or take those that are there out of the environment"
+            raise _refused(what, ", ".join(unset), fix)
         rank = _number("RANK")
         assert size is not None
         if rank >= size:
@@ -70,5 +70,5 @@ def _number(name: str) -> int:
     return int(said)
 
 
-def _refused(what: str, name: str, mend: str = _MEND) -> PackproofError:
-    return PackproofError(what=what, where=f"{name} (environment)", mend=mend)
+def _refused(what: str, name: str, fix: str = _FIX) -> PackproofError:
+    return PackproofError(what=what, where=f"{name} (environment)", fix=fix)

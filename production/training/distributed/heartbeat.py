@@ -174,7 +174,7 @@ def _lost(what: str, whose: str) -> RankLost:
     return RankLost(
         what=what,
         where="a collective of the job",
-        mend=f"see what {whose} printed last (killed for memory? a lost machine?), then start the job again: it goes on from "
+        fix=f"see what {whose} printed last (killed for memory? a lost machine?), then start the job again: it goes on from "
         "its newest checkpoint",
     )
 

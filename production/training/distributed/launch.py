@@ -77,7 +77,7 @@ def world_size() -> int:
 def _is_cuda(device: str) -> bool:
     if device == "cuda" and not torch.cuda.is_available():
         raise PackproofError(
-            what="no CUDA device is visible", where="cluster.device", mend="set it to cpu, or run where there is one"
+            what="no CUDA device is visible", where="cluster.device", fix="set it to cpu, or run where there is one"
         )
     return device != "cpu" and torch.cuda.is_available()
 
@@ -91,7 +91,7 @@ def _join(backend: str, timeout_seconds: int) -> None:
             raise PackproofError(
                 what=f"the ranks did not find each other within {timeout_seconds} s: {str(error).splitlines()[0]}",
                 where=f"rank {os.environ['RANK']} of {os.environ.get('WORLD_SIZE', '?')}",
-                mend="start all of them, with torchrun or with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT of one run",
+                fix="start all of them, with torchrun or with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT of one run",
             ) from error
         return
     distributed.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)

@@ -204,6 +204,6 @@ def _hybrid_layers(pattern: str) -> tuple[int, int, int]:
         raise PackproofError(
             what=f"layers {', '.join(other)} of the pattern {pattern} are not ones that FLOPs are counted for",
             where="model.hybrid_layer_pattern",
-            mend="go without TFLOP/s and MFU: nothing else needs them",
+            fix="go without TFLOP/s and MFU: nothing else needs them",
         )
     return letters.count("*"), letters.count("-"), letters.count("E")

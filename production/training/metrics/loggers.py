@@ -189,7 +189,7 @@ class JsonLines:
         """Append to the file (R-RECORD-2). An incomplete last line is removed; `repaired` holds its number of bytes."""
         self._path = path
         try:
-            self.repaired = _mend_tail(path)
+            self.repaired = _fix_tail(path)
             self._file = path.open("ab", buffering=0)
         except OSError as error:
             raise _unwritten(error, path) from error
@@ -324,7 +324,7 @@ def read_records(path: Path) -> Iterator[Record]:
                 raise BadInput(
                     kind="bad_record",
                     what=f"no record of a run: {error!r}",
-                    mend="give the metrics.jsonl of a run",
+                    fix="give the metrics.jsonl of a run",
                     file=str(path),
                     line=number,
                 ) from error
@@ -350,7 +350,7 @@ def _starting(name: str) -> Iterator[None]:
         raise PackproofError(
             what=f"{name} cannot start: {type(error).__name__}: {str(error).rstrip('.')}",
             where=f"logger.{name}_enabled",
-            mend=f"{_START[name]}; or set logger.{name}_enabled to false",
+            fix=f"{_START[name]}; or set logger.{name}_enabled to false",
         ) from error
 
 
@@ -358,7 +358,7 @@ def _unwritten(error: OSError, path: Path) -> PackproofError:
     return PackproofError(
         what=f"a run's numbers cannot be written: {error.strerror or error}",
         where=str(path),
-        mend="make room there or give another logger.log_dir, then start the job again: it goes on from its newest checkpoint",
+        fix="make room there or give another logger.log_dir, then start the job again: it goes on from its newest checkpoint",
     )
 
 
@@ -372,7 +372,7 @@ def _from_json(value: Value) -> Value:
     return NOT_NUMBERS.get(value, value) if isinstance(value, str) else value
 
 
-def _mend_tail(path: Path) -> int:
+def _fix_tail(path: Path) -> int:
     """Cut an incomplete last line, unless only its newline is missing; return the number of bytes cut."""
     if not path.exists():
         return 0
@@ -405,5 +405,5 @@ def _import(module: str, *, package: str, extra: str | None) -> Any:
         raise PackproofError(
             what=f"{package} cannot be imported: {error}",
             where=f"logger.{module.rpartition('.')[2]}",
-            mend=f"install {package}" + (f" (packproof[{extra}])" if extra else "") + ", or leave this logger out",
+            fix=f"install {package}" + (f" (packproof[{extra}])" if extra else "") + ", or leave this logger out",
         ) from error

@@ -78,7 +78,7 @@ class StepMetrics:
             raise PackproofError(
                 what=f"sums of shape {tuple(loss_sums.shape)} and {tuple(mask_sums.shape)} for {self._depths} depths",
                 where="metrics of multi-token prediction",
-                mend="give one sum a depth, and StepMetrics the model's number of depths",
+                fix="give one sum a depth, and StepMetrics the model's number of depths",
             )
         self._depth_losses.append(_pair(loss_sums, mask_sums))
         if token_sums is not None:
@@ -251,7 +251,7 @@ class StepMetrics:
                 if self._group.has_loss
                 else "a loss on a stage that computes none",
                 where="metrics of a step",
-                mend="call add_loss once a microbatch, on the last pipeline stage",
+                fix="call add_loss once a microbatch, on the last pipeline stage",
             )
         depths = self._summed(self._depth_losses, (2, self._depths)).flatten()
         tokens = self._summed(self._token_losses, (3, self._depths)).flatten()

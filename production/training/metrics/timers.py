@@ -17,28 +17,28 @@ Seconds = float | Callable[[], float]
 far.
 """
 
-Mark = Any
+Event = Any
 """Result of a clock's `mark`: the host's time, or a CUDA event."""
 
 
 class Clock(Protocol):
     """Takes marks and returns the time between them."""
 
-    def mark(self) -> Mark:
+    def mark(self) -> Event:
         """Return a mark behind all that this rank has launched so far. Waits for nothing."""
 
-    def between(self, begin: Mark, end: Mark) -> Seconds:
+    def between(self, begin: Event, end: Event) -> Seconds:
         """Return the time from one mark to a later one, for `read` at a report."""
 
 
 class HostClock:
     """Clock of the CPU, where a call has finished its work on return."""
 
-    def mark(self) -> Mark:
+    def mark(self) -> Event:
         """Return the host's time."""
         return time.perf_counter()
 
-    def between(self, begin: Mark, end: Mark) -> Seconds:
+    def between(self, begin: Event, end: Event) -> Seconds:
         """Return the time between two marks, which is known at once."""
         return float(end - begin)
 
@@ -55,13 +55,13 @@ class DeviceClock:
         """Use `event` to make an event that keeps time; None: `torch.cuda.Event(enable_timing=True)`."""
         self._event = event or _event
 
-    def mark(self) -> Mark:
+    def mark(self) -> Event:
         """Return an event, recorded behind what was launched so far."""
         event = self._event()
         event.record()
         return event
 
-    def between(self, begin: Mark, end: Mark) -> Seconds:
+    def between(self, begin: Event, end: Event) -> Seconds:
         """Return a function that reads the time, and waits until the device has passed the second event."""
 
         def seconds() -> float:

@@ -31,10 +31,10 @@ def read_run(path: Path, names: Names) -> Run:
     without a loss; PackproofError for a path that does not exist or cannot be read.
     """
     if not is_there(path):
-        raise PackproofError(what="there is no such file or folder", where=str(path), mend=f"give {KINDS}")
+        raise PackproofError(what="there is no such file or folder", where=str(path), fix=f"give {KINDS}")
     if not path.is_dir() and not path.is_file():
         raise PackproofError(
-            what="it is neither a regular file nor a folder, and may have no end", where=str(path), mend=f"give {KINDS}"
+            what="it is neither a regular file nor a folder, and may have no end", where=str(path), fix=f"give {KINDS}"
         )
     try:
         return _read(path, names)
@@ -42,13 +42,13 @@ def read_run(path: Path, names: Names) -> Run:
         raise InputError(f"{error}. To fix it: give {KINDS}") from error
     except UnicodeDecodeError as error:
         raise PackproofError(
-            what=f"the file must be UTF-8 text, and byte {error.start:,} is not", where=str(path), mend=f"give {KINDS}"
+            what=f"the file must be UTF-8 text, and byte {error.start:,} is not", where=str(path), fix=f"give {KINDS}"
         ) from error
     except OSError as error:
         raise PackproofError(
             what=f"it cannot be read ({error.strerror or error})",
             where=str(error.filename or path),
-            mend="see that this user may read it",
+            fix="see that this user may read it",
         ) from error
 
 

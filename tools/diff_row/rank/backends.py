@@ -49,7 +49,7 @@ def walk(side: str, row: Row, cut: Cut, subject: Any = None) -> tuple[str, Way]:
             raise problem(
                 f"side {side!r} could not go on from its row ({type(error).__name__}: {error})",
                 where="cut_row",
-                mend="let it give tensors by step, or a Refused",
+                fix="let it give tensors by step, or a Refused",
             ) from error
     if side == "production":
         return "production", _production(row, cut)
@@ -113,7 +113,7 @@ def _production(row: Row, cut: Cut) -> Way:
         share = production.process_microbatch(batch, settings)
         index = shard_index(made.packed_seq_params.cu_seqlens_q, cut.rank, cut.size, layout=cut.layout)
     except BatchRefused as refused:
-        told = Refused(kind=refused.kind, message=f"{refused.where}: {refused.what}. To fix it: {refused.mend}")
+        told = Refused(kind=refused.kind, message=f"{refused.where}: {refused.what}. To fix it: {refused.fix}")
         begun = {} if found else {"microbatch": told} | {f"depth {depth}": told for depth in range(1, cut.depths + 1)}
         return begun | _ended(cut, told) | found
     cut_up = _production_tensors(share, "share", "share, depth {}")

@@ -71,10 +71,10 @@ class ReferenceBins:
         made = [self._weighted(number, chat_settings.max_length) for number in range(len(lines))]
         multiple = settings.make_sequence_length_divisible_by
         try:
-            self._rectangle = reference.rectangle(
+            self._padded_batch = reference.padded_batch(
                 [(tokens, mask) for tokens, mask, _ in made], multiple, settings.pad_token_id
             )
-            self._rectangle.sample_mask.copy_(torch.tensor([weight for _, _, weight in made]))
+            self._padded_batch.sample_mask.copy_(torch.tensor([weight for _, _, weight in made]))
             lengths = [reference.round_up(len(tokens), multiple) for tokens, _, _ in made]
             self._bins = packing.raise_bin_count(self._pack(lengths), self._settings.data_parallel_size)
             self._paddings = [self._padding(lengths, rank) for rank in range(settings.data_parallel_size)]
@@ -82,7 +82,7 @@ class ReferenceBins:
             raise problem(
                 f"the reference does not pack it: {error}",
                 where="made_with.bins",
-                mend="give the file that the job read",
+                fix="give the file that the job read",
             ) from error
 
     def count(self, data_rank: int) -> int:
@@ -149,7 +149,7 @@ class ReferenceBins:
             raise problem(
                 f"the reference refuses what was fed ({refused.kind}): {refused.why}",
                 where=f"{where.file}, line {where.line}",
-                mend="give the tokenizer and the file that the job read",
+                fix="give the tokenizer and the file that the job read",
             ) from refused
 
     def _weighted(self, number: int, max_length: int) -> tuple[list[int], list[int], float]:
@@ -170,7 +170,7 @@ class ReferenceBins:
 
     def _made(self, dumped: Dumped, members: Sequence[int]) -> tuple[Row, dict[str, Has]]:
         """Return the reference's row of these conversations, and this rank's tensors."""
-        batch = reference.take(self._rectangle, members)
+        batch = reference.take(self._padded_batch, members)
         place, depths = dumped.place, dumped.said.depths
         how = self._paddings[place.data_rank]
         whole = reference.process_microbatch(batch, rank=0, context_parallel_size=1, how=how, depths=depths)
@@ -199,9 +199,9 @@ class ReferenceBins:
             "token_mask": made.target_mask,
             "cu_seqlens": torch.tensor(made.cu_seqlens, dtype=torch.int32),
         }
-        rectangle = {name: getattr(batch, name) for name in ("input_ids", "token_mask", "sample_mask")}
+        padded_batch = {name: getattr(batch, name) for name in ("input_ids", "token_mask", "sample_mask")}
         way: dict[str, Has] = {
-            "batch": rectangle
+            "batch": padded_batch
             | {
                 "input_lengths": torch.tensor(batch.input_lengths),
                 "own_mask": whole.row.token_mask,

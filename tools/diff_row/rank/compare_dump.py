@@ -33,7 +33,7 @@ FED = "fed"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fed:
+class ComparedMicrobatch:
     """One microbatch of one rank, and how it compares."""
 
     rank: int
@@ -56,11 +56,11 @@ class FedFindings:
 
     folder: str
     normalization: str
-    looked_at: tuple[Fed, ...]
+    looked_at: tuple[ComparedMicrobatch, ...]
     """Every microbatch of every rank that was compared."""
     shown: RankFindings
     """The first that differs, else the first."""
-    shown_as: Fed
+    shown_as: ComparedMicrobatch
 
     @property
     def equal(self) -> bool:
@@ -73,8 +73,8 @@ def find_fed(request: RankRequest, microbatch: int | None = None) -> FedFindings
     assert request.fed is not None
     _check(request)
     maker: _Rows | _Bins | None = None
-    looked_at: list[Fed] = []
-    shown: tuple[Fed, RankFindings] | None = None
+    looked_at: list[ComparedMicrobatch] = []
+    shown: tuple[ComparedMicrobatch, RankFindings] | None = None
     normalization = ""
     ranks = ranks_of(request.fed, request.rank)
     first: Dumped | None = None
@@ -90,7 +90,7 @@ def find_fed(request: RankRequest, microbatch: int | None = None) -> FedFindings
             raise problem(
                 f"ranks {ranks[0]} and {rank} were not dumped by one job: they say other ranks, or other things that rows were made with",
                 where=str(request.fed),
-                mend="dump the step again, into an empty folder",
+                fix="dump the step again, into an empty folder",
             )
         for number, found in maker.compared(dumped, microbatch):
             each = _told(found, rank, number)
@@ -114,7 +114,7 @@ def _check_all_there(folder: Path, ranks: Sequence[int], size: int) -> None:
         raise problem(
             f"no file of rank{'s' if len(lost) > 1 else ''} {told}, of {size} ranks that the job had",
             where=str(folder),
-            mend="bring the files of all ranks together, or look at one: --rank R",
+            fix="bring the files of all ranks together, or look at one: --rank R",
         )
 
 
@@ -122,12 +122,12 @@ def _check(request: RankRequest) -> None:
     """Refuse options that contradict a dump."""
     sizes = (("tp", request.tp), ("cp", request.cp), ("dp", request.dp), ("pp", request.pp))
     if given := [f"--{name}" for name, size in sizes if size is not None]:
-        raise problem("the dump says its own layout", where=", ".join(given), mend="leave them out with --fed")
+        raise problem("the dump says its own layout", where=", ".join(given), fix="leave them out with --fed")
     if request.row.row is not None or request.row.case is not None or request.row.dump is not None:
         raise problem(
             "the dump names its own rows (rank_R.rows.json)",
             where="--row, --case or --dump with --fed",
-            mend="leave them out; --rank and --microbatch choose among the dump's",
+            fix="leave them out; --rank and --microbatch choose among the dump's",
         )
     if request.row.settings or request.row.chat_key != "messages" or request.row.dump_row or request.global_batch_size:
         names = [f"--{name.replace('_', '-')}" for name, _ in request.row.settings]
@@ -136,18 +136,18 @@ def _check(request: RankRequest) -> None:
             name for name, is_given in {**others, "--global-batch-size": request.global_batch_size}.items() if is_given
         ]
         raise problem(
-            "the dump says what its rows were made with", where=", ".join(names), mend="leave it out with --fed"
+            "the dump says what its rows were made with", where=", ".join(names), fix="leave it out with --fed"
         )
     if request.row.sides is not None:
-        raise problem("a dump is held against the reference", where="--sides", mend="leave it out with --fed")
+        raise problem("a dump is held against the reference", where="--sides", fix="leave it out with --fed")
     depths, stop_at = checked(request)
     if depths:
-        raise problem("the dump says its own depths", where="--depth", mend="leave it out with --fed")
+        raise problem("the dump says its own depths", where="--depth", fix="leave it out with --fed")
     if stop_at in ("depth", "weights"):
         raise problem(
             "a dump holds rows and shares (those of its depths, too), no whole depths and no weights",
             where=f"--stop-at {stop_at}",
-            mend="leave it out; the same row with FILE --row N --depth K shows the depths of both sides",
+            fix="leave it out; the same row with FILE --row N --depth K shows the depths of both sides",
         )
 
 
@@ -214,7 +214,7 @@ class _Bins:
             raise problem(
                 "the dump's conversations come from several files",
                 where=f"{given} with --fed",
-                mend="leave it out, and go where the job ran",
+                fix="leave it out, and go where the job ran",
             )
         lines = [_at_line(given or Path(each.file), each.line, dumped)[1] for each in dumped.said.rows]
         self._bins = ReferenceBins(dumped, lines, tokenizer=tokenizer, tokenizer_name=name, layout=request.layout)
@@ -249,7 +249,7 @@ def _of_a_row(dumped: Dumped, number: int) -> Iterator[None]:
         raise problem(
             f"its tensors cannot be a row ({error})",
             where=f"rank {dumped.place.rank}, microbatch {number}",
-            mend="dump the step again",
+            fix="dump the step again",
         ) from error
 
 
@@ -270,7 +270,7 @@ def _at_line(file: Path, line: int, dumped: Dumped) -> tuple[int, dict[str, Any]
         raise problem(
             f"there is no file {file}",
             where="rows.json",
-            mend="go where the job ran, or name the file: FILE --fed FOLDER",
+            fix="go where the job ran, or name the file: FILE --fed FOLDER",
         )
     try:
         chat_key = dumped.said.made_with.chat_key
@@ -279,13 +279,13 @@ def _at_line(file: Path, line: int, dumped: Dumped) -> tuple[int, dict[str, Any]
             if row < len(source) and source.locate(row).line == line:
                 return row, source.record(row)
     except PackproofError as error:
-        raise problem(str(error), where="rows.json", mend="give the file that the job read") from error
-    raise problem(f"no row stands at line {line} of {file}", where="rows.json", mend="give the file that the job read")
+        raise problem(str(error), where="rows.json", fix="give the file that the job read") from error
+    raise problem(f"no row stands at line {line} of {file}", where="rows.json", fix="give the file that the job read")
 
 
-def _told(found: RankFindings, rank: int, number: int) -> Fed:
+def _told(found: RankFindings, rank: int, number: int) -> ComparedMicrobatch:
     step, source = found.first, found.row.source
-    return Fed(
+    return ComparedMicrobatch(
         rank=rank,
         microbatch=number,
         file=str(source.file),

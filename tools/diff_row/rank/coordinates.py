@@ -87,24 +87,24 @@ def find_place(*, tp: int, cp: int, dp: int, pp: int, rank: int, sequence_parall
     """Return the coordinates of a rank. Raises BadInput for a size below 1 and for a rank outside the layout."""
     for name, size in (("tp", tp), ("cp", cp), ("dp", dp), ("pp", pp)):
         if size < 1:
-            raise problem(f"must be at least 1, got {size}", where=f"--{name}", mend="give at least 1")
+            raise problem(f"must be at least 1, got {size}", where=f"--{name}", fix="give at least 1")
     ranks = tp * cp * dp * pp
     if ranks > MOST_RANKS:
         raise problem(
             f"{ranks:,} ranks, where no machine has more than {MOST_RANKS:,}",
             where="--tp, --cp, --dp, --pp",
-            mend="give smaller sizes",
+            fix="give smaller sizes",
         )
     if not 0 <= rank < ranks:
         sizes = f"tp {tp} · cp {cp} · dp {dp} · pp {pp} = {ranks} rank{'s' if ranks > 1 else ''}"
         raise problem(
             f"there is no rank {rank} among {sizes}",
             where="--rank",
-            mend=f"give a rank from 0 to {ranks - 1}, which counts tp fastest, then cp, dp, pp slowest",
+            fix=f"give a rank from 0 to {ranks - 1}, which counts tp fastest, then cp, dp, pp slowest",
         )
     return RankPlace(rank=rank, tp=tp, cp=cp, dp=dp, pp=pp, sequence_parallel=sequence_parallel)
 
 
-def problem(what: str, *, where: str, mend: str) -> BadInput:
+def problem(what: str, *, where: str, fix: str) -> BadInput:
     """Return a refusal with fault, place and fix."""
-    return BadInput(f"{where}: {what}. To fix it: {mend}")
+    return BadInput(f"{where}: {what}. To fix it: {fix}")

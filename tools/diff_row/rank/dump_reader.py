@@ -137,7 +137,7 @@ class Dumped:
             raise problem(
                 f"rank {self.place.rank} fed {self.microbatches} microbatches",
                 where="--microbatch",
-                mend=f"give 0 to {self.microbatches - 1}",
+                fix=f"give 0 to {self.microbatches - 1}",
             )
         return [wanted]
 
@@ -149,7 +149,7 @@ class Dumped:
             raise problem(
                 f"the dump lacks the tensor {error}",
                 where=f"rank {self.place.rank}, microbatch {number}",
-                mend="dump the step again",
+                fix="dump the step again",
             ) from error
 
     def way(self, number: int) -> dict[str, dict[str, torch.Tensor]]:
@@ -172,7 +172,7 @@ def ranks_of(folder: Path, rank: int | None) -> list[int]:
         raise problem(
             f"{folder} is one rank's file of a dump",
             where="--fed",
-            mend=f"give its folder, and the rank: --fed {folder.parent} --rank {number[1]}",
+            fix=f"give its folder, and the rank: --fed {folder.parent} --rank {number[1]}",
         )
     found = sorted(
         int(name[1]) for path in folder.glob("rank_*.safetensors") if (name := re.match(RANK_FILE, path.name))
@@ -182,16 +182,14 @@ def ranks_of(folder: Path, rank: int | None) -> list[int]:
         raise problem(
             f"the folder of a dumped step must hold rank_R.safetensors, and {folder} does not",
             where="--fed",
-            mend=f"give one of the steps in it: --fed {folder / steps[0]}"
+            fix=f"give one of the steps in it: --fed {folder / steps[0]}"
             if steps
             else "give the folder of one step, such as logs/dumps/step_00000010 (--dump-batch STEP of the job makes it)",
         )
     if rank is None:
         return found
     if rank not in found:
-        raise problem(
-            f"{folder} has no rank {rank}", where="--rank", mend=f"choose one of {', '.join(map(str, found))}"
-        )
+        raise problem(f"{folder} has no rank {rank}", where="--rank", fix=f"choose one of {', '.join(map(str, found))}")
     return [rank]
 
 
@@ -203,14 +201,14 @@ def read_rank(folder: Path, rank: int, *, sequence_parallel: bool) -> Dumped:
         found = load_file(tensors)
     except (OSError, ValueError, SafetensorError) as error:  # msgspec's are ValueErrors
         raise problem(
-            f"rank {rank} cannot be read ({error})", where=f"{rows} and {tensors.name}", mend="dump the step again"
+            f"rank {rank} cannot be read ({error})", where=f"{rows} and {tensors.name}", fix="dump the step again"
         ) from error
     dumped = Dumped(place=_place(said.place, sequence_parallel=sequence_parallel), said=said, tensors=found)
     if not said.rows or not found or (not dumped.is_online and dumped.microbatches != len(said.rows)):
         raise problem(
             f"rank {rank} names {len(said.rows)} rows and has {dumped.microbatches} microbatches",
             where=f"{rows} and {tensors.name}",
-            mend="dump the step again",
+            fix="dump the step again",
         )
     return dumped
 
@@ -222,7 +220,7 @@ def _place(said: DumpedCoordinates, *, sequence_parallel: bool) -> RankPlace:
         raise problem(
             f"rank {said.rank} of {said.world_size} with cp {cp} · dp {dp} · pp {pp}",
             where="rows.json",
-            mend="dump the step again",
+            fix="dump the step again",
         )
     place = find_place(tp=tp, cp=cp, dp=dp, pp=pp, rank=said.rank, sequence_parallel=sequence_parallel)
     here = (place.tensor_rank, place.context_rank, place.data_rank, place.pipeline_rank)
@@ -231,6 +229,6 @@ def _place(said: DumpedCoordinates, *, sequence_parallel: bool) -> RankPlace:
         raise problem(
             f"rank {place.rank} says tp {theirs[0]} · cp {theirs[1]} · dp {theirs[2]} · pp {theirs[3]}, and counts to tp {here[0]} · cp {here[1]} · dp {here[2]} · pp {here[3]}",
             where="rows.json",
-            mend="dump with ranks that count tp fastest, then cp, dp, pp slowest",
+            fix="dump with ranks that count tp fastest, then cp, dp, pp slowest",
         )
     return place

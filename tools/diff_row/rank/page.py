@@ -71,7 +71,7 @@ def _head(findings: RankFindings, fed: FedFindings | None) -> dict[str, Any]:
 
 
 def _grid(place: RankPlace) -> dict[str, Any]:
-    """Return the ranks as rectangles: a line for each pp and dp, in it cp after cp, each with its tp ranks side by side."""
+    """Return the ranks as padded batches: a line for each pp and dp, in it cp after cp, each with its tp ranks side by side."""
     if place.ranks > MOST_RANKS or place.ranks == 1:
         return {"ranks": [], "grid_width": 0, "grid_height": 0, "grid_labels": []}
     ranks, labels = [], []

@@ -61,7 +61,7 @@ def find_rank(request: RankRequest) -> RankFindings:
     size = request.global_batch_size
     if size is not None and stop_at != "weights":
         raise problem(
-            "rows of a global batch count only for weights", where="--global-batch-size", mend="add --stop-at weights"
+            "rows of a global batch count only for weights", where="--global-batch-size", fix="add --stop-at weights"
         )
     row = find(for_cp(request.row, place.cp))
     subjects = {side.name: subject_of(side.name) for side in row.built}
@@ -85,30 +85,30 @@ def checked(request: RankRequest) -> tuple[int, str]:
     """Return the number of depths, and the last step. Raises BadInput for contradictory options."""
     depths = _or(request.depth, 0)
     if depths < 0:
-        raise problem(f"{depths} depths", where="--depth", mend="give 1 or more, or leave it out")
+        raise problem(f"{depths} depths", where="--depth", fix="give 1 or more, or leave it out")
     if depths > _MOST_DEPTHS:
         raise problem(
-            f"{depths:,} depths", where="--depth", mend=f"give at most {_MOST_DEPTHS:,}, more than any model has"
+            f"{depths:,} depths", where="--depth", fix=f"give at most {_MOST_DEPTHS:,}, more than any model has"
         )
     if request.stop_at is not None and request.stop_at not in STOPS:
         raise problem(
-            f"no step is called {request.stop_at!r}", where="--stop-at", mend=f"choose one of {', '.join(STOPS)}"
+            f"no step is called {request.stop_at!r}", where="--stop-at", fix=f"choose one of {', '.join(STOPS)}"
         )
     if request.stop_at == "depth" and depths == 0:
         raise problem(
             "there is no depth: a model without multi-token prediction shifts nothing",
             where="--stop-at depth",
-            mend="give --depth K, up to the model's mtp_num_layers, or stop at microbatch or share",
+            fix="give --depth K, up to the model's mtp_num_layers, or stop at microbatch or share",
         )
     if depths and request.stop_at in ("row", "batch", "microbatch"):
         raise problem(
             f"depths are made after the {request.stop_at}, so --depth {depths} would show nothing",
             where=f"--stop-at {request.stop_at}",
-            mend="leave --depth out, or stop at depth or later",
+            fix="leave --depth out, or stop at depth or later",
         )
     if request.layout not in LAYOUTS:
         raise problem(
-            f"no layout is called {request.layout!r}", where="--layout", mend=f"choose one of {', '.join(LAYOUTS)}"
+            f"no layout is called {request.layout!r}", where="--layout", fix=f"choose one of {', '.join(LAYOUTS)}"
         )
     return depths, request.stop_at or _last_of_the_way(request)
 
@@ -142,12 +142,12 @@ def _global_batch(request: RankRequest, place: RankPlace, subjects: Mapping[str,
     """Return the global batch of the row: G rows, from a multiple of G (R-ORDER-1)."""
     size, row = request.global_batch_size or place.dp, request.row.row
     if size % place.dp or size < 1:
-        raise problem(f"{size} rows over dp {place.dp}", where="--global-batch-size", mend="give a multiple of dp")
+        raise problem(f"{size} rows over dp {place.dp}", where="--global-batch-size", fix="give a multiple of dp")
     if row is None or request.row.file is None or request.row.dump is not None:
         raise problem(
             "weights depend on the other rows of the global batch, and a case or a dump has one row",
             where="--stop-at weights",
-            mend="give FILE --row N",
+            fix="give FILE --row N",
         )
     first = row // size * size
     built = build_rows(for_cp(request.row, place.cp), range(first, first + size), tuple(subjects))

@@ -133,7 +133,7 @@ def _batch_step(row: Findings, subjects: Mapping[str, Any]) -> Step:
             raise problem(
                 f"side {side.name!r} could not collate ({type(error).__name__}: {error})",
                 where="batch",
-                mend="stop at --stop-at row",
+                fix="stop at --stop-at row",
             ) from error
         values = {name: getattr(batch, name) for name in BATCH_TENSORS}
         sides[side.name] = {name: torch.as_tensor(value) for name, value in values.items() if value is not None}
@@ -195,7 +195,7 @@ def _slice_step(share: Step, place: RankPlace) -> Step:
         raise problem(
             f"a share of {total} tokens, which tp {parts} does not divide",
             where="--tp with sequence parallelism",
-            mend="take a pack_length that is a multiple of cp·tp (2·cp·tp for zigzag), or --no-sequence-parallel",
+            fix="take a pack_length that is a multiple of cp·tp (2·cp·tp for zigzag), or --no-sequence-parallel",
         )
     start = place.tensor_rank * (total // parts) if parts > 1 else 0
     end = start + total // parts
@@ -306,7 +306,7 @@ def _followed(steps: Sequence[Step], at: int | None, row: Findings) -> int | Non
     if at is not None:
         if not 0 <= at < row.length:
             raise problem(
-                f"the row has positions 0 to {row.length - 1}, there is no {at}", where="--at", mend="give one of them"
+                f"the row has positions 0 to {row.length - 1}, there is no {at}", where="--at", fix="give one of them"
             )
         return at
     # What this rank holds comes before what only the whole row has.

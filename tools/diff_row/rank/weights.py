@@ -46,14 +46,14 @@ def weights_step(
     place, share = findings.place, findings.share
     if share is None or share.origin is None:
         raise problem(
-            "no share was made, so there are no weights", where="--stop-at weights", mend="correct the cut first"
+            "no share was made, so there are no weights", where="--stop-at weights", fix="correct the cut first"
         )
     if batch.number % place.dp != place.data_rank:
         other = place.rank + (batch.number % place.dp - place.data_rank) * place.tp * place.cp
         raise problem(
             f"row {batch.first + batch.number} is fed to dp rank {batch.number % place.dp} in sequential order, and rank {place.rank} is dp {place.data_rank}",
             where="--rank",
-            mend=f"take --rank {other}",
+            fix=f"take --rank {other}",
         )
     sides: dict[str, Has] = {}
     for side, rows in batch.rows.items():

@@ -35,12 +35,12 @@ def check_batches(setup: Setup) -> Iterator[SetupRefused]:
             yield setup.refuse("global_batch_size", key, what, f"make it a multiple of {data_parallel or 1}")
     packing = policy.sequence_packing
     if not job.is_packed and not packing.enabled:
-        what, mend = f"{CHAT} without packing: the online path always packs", "set it to true"
-        yield setup.refuse("sequence_packing", "policy.sequence_packing.enabled", what, mend)
+        what, fix = f"{CHAT} without packing: the online path always packs", "set it to true"
+        yield setup.refuse("sequence_packing", "policy.sequence_packing.enabled", what, fix)
     if not job.is_packed and job.loss.normalization != "global_valid_tokens":
         what = f"the online path has no normalization {job.loss.normalization}: its loss stands outside the model"
-        mend = "set it to global_valid_tokens, or train on packed rows"
-        yield setup.refuse("online_normalization", "loss.normalization", what, mend)
+        fix = "set it to global_valid_tokens, or train on packed rows"
+        yield setup.refuse("online_normalization", "loss.normalization", what, fix)
 
 
 def check_data(setup: Setup) -> Iterator[SetupRefused]:
@@ -65,8 +65,8 @@ def check_data(setup: Setup) -> Iterator[SetupRefused]:
         packed = [index for index, dataset in enumerate(datasets) if dataset.is_packed]
         if len(packed) > 1:
             what = f"{len(packed)} packed datasets in one split"
-            mend = "keep one; several files go into its data_path, with weights for a blend"
-            yield setup.refuse("two_packed_datasets", f"{job.dataset_key(split, packed[1])}.dataset_name", what, mend)
+            fix = "keep one; several files go into its data_path, with weights for a blend"
+            yield setup.refuse("two_packed_datasets", f"{job.dataset_key(split, packed[1])}.dataset_name", what, fix)
         for index, dataset in enumerate(datasets):
             yield from _check_dataset(setup, dataset, job.dataset_key(split, index))
     yield from _check_order(setup)
@@ -97,8 +97,8 @@ def check_length(setup: Setup) -> Iterator[SetupRefused]:
     padded = -(-longest // each) * each if each > 0 else longest
     if longest < 1 or padded > bins:
         what = f"conversations of up to {longest} tokens, padded to {padded}, where a bin takes {bins}"
-        mend = f"give at most {bins // max(each, 1) * max(each, 1)}"
-        yield setup.refuse("bin", "data.max_input_seq_length", what, mend)
+        fix = f"give at most {bins // max(each, 1) * max(each, 1)}"
+        yield setup.refuse("bin", "data.max_input_seq_length", what, fix)
 
 
 def kernel_divisor(job: Job) -> int:
@@ -117,14 +117,14 @@ def _check_dataset(setup: Setup, dataset: Dataset, key: str) -> Iterator[SetupRe
     context = setup.job.megatron.context_parallel_size
     if dataset.megatron_sft_context_parallel_size != context:
         what = f"rows laid out for cp {dataset.megatron_sft_context_parallel_size}, where the policy has cp {context}"
-        mend = f"write ${{{_MEGATRON}.context_parallel_size}}, or leave it out"
-        yield setup.refuse("context_parallel_size", f"{key}.megatron_sft_context_parallel_size", what, mend)
+        fix = f"write ${{{_MEGATRON}.context_parallel_size}}, or leave it out"
+        yield setup.refuse("context_parallel_size", f"{key}.megatron_sft_context_parallel_size", what, fix)
     if dataset.is_packed and dataset.megatron_sft_prompt_format is None:
-        what, mend = (
+        what, fix = (
             "packed rows without a prompt format",
             "set it here or in data.default: the one the file was packed for",
         )
-        yield setup.refuse("prompt_format", f"{key}.megatron_sft_prompt_format", what, mend)
+        yield setup.refuse("prompt_format", f"{key}.megatron_sft_prompt_format", what, fix)
     prefix = dataset.megatron_sft_assistant_prefix_len or 0
     if prefix < 0 or (prefix and dataset.megatron_sft_prompt_format == "identity"):
         why = "identity renders no prefix" if prefix > 0 else "a prefix has no negative length"
@@ -135,19 +135,19 @@ def _check_dataset(setup: Setup, dataset: Dataset, key: str) -> Iterator[SetupRe
         try:
             settings = row_settings(setup.job, dataset)
         except PackproofError as error:
-            yield setup.refuse("semantics", f"{key}.semantics", f"{error.where}: {error.what}", error.mend)
+            yield setup.refuse("semantics", f"{key}.semantics", f"{error.where}: {error.what}", error.fix)
             return
         if settings.prompt_format == "default" and settings.semantics.default_format == "refuse":
             what = f"the format default, which the preset {dataset.semantics} refuses"
-            mend = "name another format, or override the preset: default_format=supported"
-            yield setup.refuse("prompt_format", f"{key}.megatron_sft_prompt_format", what, mend)
+            fix = "name another format, or override the preset: default_format=supported"
+            yield setup.refuse("prompt_format", f"{key}.megatron_sft_prompt_format", what, fix)
 
 
 def _check_order(setup: Setup) -> Iterator[SetupRefused]:
     job = setup.job
     if job.data.shuffle and job.data.order != "shuffle":
-        what, mend = f"data.shuffle true with the order {job.data.order}", "leave one of the two out"
-        yield setup.refuse("order", "data.order", what, mend)
+        what, fix = f"data.shuffle true with the order {job.data.order}", "leave one of the two out"
+        yield setup.refuse("order", "data.order", what, fix)
     if job.data.num_workers < 0 or job.data.prefetch < 1:
         key = "data.num_workers" if job.data.num_workers < 0 else "data.prefetch"
         yield setup.refuse("order", key, "is too small", "give num_workers 0 or more, prefetch 1 or more")
@@ -163,8 +163,8 @@ def _check_order(setup: Setup) -> Iterator[SetupRefused]:
     ]  # fmt: skip
     without = [key for key, file in files if file.weight is None]
     if without and len(without) < len(files):
-        what, mend = "some files of a blend have a weight and some have none", "give every file a weight, or none"
-        yield setup.refuse("weights", without[0], what, mend)
+        what, fix = "some files of a blend have a weight and some have none", "give every file a weight, or none"
+        yield setup.refuse("weights", without[0], what, fix)
         return
     data_parallel = setup.data_parallel_size
     rows = job.policy.train_global_batch_size
@@ -182,7 +182,7 @@ def _check_order(setup: Setup) -> Iterator[SetupRefused]:
             "run_steps": "sft.max_num_steps",
         }
         key = next((key for name, key in known.items() if name in error.where), "data.order")
-        yield setup.refuse("order", key, error.what, error.mend)
+        yield setup.refuse("order", key, error.what, error.fix)
 
 
 def _domain_factor(job: Job) -> int:

@@ -71,8 +71,8 @@ def check_stages(setup: Setup, config: Any) -> Iterator[SetupRefused]:
             for stage in range(stages):
                 get_num_layers_to_build(config, pp_rank=stage)
         except (AssertionError, ValueError, TypeError, LookupError, ArithmeticError) as error:
-            mend = f"make it a multiple of {stages}, or share the layers out with {_TRANSFORMER}.{_UNEVEN[0]}"
-            yield setup.refuse("shape", "model.num_layers", f"megatron-core refuses these stages: {error}", mend)
+            fix = f"make it a multiple of {stages}, or share the layers out with {_TRANSFORMER}.{_UNEVEN[0]}"
+            yield setup.refuse("shape", "model.num_layers", f"megatron-core refuses these stages: {error}", fix)
 
 
 def _check_letters(setup: Setup, pattern: str) -> Iterator[SetupRefused]:
@@ -102,8 +102,8 @@ def _check_segments(setup: Setup, main: str) -> Iterator[SetupRefused]:
     uneven = [name for name in _UNEVEN if setup.job.megatron.transformer.get(name) is not None]
     if len(segments) > 1 and (len(segments) != stages or uneven):
         over = f"over {stages} pipeline ranks" + (f", and {uneven[0]}" if uneven else "")
-        mend = f"write {stages - 1} of |, or none" + (f", and take {uneven[0]} out" if uneven else "")
-        yield setup.refuse("shape", _PATTERN, f"{len(segments)} stages {over}", mend)
+        fix = f"write {stages - 1} of |, or none" + (f", and take {uneven[0]} out" if uneven else "")
+        yield setup.refuse("shape", _PATTERN, f"{len(segments)} stages {over}", fix)
     elif len(segments) < 2 and not uneven and len(main) % max(stages, 1):
         what = f"{len(main)} layers over {stages} pipeline stages"
         yield setup.refuse(

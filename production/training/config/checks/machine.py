@@ -30,8 +30,8 @@ def held_checkpoints(job: Job) -> list[SetupRefused]:
     setup, found = Setup(job=job, world_size=1, device=None), []
     folder, key = Path(job.checkpointing.checkpoint_dir), "checkpointing.checkpoint_dir"
     if job.checkpointing.enabled and not job.checkpointing.resume and any(folder.glob("step_*/packproof.json")):
-        mend = "give a folder of its own to a run that begins anew, or set checkpointing.resume to true"
-        found.append(setup.refuse("checkpoint", key, f"{folder} has checkpoints of another run", mend))
+        fix = "give a folder of its own to a run that begins anew, or set checkpointing.resume to true"
+        found.append(setup.refuse("checkpoint", key, f"{folder} has checkpoints of another run", fix))
     places = {"logger.log_dir": Path(job.logger.log_dir)} | ({key: folder} if job.checkpointing.enabled else {})
     for each, place in places.items():
         if (place / ".packproof.lock").exists():
@@ -113,8 +113,8 @@ def _no_folder(setup: Setup, key: str, folder: Path, why: str, place: Path) -> S
         why = f"cannot be made: {near} is no folder"
     elif folder.exists() and not folder.is_dir():
         why = "is no folder"
-    mend = "give a folder that this machine can write to, with room on its disk; it is made where it is not there"
-    return setup.refuse("no_folder", key, f"{folder} {why}", mend)
+    fix = "give a folder that this machine can write to, with room on its disk; it is made where it is not there"
+    return setup.refuse("no_folder", key, f"{folder} {why}", fix)
 
 
 def _nearest(folder: Path) -> Path:
@@ -125,12 +125,12 @@ def _nearest(folder: Path) -> Path:
 def _missing_packages(setup: Setup) -> Iterator[SetupRefused]:
     for key, (module, package) in _PACKAGES.items():
         if getattr(setup.job.logger, key.rpartition(".")[2]) and importlib.util.find_spec(module) is None:
-            what, mend = f"{package} is not installed", "install it, or set this to false"
-            yield setup.refuse("no_package", key, what, mend)
+            what, fix = f"{package} is not installed", "install it, or set this to false"
+            yield setup.refuse("no_package", key, what, fix)
     if setup.job.model.initial == "huggingface" and not has_bridge():
         what = "Megatron-Bridge is not installed"
-        mend = "install the extra `bridge` (package megatron-bridge; it needs CUDA), or start from a megatron-core checkpoint"
-        yield setup.refuse("no_package", "model.initial", what, f"{mend} (model.initial=megatron)")
+        fix = "install the extra `bridge` (package megatron-bridge; it needs CUDA), or start from a megatron-core checkpoint"
+        yield setup.refuse("no_package", "model.initial", what, f"{fix} (model.initial=megatron)")
 
 
 def has_bridge() -> bool:

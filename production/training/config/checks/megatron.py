@@ -115,8 +115,8 @@ def check_overlap(setup: Setup) -> Iterator[SetupRefused]:
     ddp = job.megatron.distributed_data_parallel_config
     if ddp.get("overlap_param_gather") and not (uses_distributed_optimizer(job) and ddp.get("overlap_grad_reduce")):
         what = "overlapped parameter gather without the distributed optimizer and overlapped gradient reduction"
-        mend = f"set {_MEGATRON}.optimizer.use_distributed_optimizer and {_DDP}.overlap_grad_reduce to true"
-        yield setup.refuse("overlap", f"{_DDP}.overlap_param_gather", what, mend)
+        fix = f"set {_MEGATRON}.optimizer.use_distributed_optimizer and {_DDP}.overlap_grad_reduce to true"
+        yield setup.refuse("overlap", f"{_DDP}.overlap_param_gather", what, fix)
     if ddp.get("average_in_collective") and job.loss.normalization != "mean_of_means":
         what = f"averages in the collective, where {job.loss.normalization} needs the sum"
         yield setup.refuse("overlap", f"{_DDP}.average_in_collective", what, "set it to false")
@@ -128,15 +128,15 @@ def check_precision(setup: Setup) -> Iterator[SetupRefused]:
     precision, key = job.policy.precision, "policy.precision"
     if precision == "float64":
         if uses_distributed_optimizer(job):
-            what, mend = (
+            what, fix = (
                 "float64 with the distributed optimizer, which refuses it",
                 "take float32, or the plain optimizer",
             )
-            yield setup.refuse("float64", f"{_MEGATRON}.optimizer.use_distributed_optimizer", what, mend)
+            yield setup.refuse("float64", f"{_MEGATRON}.optimizer.use_distributed_optimizer", what, fix)
         if optimizer.get("clip_grad", 1.0) > 0:
             what = "float64 with clipping, whose norm megatron-core keeps in float32 (its default clips at 1.0)"
-            mend = f"set {_MEGATRON}.optimizer.clip_grad to 0.0, or take float32"
-            yield setup.refuse("float64", f"{_MEGATRON}.optimizer.clip_grad", what, mend)
+            fix = f"set {_MEGATRON}.optimizer.clip_grad to 0.0, or take float32"
+            yield setup.refuse("float64", f"{_MEGATRON}.optimizer.clip_grad", what, fix)
     fp8_key = f"{_MEGATRON}.fp8_cfg.enabled" if job.megatron.fp8_cfg.enabled else f"{_MEGATRON}.transformer.fp8"
     is_fp8 = job.megatron.fp8_cfg.enabled or job.megatron.transformer.get("fp8") is not None
     if is_fp8 and precision != "bfloat16":
@@ -180,12 +180,12 @@ def _made(setup: Setup, kind: Kind, make: Callable[[Job], Any]) -> Iterator[Setu
     what = error.what if isinstance(error, PackproofError) else f"megatron-core refuses it: {reason_of(error)}"
     name = _blamed(setup.job, kind, make, what)
     key = f"{_MEGATRON}.{kind}" + (f".{name}" if name else "")
-    mend = (
+    fix = (
         f"take {name} out, or change what stands against it"
         if name
         else "change the option that it names, or the layout"
     )
-    yield setup.refuse(_kind(what), key, what, mend)
+    yield setup.refuse(_kind(what), key, what, fix)
 
 
 def _error(make: Callable[[Job], Any], job: Job) -> Exception | None:

@@ -56,15 +56,15 @@ def check_optimizer(setup: Setup) -> Iterator[SetupRefused]:
         "weight_decay": (0, None, "0 or more"),
         "clip_grad": (0, None, "0 (no clipping) or more"),
     }
-    for name, (least, below, mend) in bounds.items():
+    for name, (least, below, fix) in bounds.items():
         value = given.get(name)
         if isinstance(value, int | float) and (value < least or (below is not None and value >= below)):
-            yield setup.refuse("size", f"{_OPTIMIZER}.{name}", f"{value} is none", f"give one {mend}")
+            yield setup.refuse("size", f"{_OPTIMIZER}.{name}", f"{value} is none", f"give one {fix}")
     name = str(given.get("optimizer", "adam"))
     if name not in _OF_TORCH and importlib.util.find_spec("emerging_optimizers") is None:
         what = f"{name!r} is no optimizer of the installed megatron-core, which has others with the package emerging-optimizers"
-        mend = f"choose one of {', '.join(_OF_TORCH)}, or install that package"
-        yield setup.refuse("no_package", f"{_OPTIMIZER}.optimizer", what, mend)
+        fix = f"choose one of {', '.join(_OF_TORCH)}, or install that package"
+        yield setup.refuse("no_package", f"{_OPTIMIZER}.optimizer", what, fix)
     if setup.job.sft.seed >= 1 << 62:
         yield setup.refuse(
             "size", "sft.seed", f"{setup.job.sft.seed} is beyond what torch takes", "give one below 2**62"
@@ -89,7 +89,7 @@ def _check_heads(setup: Setup, width: int, heads: int) -> Iterator[SetupRefused]
     turning = int(channels * model.rotary_percent)
     if turning % 2 or not turning:
         what = f"{turning} of {channels} channels of a head turn, which go in pairs"
-        mend = (
+        fix = (
             "choose model.hidden_size, num_attention_heads, kv_channels and rotary_percent so that an even number does"
         )
-        yield setup.refuse("shape", "model.rotary_percent", what, mend)
+        yield setup.refuse("shape", "model.rotary_percent", what, fix)

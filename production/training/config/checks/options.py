@@ -82,8 +82,8 @@ def check_values(setup: Setup) -> Iterator[SetupRefused]:
             yield setup.refuse("size", f"{_TRANSFORMER}.{name}", f"{spread} is no spread of weights", "give 0 or more")
     if job.megatron.optimizer.get("optimizer") == "sgd" and uses_distributed_optimizer(job):
         what = "sgd with the distributed optimizer, which shares out the state of adam only"
-        mend = f"take adam, or the plain optimizer ({_MEGATRON}.optimizer.use_distributed_optimizer=false)"
-        yield setup.refuse("optimizer", f"{_MEGATRON}.optimizer.optimizer", what, mend)
+        fix = f"take adam, or the plain optimizer ({_MEGATRON}.optimizer.use_distributed_optimizer=false)"
+        yield setup.refuse("optimizer", f"{_MEGATRON}.optimizer.optimizer", what, fix)
     if job.megatron.transformer.get("cross_entropy_loss_fusion") and not job.is_packed:
         what = "a fused cross entropy of the model, outside of which the online path's loss stands"
         yield setup.refuse("switched_on", f"{_TRANSFORMER}.cross_entropy_loss_fusion", what, "take it out")
@@ -119,8 +119,8 @@ def _check_experts(setup: Setup) -> Iterator[SetupRefused]:
         not is_list and frequency < 1
     ):
         what = f"{frequency} for a model of {layers} layers"
-        mend = "give a number n (every nth layer has experts) or a list of 0 and 1, one for each layer"
-        yield setup.refuse("shape", f"{_TRANSFORMER}.moe_layer_freq", what, mend)
+        fix = "give a number n (every nth layer has experts) or a list of 0 and 1, one for each layer"
+        yield setup.refuse("shape", f"{_TRANSFORMER}.moe_layer_freq", what, fix)
     if given.get("moe_apply_probs_on_input") and model.moe_router_topk != 1:
         what = f"probabilities on the input of {model.moe_router_topk} experts a token, where megatron-core takes 1"
         yield setup.refuse("shape", f"{_TRANSFORMER}.moe_apply_probs_on_input", what, "set model.moe_router_topk to 1")

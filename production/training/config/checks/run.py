@@ -61,8 +61,8 @@ def check_steps(setup: Setup) -> Iterator[SetupRefused]:
         yield setup.refuse("size", "logger.dump_batch_steps", what, "name steps that the job takes")
     if (sft.val_period or sft.val_at_start or sft.val_at_end) and not job.data.validation:
         key = "sft.val_period" if sft.val_period else "sft.val_at_start" if sft.val_at_start else "sft.val_at_end"
-        mend = "give data.validation a dataset, or set val_period 0, val_at_start and val_at_end false"
-        yield setup.refuse("no_validation", key, "validation without a validation dataset", mend)
+        fix = "give data.validation a dataset, or set val_period 0, val_at_start and val_at_end false"
+        yield setup.refuse("no_validation", key, "validation without a validation dataset", fix)
 
 
 def check_schedule(setup: Setup) -> Iterator[SetupRefused]:
@@ -97,11 +97,11 @@ def check_schedule(setup: Setup) -> Iterator[SetupRefused]:
     elif decay is not None and not is_empty and warmup >= max(1, decay):
         where = job.where(f"{_SCHEDULER}.lr_decay_iters")
         what = f"a warm-up of {warmup} steps does not end before the decay does, at step {decay}, warm-up included: {where}"
-        mend = f"set it below {decay}, or {_SCHEDULER}.lr_decay_iters above {warmup}"
-        yield setup.refuse("schedule", f"{_SCHEDULER}.lr_warmup_iters", what, mend)
+        fix = f"set it below {decay}, or {_SCHEDULER}.lr_decay_iters above {warmup}"
+        yield setup.refuse("schedule", f"{_SCHEDULER}.lr_warmup_iters", what, fix)
     if schedule.lr_decay_style == "WSD" and None in {schedule.lr_wsd_decay_style, schedule.lr_wsd_decay_iters}:
-        mend = f"set {_SCHEDULER}.lr_wsd_decay_style and lr_wsd_decay_iters"
-        yield setup.refuse("schedule", f"{_SCHEDULER}.lr_decay_style", "WSD without its final decay", mend)
+        fix = f"set {_SCHEDULER}.lr_wsd_decay_style and lr_wsd_decay_iters"
+        yield setup.refuse("schedule", f"{_SCHEDULER}.lr_decay_style", "WSD without its final decay", fix)
     last = schedule.lr_wsd_decay_iters
     room = max(1, decay - max(0, warmup)) if decay is not None else last
     if last is not None and room is not None and not 1 <= last <= room:
@@ -156,29 +156,29 @@ def check_checkpoints(setup: Setup) -> Iterator[SetupRefused]:
             "checkpoint", "checkpointing.save_period", f"every {saved.save_period} steps", "give 1 or more"
         )
     if saved.keep_top_k is not None and saved.keep_top_k < 1:
-        what, mend = f"{saved.keep_top_k} checkpoints kept", "give 1 or more, or null for all"
-        yield setup.refuse("checkpoint", "checkpointing.keep_top_k", what, mend)
+        what, fix = f"{saved.keep_top_k} checkpoints kept", "give 1 or more, or null for all"
+        yield setup.refuse("checkpoint", "checkpointing.keep_top_k", what, fix)
     metric = saved.metric_name
     if metric is not None and metric not in METRICS:
-        what, mend = f"{metric!r} is no metric of a run", f"choose one of {', '.join(METRICS)}, or null for the newest"
-        yield setup.refuse("checkpoint", "checkpointing.metric_name", what, mend)
+        what, fix = f"{metric!r} is no metric of a run", f"choose one of {', '.join(METRICS)}, or null for the newest"
+        yield setup.refuse("checkpoint", "checkpointing.metric_name", what, fix)
     if metric == "val:val_loss" and not job.sft.val_period:
-        what, mend = f"{metric} of a job that never validates on the way", "set sft.val_period, or metric_name to null"
-        yield setup.refuse("checkpoint", "checkpointing.metric_name", what, mend)
+        what, fix = f"{metric} of a job that never validates on the way", "set sft.val_period, or metric_name to null"
+        yield setup.refuse("checkpoint", "checkpointing.metric_name", what, fix)
     yield from _check_measured(setup)
     if job.model.tie_embeddings and multi_token_depths(job) and job.megatron.pipeline_model_parallel_size > 1:
         what = "a tied embedding with multi-token prediction over pipeline stages, which megatron-core cannot save"
-        mend = "set it to false, or take one stage, or set checkpointing.enabled to false"
-        yield setup.refuse("checkpoint", "model.tie_embeddings", what, mend)
+        fix = "set it to false, or take one stage, or set checkpointing.enabled to false"
+        yield setup.refuse("checkpoint", "model.tie_embeddings", what, fix)
     if saved.save_optimizer and uses_distributed_optimizer(job) and setup.device == "cpu":
         if saved.optimizer_format == "fully_sharded_model_space":
             what = "fully_sharded_model_space of the distributed optimizer, which fails over gloo"
-            mend = "set it to dp_reshardable or fully_reshardable"
-            yield setup.refuse("checkpoint", "checkpointing.optimizer_format", what, mend)
+            fix = "set it to dp_reshardable or fully_reshardable"
+            yield setup.refuse("checkpoint", "checkpointing.optimizer_format", what, fix)
         elif saved.optimizer_format == "dp_reshardable" and job.megatron.pipeline_model_parallel_size > 1:
             what = "the distributed optimizer's state over several pipeline stages, which fails over gloo as dp_reshardable"
-            mend = f"set checkpointing.optimizer_format to fully_reshardable, take the plain optimizer ({_OPTIMIZER}.use_distributed_optimizer=false), or one stage"
-            yield setup.refuse("checkpoint", f"{_OPTIMIZER}.use_distributed_optimizer", what, mend)
+            fix = f"set checkpointing.optimizer_format to fully_reshardable, take the plain optimizer ({_OPTIMIZER}.use_distributed_optimizer=false), or one stage"
+            yield setup.refuse("checkpoint", f"{_OPTIMIZER}.use_distributed_optimizer", what, fix)
 
 
 def _check_measured(setup: Setup) -> Iterator[SetupRefused]:
@@ -193,42 +193,42 @@ def _check_measured(setup: Setup) -> Iterator[SetupRefused]:
             f"val:val_loss, which no checkpoint of {last} steps has: validations come every {sft.val_period}, checkpoints every "
             f"{saved.save_period}"
         )
-        mend = f"make checkpointing.save_period a multiple of sft.val_period ({sft.val_period}), or metric_name null"
-        yield setup.refuse("checkpoint", "checkpointing.metric_name", what, mend)
+        fix = f"make checkpointing.save_period a multiple of sft.val_period ({sft.val_period}), or metric_name null"
+        yield setup.refuse("checkpoint", "checkpointing.metric_name", what, fix)
 
 
 def _check_time_limit(setup: Setup) -> Iterator[SetupRefused]:
     key, limit = "checkpointing.checkpoint_must_save_by", setup.job.checkpointing.checkpoint_must_save_by
     if limit is not None and not _DURATION.fullmatch(limit):
-        what, mend = f"{limit!r} is no duration", 'write "days:hours:minutes:seconds", in quotes'
-        yield setup.refuse("checkpoint", key, what, mend)
+        what, fix = f"{limit!r} is no duration", 'write "days:hours:minutes:seconds", in quotes'
+        yield setup.refuse("checkpoint", key, what, fix)
     elif limit is not None and not setup.job.checkpointing.enabled:
-        what, mend = (
+        what, fix = (
             "a time to save by, of a job that saves nothing",
             "set it to null, or checkpointing.enabled to true",
         )
-        yield setup.refuse("checkpoint", key, what, mend)
+        yield setup.refuse("checkpoint", key, what, fix)
 
 
 def check_start(setup: Setup) -> Iterator[SetupRefused]:
     """Refuse a source of weights that contradicts the job, or a shape that is not known (R-SETUP-18)."""
     model, policy = setup.job.model, setup.job.policy
     if model.initial == "huggingface" and model.initial_path is None and policy.model_name is None:
-        what, mend = "weights from Hugging Face without a name", "set it, or policy.model_name"
-        yield setup.refuse("start", "model.initial_path", what, mend)
+        what, fix = "weights from Hugging Face without a name", "set it, or policy.model_name"
+        yield setup.refuse("start", "model.initial_path", what, fix)
     if model.initial == "megatron" and model.initial_path is None:
         yield setup.refuse("start", "model.initial_path", "weights from a checkpoint without a folder", "set it")
     if model.initial == "scratch" and model.initial_path is not None:
-        what, mend = "a path of weights that are drawn", "take it out, or set model.initial to megatron or huggingface"
-        yield setup.refuse("start", "model.initial_path", what, mend)
+        what, fix = "a path of weights that are drawn", "take it out, or set model.initial to megatron or huggingface"
+        yield setup.refuse("start", "model.initial_path", what, fix)
     needed = ("hidden_size", "num_attention_heads") + (() if model.hybrid_layer_pattern else ("num_layers",))
     unset = [f"model.{name}" for name in needed if not getattr(model, name)]
     if unset:
-        what, mend = (
+        what, fix = (
             f"{', '.join(unset)} must be set: the model is built before weights are loaded",
             "set what it names",
         )
-        yield setup.refuse("shape", unset[0], what, mend)
+        yield setup.refuse("shape", unset[0], what, fix)
     if (model.architecture == "hybrid") != (model.hybrid_layer_pattern is not None):
         what = (
             f"architecture {model.architecture} {'without' if model.hybrid_layer_pattern is None else 'with'} a pattern"

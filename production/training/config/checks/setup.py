@@ -60,9 +60,9 @@ class Setup:
         size = sizes(self.job).of_a_replica
         return None if self.world_size < 1 or self.world_size % size else self.world_size // size
 
-    def refuse(self, kind: str, key: str, what: str, mend: str) -> SetupRefused:
+    def refuse(self, kind: str, key: str, what: str, fix: str) -> SetupRefused:
         """Return a refusal at `key` as the file writes it, with the file and line that set it."""
-        return SetupRefused(kind=kind, key=self.job.written(key), what=what, where=self.job.where(key), mend=mend)
+        return SetupRefused(kind=kind, key=self.job.written(key), what=what, where=self.job.where(key), fix=fix)
 
 
 def check_nemo_rl(setup: Setup) -> Iterator[SetupRefused]:
@@ -74,8 +74,8 @@ def check_nemo_rl(setup: Setup) -> Iterator[SetupRefused]:
         yield setup.refuse("start", "model.initial", what, "set model.initial to huggingface, megatron or scratch")
     if not job.is_packed and job.policy.tokenizer.chat_template is None:
         what = "null, which is NeMo-RL's template that joins the contents of all messages without their roles"
-        mend = "write default for the tokenizer's own template, or the template itself"
-        yield setup.refuse("chat_template", "policy.tokenizer.chat_template", what, mend)
+        fix = "write default for the tokenizer's own template, or the template itself"
+        yield setup.refuse("chat_template", "policy.tokenizer.chat_template", what, fix)
 
 
 def check_switches(setup: Setup) -> Iterator[SetupRefused]:
@@ -85,18 +85,18 @@ def check_switches(setup: Setup) -> Iterator[SetupRefused]:
         key = f"{_MEGATRON}.freeze_moe_router"
         yield setup.refuse("switched_on", key, "this job does not have a frozen router", f"set {key} to false")
     if not megatron.enabled:
-        what, mend = "the backend is not Megatron: megatron-core is the one backend", f"set {_MEGATRON}.enabled to true"
-        yield setup.refuse("backend", f"{_MEGATRON}.enabled", what, mend)
+        what, fix = "the backend is not Megatron: megatron-core is the one backend", f"set {_MEGATRON}.enabled to true"
+        yield setup.refuse("backend", f"{_MEGATRON}.enabled", what, fix)
     for name in megatron.env_vars:
         if name in _OF_THE_LAUNCHER or name.startswith("TORCHELASTIC_") or not name or "=" in name:
-            what, mend = f"{name!r} says which rank a process is, which its launcher says", "take it out"
+            what, fix = f"{name!r} says which rank a process is, which its launcher says", "take it out"
             if not name or "=" in name:
-                what, mend = f"{name!r} is not a name of a variable", "write NAME: value"
-            yield setup.refuse("environment", f"{_MEGATRON}.env_vars.{name}", what, mend)
+                what, fix = f"{name!r} is not a name of a variable", "write NAME: value"
+            yield setup.refuse("environment", f"{_MEGATRON}.env_vars.{name}", what, fix)
     for key, part in _SWITCHED_OFF.items():
         if _look_up(setup.job, key):
-            mend = f"set {key} to false"
-            yield setup.refuse("switched_on", key, f"this job does not have {part}", mend)
+            fix = f"set {key} to false"
+            yield setup.refuse("switched_on", key, f"this job does not have {part}", fix)
 
 
 def check_paths(setup: Setup) -> Iterator[SetupRefused]:
@@ -123,10 +123,10 @@ def check_layout(setup: Setup) -> Iterator[SetupRefused]:
     if megatron.sequence_parallel is not several:
         word = "without" if megatron.sequence_parallel else "with"
         what = f"sequence parallelism {str(megatron.sequence_parallel).lower()} {word} tensor parallelism"
-        mend = (
+        fix = (
             f"leave it out, or set it to {str(several).lower()}: the model shares norms over the tensor parallel ranks"
         )
-        yield setup.refuse("sequence_parallel", f"{_MEGATRON}.sequence_parallel", what, mend)
+        yield setup.refuse("sequence_parallel", f"{_MEGATRON}.sequence_parallel", what, fix)
 
 
 def _check_world(setup: Setup) -> Iterator[SetupRefused]:
@@ -136,12 +136,12 @@ def _check_world(setup: Setup) -> Iterator[SetupRefused]:
             f"{setup.world_size} ranks are not a multiple of tp {layout.tensor} x cp {layout.context} x pp {layout.pipeline}"
             f" = {layout.of_a_replica}"
         )
-        mend = (
+        fix = (
             f"start a multiple of {layout.of_a_replica} ranks (torchrun --nproc-per-node), or make a dimension smaller"
         )
         sizes_by_name = {"tensor_model": layout.tensor, "context": layout.context, "pipeline_model": layout.pipeline}
         name = max(sizes_by_name, key=sizes_by_name.__getitem__)  # the largest, since it is the one to look at
-        yield setup.refuse("world_size", f"{_MEGATRON}.{name}_parallel_size", what, mend)
+        yield setup.refuse("world_size", f"{_MEGATRON}.{name}_parallel_size", what, fix)
         return
     experts = layout.expert * layout.expert_tensor * layout.pipeline
     if setup.world_size % experts:
@@ -149,25 +149,25 @@ def _check_world(setup: Setup) -> Iterator[SetupRefused]:
             f"{setup.world_size} ranks are not a multiple of ep {layout.expert} x etp {layout.expert_tensor}"
             f" x pp {layout.pipeline} = {experts}"
         )
-        mend = f"start a multiple of {experts} ranks, or make a dimension smaller"
-        yield setup.refuse("expert_parallel_size", f"{_MEGATRON}.expert_model_parallel_size", what, mend)
+        fix = f"start a multiple of {experts} ranks, or make a dimension smaller"
+        yield setup.refuse("expert_parallel_size", f"{_MEGATRON}.expert_model_parallel_size", what, fix)
     cluster = job.cluster
     if cluster.ranks not in {None, setup.world_size}:
         what = f"{cluster.num_nodes} nodes of {cluster.gpus_per_node} processes are {cluster.ranks} ranks, not {setup.world_size}"
-        mend = "start as many, or leave cluster.num_nodes out"
-        yield setup.refuse("world_size", "cluster.num_nodes", what, mend)
+        fix = "start as many, or leave cluster.num_nodes out"
+        yield setup.refuse("world_size", "cluster.num_nodes", what, fix)
 
 
 def _check_experts(setup: Setup) -> Iterator[SetupRefused]:
     layout, experts = sizes(setup.job), setup.job.model.num_moe_experts
     if experts is None and (layout.expert > 1 or layout.expert_tensor > 1):
         key = f"{_MEGATRON}.expert_{'model' if layout.expert > 1 else 'tensor'}_parallel_size"
-        what, mend = "expert parallelism of a model without experts", "set it to 1, or set model.num_moe_experts"
-        yield setup.refuse("expert_parallel_size", key, what, mend)
+        what, fix = "expert parallelism of a model without experts", "set it to 1, or set model.num_moe_experts"
+        yield setup.refuse("expert_parallel_size", key, what, fix)
     if experts is not None and experts % layout.expert:
         what = f"{experts} experts over {layout.expert} ranks"
-        mend = f"make model.num_moe_experts a multiple of {layout.expert}, or the size smaller"
-        yield setup.refuse("expert_parallel_size", f"{_MEGATRON}.expert_model_parallel_size", what, mend)
+        fix = f"make model.num_moe_experts a multiple of {layout.expert}, or the size smaller"
+        yield setup.refuse("expert_parallel_size", f"{_MEGATRON}.expert_model_parallel_size", what, fix)
 
 
 def _check_heads(setup: Setup) -> Iterator[SetupRefused]:
