@@ -221,6 +221,20 @@ def test_the_nemo_rl_processor_takes_what_run_sft_binds_to_every_processor():
     assert (row["message_log"], row["extra_env_info"]) == ([], None)
 
 
+def test_one_nemo_rl_processor_builds_rows_of_each_length_that_it_is_asked_for():
+    from production.adapters.nemo_rl import PackedProcessor, format_data
+    from production.files.source import open_source
+
+    with open_source(SAMPLE) as source:
+        datum = format_data({"messages": source[0]})
+    both, words = PackedProcessor(prompt_format="nemotron-nano-v2", context_parallel_size=1), tokenizer()
+    for length in (PACK_LENGTH, PACK_LENGTH // 2, PACK_LENGTH):
+        alone = PackedProcessor(prompt_format="nemotron-nano-v2", context_parallel_size=1)
+        expected = alone(datum, None, words, length, 0)["input_ids"]
+        assert len(expected) == length
+        assert torch.equal(both(datum, None, words, length, 0)["input_ids"], expected)
+
+
 def test_the_nemo_rl_adapter_gives_each_rank_the_fields_and_microbatches_of_production():
     from production.adapters.nemo_rl import BATCH_FIELDS, collate, packed_microbatch
     from production.parallel.microbatches import MicrobatchSettings, process_microbatch

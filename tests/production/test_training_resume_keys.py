@@ -245,6 +245,16 @@ def test_a_resume_with_another_model_optimizer_schedule_or_loss_is_refused_by_it
             feed.close()
 
 
+def test_a_constant_rate_has_a_warm_up_of_its_own_and_no_decay_that_could_differ(folder):
+    """A rate that does not decay still rises: another warm-up is another run."""
+    constant = {f"{SCHEDULER}.lr_decay_style": "constant", f"{SCHEDULER}.lr_warmup_iters": 2}
+    saved = identity_of(folder, constant)
+    expect_refusal(
+        saved, identity_of(folder, constant | {f"{SCHEDULER}.lr_warmup_iters": 3}), "scheduler.lr_warmup_iters"
+    )
+    check_resume(saved, identity_of(folder, constant | {f"{SCHEDULER}.lr_decay_iters": 9}))
+
+
 def test_a_file_under_another_name_is_the_same_file(folder, begun):
     (folder / "copy.jsonl").write_bytes((folder / "a.jsonl").read_bytes())
     check_resume(begun[False], identity_of(folder, files("copy", "b")))
