@@ -23,6 +23,7 @@ from equivalence.checks.rows.rows import covers
 from equivalence.recorded import outcomes
 from equivalence.recorded.outcomes import RecordedRow
 from equivalence.runner.counters import Tally, differing
+from equivalence.subjects import BUILT_IN
 from equivalence.subjects.protocol import Subject
 
 MOST_DIFFERING = 3
@@ -42,7 +43,7 @@ def run(name: str, places: range, sides: Sequence[Subject], tally: Tally) -> Non
     every other check of rows runs it, at ten times the cost of the others.
     """
     differed = 0
-    for result, prompt_format, where, case in _checked(name, places, sides):
+    for result, prompt_format, where, case in _checked(name, places, sides, tally):
         tally.count(result, prompt_format)
         differed += not result.equal
         if not result.equal and differed <= MOST_DIFFERING:
@@ -50,7 +51,7 @@ def run(name: str, places: range, sides: Sequence[Subject], tally: Tally) -> Non
 
 
 def _checked(
-    name: str, places: range, sides: Sequence[Subject]
+    name: str, places: range, sides: Sequence[Subject], tally: Tally
 ) -> Iterator[tuple[CheckResult, str, str, Callable[[], DataCase | RowCase]]]:
     """Yield each result with its prompt format, where it stands, and what makes its case."""
     if name in _DATA:
@@ -61,7 +62,12 @@ def _checked(
     for row in outcomes.rows(name)[places.start : places.stop]:
         settings = row.case.settings
         ours = [side for side in sides if side.name != "megatron_lm" and covers(side, settings)]
-        if ours:
+        # Rows that the user's own side does not take say nothing of it.
+        own = [side for side in sides if side.name not in BUILT_IN]
+        if own and not any(side in ours for side in own):
+            for side in own:
+                tally.left_out[side.name, CHECK] += 1
+        elif ours:
             yield check_recorded_row(row, ours), settings.prompt_format, row.case.origin, partial(_row_case, name, row)
 
 

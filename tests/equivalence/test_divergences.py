@@ -81,7 +81,7 @@ def test_rows_with_several_divergences_at_once(left, right):
 
 
 def test_file_layers_are_as_registered(tmp_path):
-    results = check_file_layers(tmp_path)
+    results = list(check_file_layers(tmp_path))
     assert len(results) == len(LAYERS) > 20
     assert [(layer.name, result.findings) for layer, result in results if not result.equal] == []
     assert sum(layer.diverges for layer in LAYERS) > 15

@@ -82,8 +82,8 @@ def test_a_wrong_side_exits_1_and_its_counterexample_is_small_and_replayed_first
         (["--subjects", "reference"], "at least two sides"),
         (["--shard", "5/4"], "--shard 5/4"),
         (
-            ["--semantics", "megatron-lm-0.18"],
-            "no preset is called 'megatron-lm-0.18'; the nearest is 'megatron-lm-0.19'",
+            ["--semantics", "megatron-lm-0.20"],
+            "no preset is called 'megatron-lm-0.20'; the nearest is 'megatron-lm-0.19'",
         ),
         (["--semantics", "strict,row_end=any"], "row_end"),
         (["--formats", "identiy"], "no format is called 'identiy'; the nearest is 'identity'"),
