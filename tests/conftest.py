@@ -11,6 +11,8 @@ import hypothesis
 import pytest
 import torch
 
+pytest_plugins = ["pytester"]  # for the plugin of subject/
+
 torch.set_num_threads(1)
 hypothesis.settings.register_profile("suite", deadline=None, derandomize=True, database=None)
 hypothesis.settings.register_profile("explore", deadline=None, max_examples=1000)

@@ -140,7 +140,7 @@ NO_VERB = re.compile(r"\A(The|A|An|What|How|Which|Where|Whether|Whose|Why|Of|Tho
 REPLACED = {
     r"how manieth": "the number of",
     r"\bmend(s|ed|ing)? it\b": "fix it",
-    r"\bto fix\b": "to fix",
+    r"\bto mend\b": "to fix",
     r"that is none\b": "that is not one",
     r"of it (is|are) none": "none of them",
     r"(?<!there )\bis no (size|number|name|choice|multiple|mapping|case|field|JSON|row|rank|index|list)\b": "must be …, got …",
@@ -246,12 +246,12 @@ def test_an_old_turn_is_found(tmp_path, monkeypatch):
     monkeypatch.setitem(replaced_words.__globals__, "ROOT", tmp_path)
     module = tmp_path / "module.py"
     module.write_text(
-        '"""Which of them it is, and the how manieth."""\nraise ValueError("0 is no size; see how to fix it")\n'
+        '"""Which of them it is, and the how manieth."""\nraise ValueError("0 is no size; see how to mend it")\n'
     )
     assert [place.split(";")[0] for place in replaced_words(module)] == [
         "module.py:1: 'how manieth'",
-        "module.py:2: 'fix it'",
-        "module.py:2: 'to fix'",
+        "module.py:2: 'mend it'",
+        "module.py:2: 'to mend'",
         "module.py:2: 'is no size'",
     ]
 

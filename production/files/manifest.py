@@ -148,7 +148,7 @@ def other_files(manifest: Manifest, tokenizer: Path) -> list[str]:
 def _output(said: Mapping[str, Any]) -> dict[str, Any]:
     """Return the entries on the file that have the type that they must have; others say nothing."""
     given = said.get("output")
-    kinds: dict[str, type] = {"bytes": int, "rows": int, "sha256": str}
+    kinds: dict[str, type] = {"bytes": int, "rows": int, "sha256": str, "digest": str}
     return {} if not isinstance(given, dict) else {
         name: given[name] for name, kind in kinds.items() if type(given.get(name)) is kind
     }  # fmt: skip

@@ -56,7 +56,10 @@ def parse_record(
 
 
 def parse_object(line: bytes, *, unterminated: bool = False) -> dict[str, Any]:
-    """Return the object of a line whatever its keys, for chat files of other layouts; strictly as `parse_record` (R-FILE-6)."""
+    """Return the object of a line whatever its keys, for chat files of other layouts; as strictly as `parse_record`.
+
+    Raises LineError for a line that is not a JSON object (R-FILE-6).
+    """
     line, length = line.rstrip(b" \t\r"), len(line)
     try:
         row: Any = _decode(line)

@@ -82,11 +82,11 @@ def _damage(path: Path) -> str | None:
     try:
         return _no_tokenizer(text) if path.name == "tokenizer.json" else _no_object(text)
     except json.JSONDecodeError as error:
-        return f"it is not valid JSON: {error}"
+        return f"it is not JSON: {error}"
 
 
 def _no_object(text: str) -> str | None:
-    return None if isinstance(json.loads(text), dict) else "it must be a JSON object"
+    return None if isinstance(json.loads(text), dict) else "it is not a JSON object"
 
 
 def _no_tokenizer(text: str) -> str | None:

@@ -68,7 +68,7 @@ def _object(line: str, path: Path, number: int) -> Mapping[str, Any]:
     try:
         read = json.loads(line)
     except ValueError as error:
-        raise VectorsError("%s, line %d is no JSON: %s" % (path, number, error)) from error
+        raise VectorsError("%s, line %d is not JSON: %s" % (path, number, error)) from error
     if not isinstance(read, dict):
         raise VectorsError("%s, line %d must be an object with an id, got %s" % (path, number, type(read).__name__))
     return read

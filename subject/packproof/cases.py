@@ -97,7 +97,7 @@ def case_of(read: Mapping[str, Any], where: str = "the case") -> Case:
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise VectorsError(
-            f"{where} is no case: {error}; it needs conversations with tokens and trained, pack_length, pad_id, eos_id and "
+            f"{where} is not a case: {error}; it needs conversations with tokens and trained, pack_length, pad_id, eos_id and "
             "context_parallel_size"
         ) from error
 

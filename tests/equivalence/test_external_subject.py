@@ -216,8 +216,8 @@ def test_the_last_lines_of_stderr_are_told_with_a_crash(subject):
     ("fault", "told"),
     [
         ("shape", "gave input_ids of shape (1, 8)"),
-        ("nan", "gave input_ids with values that are not numbers"),
-        ("words", "raised TypeError: input_ids holds something that is not a number"),
+        ("nan", "gave input_ids with NaN or infinity"),
+        ("words", "raised TypeError: input_ids holds something that is no number"),
         ("ragged", "raised TypeError: input_ids is a list of lists of several lengths"),
         ("keys", "has unknown keys labels and lacks target_ids"),
         ("list", "raised TypeError: build_row gave list where a dict with input_ids"),

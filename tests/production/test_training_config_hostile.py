@@ -67,7 +67,7 @@ def test_a_folder_is_no_file_and_a_file_no_folder(tmp_path, capsys):
         "model.initial_path": f"{weights} is a file, where the folder of a checkpoint is wanted",
     }
     assert main(["--config", str(tmp_path), "--dry-run"]) == 2
-    assert "cannot be read: Is a directory" in capsys.readouterr().err
+    assert "cannot be read: it is a folder" in capsys.readouterr().err
 
 
 ENVIRONMENTS = {

@@ -129,7 +129,7 @@ REFUSED = [
     (["data.train.megatron_sft_assistant_prefix_len=-1"], 1, "prefix", "data.train.megatron_sft_assistant_prefix_len"),
     (["data.train.megatron_sft_prompt_format=identity", "data.train.megatron_sft_assistant_prefix_len=3"], 1, "prefix",
      "data.train.megatron_sft_assistant_prefix_len"),
-    (["data.train.semantics=megatron-lm-0.18"], 1, "semantics", "data.train.semantics"),
+    (["data.train.semantics=megatron-lm-0.20"], 1, "semantics", "data.train.semantics"),
     (["data.train.data_path=[{path: x, weight: 1}, y]"], 1, "weights", "data.train.data_path"),
     (["data.train.data_path=[{path: x, weight: 0.0}]", "sft.max_num_epochs=null", "data.last_batch=wrap"], 1, "order",
      "data.train.data_path"),
@@ -220,7 +220,7 @@ REFUSED = [
      "checkpointing.checkpoint_must_save_by"),
     (['checkpointing.checkpoint_must_save_by="0:4:0:0"', "checkpointing.enabled=false"], 1, "checkpoint",
      "checkpointing.checkpoint_must_save_by"),
-    (["checkpointing.optimizer_format=fully_reshardable"], 1, "checkpoint", "checkpointing.optimizer_format"),
+    (["checkpointing.optimizer_format=fully_sharded_model_space"], 1, "checkpoint", "checkpointing.optimizer_format"),
     ([f"{MEGATRON}.pipeline_model_parallel_size=2"], 2, "checkpoint", f"{OPTIMIZER}.use_distributed_optimizer"),
     # R-SETUP-18
     (["model.hidden_size=null", "model.initial=huggingface", "policy.model_name=some/model"], 1, "shape", "model.hidden_size"),

@@ -26,7 +26,8 @@ from production.training.data.batch_stream import BatchStream
 from production.training.data.fingerprint import FIX, ResumeRefused, check_resume, option
 from production.training.distributed import heartbeat
 from production.training.export import _settings
-from production.training.resume import check_same, identity
+from production.training.resume import check_same
+from production.training.run_identity import identity
 from production.training.run_record import config_hash, open_run_loggers
 from production.training.shutdown import length_reached, nothing_left
 
@@ -53,7 +54,7 @@ def identity_of(folder, data, changes):
     config = jobs.write_job(folder, data, **changes, **{"data.num_workers": 0})
     job = load(config)
     with BatchStream(job, PLACE) as feed:
-        return config, identity(job, feed, PLACE, vocab_size=4096, run_steps=4)
+        return config, identity(job, feed.identity(), world_size=PLACE.world_size, vocab_size=4096, run_steps=4)
 
 
 @pytest.mark.parametrize("changes", [DIRECT, ONLINE], ids=["direct", "online"])

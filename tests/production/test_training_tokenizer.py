@@ -82,7 +82,7 @@ def test_many_files_are_told_by_their_number(refused, tmp_path):
         (b"", "it is empty"),
         (b"{", "it is not JSON: Expecting property name enclosed in double quotes: line 1 column 2 (char 1)"),
         (b"\x00", "it is not JSON: Expecting value: line 1 column 1 (char 0)"),
-        (b"[]", "it is not JSON object"),
+        (b"[]", "it is not a JSON object"),
         (b"\xff\xfe{}", "'utf-8' codec can't decode byte 0xff in position 0: invalid start byte"),
     ],
 )

@@ -2,5 +2,3 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))  # packers.py, also as a subject's module
-
-pytest_plugins = ["pytester"]

@@ -180,7 +180,7 @@ def test_weights_of_a_global_batch_are_equal_and_add_up(run, rows, tmp_path):
             out = tmp_path / "steps.safetensors"
             arguments = [*of(rows, row), "--cp", 2, "--dp", 2, "--rank", 2 * row + context, "--stop-at", "weights"]
             status, _, err = run(*arguments, "--sides", "reference,production", "--write-dump", out)
-            assert (status, err) == (0, "")
+            assert (status, [line for line in err.splitlines() if not line.startswith("note: ")]) == (0, [])
             tensors = load_file(out)
             shares += bool(tensors["share/reference/token_mask"].any())
             for side in ("reference", "production"):

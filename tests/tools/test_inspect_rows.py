@@ -77,7 +77,9 @@ def test_the_samples_losses_are_those_that_its_manifest_tells(sample):
         sorted({row for row, _, _ in places(sample, "truncated")} | {row for row, _, _ in places(sample, "dropped")})
         == cut
     )
-    assert sample.presets[2].rows_refused == {"row_start": len(told["without_a_leading_system_message"])}
+    assert {each.name: each for each in sample.presets}["nemo-rl-direct"].rows_refused == {
+        "row_start": len(told["without_a_leading_system_message"])
+    }
     assert sample.loses
     assert sample.exit_status == 1
 
@@ -226,8 +228,8 @@ def test_a_turn_that_merges_with_its_neighbour_is_counted_by_preset(write, token
     """Fields that no count shows (turn_check, long_assistant_prefix) are found by a stricter build of the same row."""
     settings = RowSettings(pack_length=64, assistant_prefix_len=9)
     found = inspect(write([("system", "s"), ("user", "u"), ("assistant", "a")]), tokenizer, settings)
-    assert found.presets[0].rows_equal == 1
-    assert found.presets[2].rows_refused == {"prefix_too_long": 1}
+    assert {each.name: each for each in found.presets}["megatron-lm-0.19"].rows_equal == 1
+    assert {each.name: each for each in found.presets}["nemo-rl-direct"].rows_refused == {"prefix_too_long": 1}
 
 
 def test_findings_are_kept_per_kind_and_all_are_handed_on(write, tokenizer):

@@ -65,7 +65,7 @@ class Scanned:
 
 
 def scan(target: Target, dataset: CheckedDataset, *, most: int, deadline: float, progress: Progress) -> Scanned:
-    """Inspect every row up to `deadline` (of `time.monotonic`), and collect at most `most` rows of each edge."""
+    """Inspect every row up to `deadline` (seconds of Python's monotonic clock), and collect at most `most` rows of each edge."""
     collector = _Collector(dataset, EdgeRows(most))
     files: Any = dataset.source.describe()["files"]
     settings, job = dataset.dataset, target.job

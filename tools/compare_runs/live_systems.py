@@ -222,7 +222,7 @@ def baseline_rows(job: Job) -> tuple[Path, RowSettings]:
         "data.train.chat_key": f"the key {dataset.chat_key}" if dataset.chat_key != "messages" else "",
         "data.train.on_bad_row": "rows that are left out" if dataset.on_bad_row != "error" else "",
         "policy.tokenizer.chat_template": "a chat template of the job's own"
-        if job.policy.tokenizer.chat_template
+        if job.policy.tokenizer.chat_template not in {None, "default"}
         else "",
         "policy.sequence_packing": "rows that are packed as they come" if not job.is_packed else "",
     }

@@ -187,7 +187,7 @@ def _plain(settings: RowSettings) -> dict[str, Any]:
 
 
 def _name(settings: RowSettings) -> str:
-    """Return a text that `semantics.parse` reads as these semantics: the nearest preset and what differs."""
+    """Return a text that is parsed to these semantics: the nearest preset and what differs."""
     asked = dataclasses.asdict(settings.semantics)
     texts: list[tuple[str, ...]] = []
     for name, preset in PRESETS.items():

@@ -55,7 +55,7 @@ def _cases(options: argparse.Namespace) -> Sequence[Case]:
             return [case_of(json.loads(options.case), "--case")]
         except ValueError as error:
             raise CommandError(
-                str(error) if isinstance(error, VectorsError) else f"--case is no JSON: {error}"
+                str(error) if isinstance(error, VectorsError) else f"--case is not JSON: {error}"
             ) from error
     sets = {name.strip() for name in options.sets.split(",")}
     unknown = sets - {"valid", "divergent", "refused", "none"}
