@@ -220,6 +220,18 @@ class LineFile:
         raise bad_file("no_cache_folder", f"its index can be written nowhere ({'; '.join(refusals)})", file=self.name)
 
 
+def link_cached(name: str | os.PathLike[str], cache_folder: Path | None, folder: Path) -> None:
+    """Link index and unpacked copy of a file, where they are kept, into `folder`: opened with that cache folder, the file
+    writes nothing elsewhere.
+    """
+    path = Path(os.path.abspath(name))  # noqa: PTH100 - as LineFile
+    for suffix in (INDEX_SUFFIX, _COPY_SUFFIX):
+        (link,) = cache_places(path, suffix, folder)
+        kept = next((each for each in cache_places(path, suffix, cache_folder) if each.is_file()), None)
+        if kept is not None and not link.exists():
+            link.symlink_to(kept.absolute())
+
+
 def _is_same(identity: Identity, descriptor: int, *, verify: bool) -> bool:
     status = os.fstat(descriptor)
     if stamp_of(status) != identity.stamp or sample_of(descriptor, status.st_size) != identity.sample:

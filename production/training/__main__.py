@@ -76,13 +76,14 @@ def _dry_run(job: Job, world_size: int | None) -> int:
 def _run(job: Job) -> int:
     """Refuse what must not run, on every rank alike and before anything is started, then run the job."""
     try:
-        found = reasons_against(job, started_ranks() or 1)
+        ranks = started_ranks() or 1
+        found = reasons_against(job, ranks)
     except PackproofError as error:
         return _refuse([error])
     if found:
         return _refuse(found, " against this job")
     if os.environ.get("RANK", "0") == "0":
-        for note in [*packed_otherwise(job), *without_certificate(job)]:
+        for note in [*packed_otherwise(job), *without_certificate(job, ranks)]:
             print(f"note: {note}", file=sys.stderr)
     os.environ.update(job.megatron.env_vars)
     # Imported here: reading a configuration needs neither torch.distributed nor a model.

@@ -4,12 +4,18 @@ those that were checked (SPEC R-SETUP-23).
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import os
+import shlex
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from production.errors import PackproofError
+from production.files.file_state import is_there
+from production.files.lines import link_cached
 from production.files.source import open_source
 from production.tokens.fingerprint import TokenizerFingerprint, fingerprint_tokenizer, tokenizer_differences
 from production.training.config.fingerprint import ConfigFingerprint, config_differences, fingerprint_config
@@ -22,6 +28,10 @@ HELD = ("proven", "partial")
 """Verdicts of which a job may start: everything that was checked is equal. `partial` leaves parts of the check out."""
 KEY = "data.certificate"
 _MOST_SHOWN = 6
+_NAME = "check.json"
+"""File of the certificate in the folder that `packproof check --out` is given."""
+_NOT_REPEATED = (KEY, "logger.dump_batch_steps")
+"""Keys whose overrides decide nothing of a check."""
 
 
 def fingerprints(job: Job, tokenizer: Any, ranks: int, *, verify: bool = False) -> dict[str, Any]:
@@ -47,11 +57,11 @@ def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     try:
         tokenizers = [TokenizerFingerprint.from_json(each["tokenizer"]) for each in (saved, now)]
         configs = [ConfigFingerprint.from_json(each["config"]) for each in (saved, now)]
-        told += [f"tokenizer: {each}" for each in tokenizer_differences(*tokenizers)]
+        told += [f"tokenizer: {each.removesuffix('.')}" for each in tokenizer_differences(*tokenizers)]
         told += _other_files(saved["files"], now["files"])
     except (ValueError, KeyError, TypeError) as error:
         raise PackproofError(what=f"its fingerprints cannot be read: {error}", where="certificate", fix=_FIX) from error
-    keys = [f"configuration: {each}" for each in config_differences(*configs)]
+    keys = [f"configuration: {each.removesuffix('.')}" for each in config_differences(*configs)]
     more = len(keys) - _MOST_SHOWN
     return [*told, *keys[:_MOST_SHOWN], *([f"configuration: {more} more keys differ"] if more > 0 else [])]
 
@@ -83,35 +93,103 @@ def check_certificate(job: Job, tokenizer: Any, ranks: int) -> None:
     """
     if job.data.certificate is None:
         return
+    held = _held(job, ranks)
+    _compare(job, held, fingerprints(job, tokenizer, ranks, verify=job.data.verify_files), ranks)
+
+
+def certificate_outlook(job: Job, tokenizer: Any | None, ranks: int) -> tuple[list[PackproofError], list[str]]:
+    """Return why a run would refuse its certificate, and notes on what is not on this machine and was not compared: for a
+    dry run. Both are empty without `data.certificate`. An index that is missing is built in a temporary folder.
+    """
+    if job.data.certificate is None:
+        return [], []
     try:
-        read = read_certificate(Path(job.data.certificate), job.where(KEY))
+        held = _held(job, ranks)
+        with tempfile.TemporaryDirectory(prefix="packproof-certificate-") as folder:
+            now, notes = _what_is_here(job, tokenizer, ranks, held, Path(folder))
+        _compare(job, held, now, ranks)
     except PackproofError as error:
-        raise _refused(job, error.what, error.fix) from error
-    if read.get("verdict") not in HELD:
-        raise _refused(job, f"its verdict is {read.get('verdict')!r}: {read.get('summary', 'no summary')}", _FIX)
-    told = differences(read["fingerprints"], fingerprints(job, tokenizer, ranks, verify=job.data.verify_files))
-    if told:
-        fix = (
-            f"give the job the file, tokenizer and configuration that were checked, or check it anew ({_command(job)})"
-        )
-        raise _refused(job, "; ".join(told), fix)
+        return [error], []
+    return [], [f"not compared with the certificate {job.data.certificate}: {each}" for each in notes]
 
 
-def without_certificate(job: Job) -> list[str]:
-    """Return the note of a packed job that names no certificate: how to make one."""
+def without_certificate(job: Job, ranks: int) -> list[str]:
+    """Return the note of a packed job that names no certificate: how to make one of `ranks` ranks."""
     if job.data.certificate is not None or not job.is_packed:
         return []
-    how = f"{_command(job)} compares rows of this file with Megatron-LM's"
-    return [f"this job has no certificate: {how}, and {KEY}: check/check.json then holds the job to what was checked"]
+    how = f"{_command(job, ranks)} compares rows of this file with Megatron-LM's"
+    return [f"this job has no certificate: {how}, and {KEY}: check/{_NAME} then holds the job to what was checked"]
 
 
 _FIX = "make it anew with packproof check JOB.yaml --out DIR, or take data.certificate out"
 
 
-def _command(job: Job) -> str:
-    place = job.sources.get("data.train.data_path") or job.sources.get("policy.train_global_batch_size")
-    file = place.place.rpartition(":")[0] if place is not None and place.kind == "file" else ""
-    return f"packproof check {file or 'JOB.yaml'} --out check"
+def _held(job: Job, ranks: int) -> dict[str, Any]:
+    """Return the fingerprints of the job's certificate; SetupRefused where it cannot be read or proves nothing."""
+    path = Path(job.data.certificate or "")
+    fix = f"make it anew ({_anew(job, ranks)}), or take {KEY} out"
+    try:
+        read = read_certificate(path, job.where(KEY))
+    except PackproofError as error:
+        raise _refused(job, error.what, fix) from error
+    if read.get("verdict") not in HELD:
+        raise _refused(job, f"its verdict is {read.get('verdict')!r}: {read.get('summary', 'no summary')}", fix)
+    held: dict[str, Any] = read["fingerprints"]
+    return held
+
+
+def _compare(job: Job, held: Mapping[str, Any], now: Mapping[str, Any], ranks: int) -> None:
+    try:
+        told = differences(held, now)
+    except PackproofError as error:
+        raise _refused(job, error.what, f"make it anew ({_anew(job, ranks)}), or take {KEY} out") from error
+    if told:
+        fix = f"give the job the file, tokenizer and configuration that were checked, or check it anew ({_anew(job, ranks)})"
+        raise _refused(job, "; ".join(told), fix)
+
+
+def _what_is_here(
+    job: Job, tokenizer: Any | None, ranks: int, held: Mapping[str, Any], folder: Path
+) -> tuple[dict[str, Any], list[str]]:
+    """Return fingerprints in which what is not on this machine is as the certificate has it, and what that is, in words."""
+    kept = None if job.data.cache_folder is None else Path(job.data.cache_folder)
+    elsewhere = dataclasses.replace(job, data=dataclasses.replace(job.data, cache_folder=str(folder)))
+    files: list[Any] = []
+    notes: list[str] = []
+    for number, (split, index) in enumerate(_datasets(job)):
+        names = [file.path for file in (job.data.train if split == "train" else job.data.validation)[index].data_path]
+        if absent := [name for name in names if not (is_there(name) and Path(name).is_file())]:
+            notes += [f"the file {name}, which is not on this machine" for name in absent]
+            files += held["files"][number : number + 1] or [{}]
+            continue
+        for name in names:
+            link_cached(name, kept, folder)
+        files.append(_files(elsewhere, split, index, verify=job.data.verify_files))
+    if tokenizer is None:
+        name = job.policy.tokenizer.name
+        why = "cannot be loaded" if name and is_there(name) else "is not"
+        notes.append(f"the tokenizer {name}, which {why} on this machine")
+    now = {
+        "ranks": ranks,
+        "tokenizer": held["tokenizer"] if tokenizer is None else fingerprint_tokenizer(tokenizer).to_json(),
+        "files": files,
+        "config": fingerprint_config(job).to_json(),
+    }
+    return now, list(dict.fromkeys(notes))
+
+
+def _command(job: Job, ranks: int) -> str:
+    """Return the command that checks this very job on as many ranks; its certificate goes where the job looks for it."""
+    path = Path(job.data.certificate or _NAME)
+    folder = os.fspath(path.parent) if job.data.certificate and path.name == _NAME else "check"
+    said = [each for each in job.loaded_overrides if each.partition("=")[0] not in _NOT_REPEATED]
+    size = ["--world-size", str(ranks)]
+    return shlex.join(["packproof", "check", *(job.loaded_files or ("JOB.yaml",)), *said, *size, "--out", folder])
+
+
+def _anew(job: Job, ranks: int) -> str:
+    is_found = Path(job.data.certificate or "").name == _NAME
+    return _command(job, ranks) + ("" if is_found else f", then {KEY}: check/{_NAME}")
 
 
 def _refused(job: Job, what: str, fix: str) -> SetupRefused:

@@ -13,6 +13,7 @@ from typing import Any
 from production.errors import PackproofError
 from production.files.file_state import is_there
 from production.training.admission import oversized_here
+from production.training.certificate import KEY, certificate_outlook
 from production.training.config import (
     Job,
     check_writable,
@@ -47,7 +48,8 @@ def examine(job: Job, world_size: int | None = None) -> DryRun:
     """Examine a job on `world_size` ranks, or on as many as `planned_ranks` finds. Nothing is written.
 
     A size that is asked for stands in place of the nodes and processes that the cluster section gives. Tokens and
-    first lines are examined where the configuration alone is not refused. Raises PackproofError for a `WORLD_SIZE` of
+    first lines are examined where the configuration alone is not refused; so is the certificate that the job names, as
+    a run examines it. Raises PackproofError for a `WORLD_SIZE` of
     the environment that is not a number.
     """
     ranks = planned_ranks(job) if world_size is None else world_size
@@ -59,15 +61,18 @@ def examine(job: Job, world_size: int | None = None) -> DryRun:
     tokenizer = _tokenizer(job)
     first = check_first_rows(job, tokenizer)
     refused, notes_on_resume = resume_outlook(job, ranks, tokenizer)
+    told_already = {each.what for each in first.refusals}
+    of_certificate, notes_on_certificate = certificate_outlook(job, tokenizer, ranks)
+    refused = [*refused, *(each for each in of_certificate if each.what not in told_already)]
     absent = [
-        *missing_files(job),
+        *(each for each in missing_files(job) if each.key != KEY),  # a certificate that is not here is refused
         *check_tokenizer(job),
         *missing_packages(job),
         *check_writable(job),
         *held_checkpoints(job),
         *oversized_here(job, ranks),
     ]
-    told = [*notes(asked, ranks), *packed_otherwise(job), *notes_on_resume]
+    told = [*notes(asked, ranks), *packed_otherwise(job), *notes_on_resume, *notes_on_certificate]
     told += [note.text for note in first.token_notes] + first.notes
     told += count_first_rows(job, tokenizer) if tokenizer is not None else _unchecked(job)
     return DryRun(ranks=ranks, refusals=[*first.refusals, *refused], absent=absent, notes=told)

@@ -36,8 +36,8 @@ def test_a_run_starts_with_its_certificate_and_is_refused_after_a_changed_byte(w
 
 
 def test_a_job_without_a_certificate_is_told_once_how_to_make_one(tmp_path):
-    job = load(str(jobs.write_job(tmp_path / "job", tmp_path / "rows.jsonl")))
-    (told,) = without_certificate(job)
-    assert f"packproof check {tmp_path}/job/job.yaml" in told
+    config = str(jobs.write_job(tmp_path / "job", tmp_path / "rows.jsonl"))
+    (told,) = without_certificate(load(config, ["sft.seed=5"]), 4)
+    assert f"packproof check {config} sft.seed=5 --world-size 4 --out check compares" in told
     named = load(str(tmp_path / "job" / "job.yaml"), ["data.certificate=check.json"])
-    assert without_certificate(named) == []
+    assert without_certificate(named, 1) == []

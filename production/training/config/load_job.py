@@ -31,7 +31,8 @@ def load(paths: str | Path | Sequence[str | Path], overrides: Sequence[str] = ()
     bare `no`, or an interpolation that leads nowhere (SPEC R-SETUP-1 to 5).
     """
     overlay = Overlay()
-    for path in [paths] if isinstance(paths, str | Path) else paths:
+    files = [paths] if isinstance(paths, str | Path) else list(paths)
+    for path in files:
         for layer in read_file(path):
             overlay.lay(layer)
     for text in overrides:
@@ -49,6 +50,8 @@ def load(paths: str | Path | Sequence[str | Path], overrides: Sequence[str] = ()
         sources=dict(overlay.sources),
         without_effect=taken.without_effect,
         unsupported=tuple(taken.refused),
+        loaded_files=tuple(map(str, files)),
+        loaded_overrides=tuple(overrides),
     )
 
 

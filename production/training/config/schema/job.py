@@ -54,6 +54,10 @@ class Job:
     """Dotted key of NeMo-RL's that no section has and that has no effect here, to the reason (SPEC R-SETUP-24)."""
     unsupported: tuple[SetupRefused, ...] = ()
     """Refusals of what the files ask for in NeMo-RL's keys and this job does not have; `validate` raises them."""
+    loaded_files: tuple[str, ...] = ()
+    """The files that it was loaded from, as `load` was given them."""
+    loaded_overrides: tuple[str, ...] = ()
+    """The overrides that it was loaded with, as they were typed."""
 
     @property
     def megatron(self) -> MegatronCfg:

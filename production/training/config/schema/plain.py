@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-ABOUT_THE_FILES = ("sources", "without_effect", "unsupported")
+ABOUT_THE_FILES = ("sources", "without_effect", "unsupported", "loaded_files", "loaded_overrides")
 """Fields of `Job` that say something of its files and are no keys."""
 
 
