@@ -132,7 +132,11 @@ class _Check:
         scans_needed = {"file", "rows", "layout"} & set(options.only)
         if scans_needed:
             result, self._scans = check_file(
-                target, most=EDGE_ROWS * self._rows, deadline=self._deadline("file"), progress=self._progress
+                target,
+                most=EDGE_ROWS * self._rows,
+                deadline=self._deadline("file"),
+                progress=self._progress,
+                told=self._results["config"].findings,
             )
             self._add(result)
         if "rows" in options.only:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from tools.check.line_texts import look_through, notes_of
 from tools.check.progress import Progress
-from tools.check.result import Finding, PartResult, counted
+from tools.check.result import PARTS, Finding, PartResult, counted
 from tools.check.scan import Scanned, place_of, plain_scan, scan
 from tools.check.target import Target
 from tools.inspect_rows.inspection import Finding as RowFinding
@@ -21,8 +21,13 @@ FIRST_PLACES = 3
 """Rows of each fault that are named."""
 
 
-def check_file(target: Target, *, most: int, deadline: float, progress: Progress) -> tuple[PartResult, list[Scanned]]:
-    """Inspect every dataset; the scans have the rows near an edge, at most `most` of each kind."""
+def check_file(
+    target: Target, *, most: int, deadline: float, progress: Progress, told: Sequence[Finding] = ()
+) -> tuple[PartResult, list[Scanned]]:
+    """Inspect every dataset; the scans have the rows near an edge, at most `most` of each kind.
+
+    A fault that is among `told`, the findings of the configuration, is noted with its line and not counted again.
+    """
     result = PartResult(name="file")
     scans = []
     for dataset in target.datasets:
@@ -32,14 +37,19 @@ def check_file(target: Target, *, most: int, deadline: float, progress: Progress
             texts = look_through(file, deadline=deadline)
             result.notes += notes_of(texts, target.tokenizer)
     for each in scans:
-        result.findings += _findings(each)
+        for finding, first, count in _findings(each):
+            if count == 1 and _is_told(first, told):
+                result.notes.append(f"{finding.where}: {first.what} (counted once, under {PARTS['config']})")
+            else:
+                result.findings.append(finding)
         result.notes += itertools.chain(_losses(each), _looks_packed_otherwise(each), _other_presets(each))
         if not each.inspection.rows_complete:
             result.not_shown.append(
-                f"{each.dataset.names}: {each.rows:,} of {each.total:,} rows were inspected before the budget was spent"
+                f"{each.dataset.names}: {each.rows:,} of {counted(each.total, 'row')} were inspected before the budget was spent"
             )
     result.compared = sum(each.rows for each in scans)
-    result.status = "loses" if result.findings else "equal" if result.compared else "not run"
+    stops = any("fails" in each.inspection.severities.values() for each in scans)
+    result.status = "stops" if stops else "loses" if result.findings else "equal" if result.compared else "not run"
     result.witnesses = ("production",)
     counts = [each.inspection.counts for each in scans]
     trained = sum(each["trained_tokens"] for each in counts)
@@ -50,14 +60,25 @@ def check_file(target: Target, *, most: int, deadline: float, progress: Progress
     return result, scans
 
 
-def _findings(found: Scanned) -> Iterator[Finding]:
+def _findings(found: Scanned) -> Iterator[tuple[Finding, RowFinding, int]]:
+    """Yield each kind of fault with its first row and the number of its rows."""
     inspection = found.inspection
     for kind, severity in inspection.severities.items():
         if severity == "fails":
             first = [each for each in inspection.findings if each.kind == kind and each.severity == "fails"]
-            yield _finding(first, inspection.findings_by_kind[kind], f"a run would stop here, {kind}: ")
+            count = inspection.findings_by_kind[kind]
+            yield _finding(first, count, f"a run would stop here, {kind}: "), first[0], count
     if found.idle:
-        yield _finding(found.idle, found.idle_count, "nothing of the row is cut, and ")
+        yield _finding(found.idle, found.idle_count, "nothing of the row is cut, and "), found.idle[0], found.idle_count
+
+
+def _is_told(first: RowFinding, told: Sequence[Finding]) -> bool:
+    """Return whether the configuration's part tells this fault: it knows the end of a file by byte, other rows by line."""
+    places = [each.where.partition(" (")[0] for each in told]
+    if first.kind == "truncated_last_line" and any(each.startswith(f"{first.file}, byte ") for each in places):
+        return True
+    line = f"{first.file}, line {first.line}"
+    return any(each == line or each.startswith(f"{line}, ") for each in places)
 
 
 def _finding(first: list[RowFinding], count: int, begins: str) -> Finding:
@@ -87,39 +108,82 @@ def _losses(found: Scanned) -> Iterator[str]:
         yield (
             f"{name}: {counted(counts['truncated'], 'conversation', 'is', 'are')} cut and {counted(counts['dropped'], 'conversation', 'is', 'are')} "
             f"dropped ({counts['truncated_tokens']:,} tokens and more){worst}. The preset {found.dataset.dataset.semantics} allows it, as "
-            "Megatron-LM does; with lost_conversations=refuse the check fails on it"
+            f"Megatron-LM does; with {_refusing(found)} the check fails on it"
         )
     copies = inspection.duplicate_rows.redundant, inspection.duplicate_conversations.redundant
-    for count, noun, verb, verbs in (
-        (counts["conversations_that_train_nothing"], "conversation", "trains nothing", "train nothing"),
+    for count, kind, noun, verb, verbs in (
+        (
+            counts["conversations_that_train_nothing"],
+            "trains_nothing",
+            "conversation",
+            "trains nothing",
+            "train nothing",
+        ),
         (
             counts["unrendered_messages"],
+            "unrendered",
             "message",
             "renders to nothing in this format",
             "render to nothing in this format",
         ),
-        (counts["unknown_keys"], "unknown key", "is passed over", "are passed over"),
-        (counts["empty_conversations"], "conversation", "renders to no token", "render to no token"),
-        (counts["pad_labels"], "label", "is the pad id" + _BY_VALUE, "are the pad id" + _BY_VALUE),
+        (counts["unknown_keys"], "unknown_keys", "unknown key", "is passed over", "are passed over"),
+        (
+            counts["empty_conversations"],
+            "empty_conversations",
+            "conversation",
+            "renders to no token",
+            "render to no token",
+        ),
+        (counts["pad_labels"], "", "label", "is the pad id" + _BY_VALUE, "are the pad id" + _BY_VALUE),
         (
             counts["control_tokens"],
+            "control_tokens",
             "control token",
             "stands in a content as text" + _ITSELF,
             "stand in contents as text, and become the tokens themselves",
         ),
-        (counts["removed_switches"], "message", "loses /think or /no_think", "lose /think or /no_think"),
+        (
+            counts["removed_switches"],
+            "removed_switches",
+            "message",
+            "loses /think or /no_think",
+            "lose /think or /no_think",
+        ),
         (
             counts["boundary_labels"],
+            "boundary_labels",
             "label",
             "reaches across a boundary and trains",
             "reach across a boundary and train",
         ),
-        (counts["hidden_segments"], "empty segment", "is hidden behind another", "are hidden behind others"),
-        (copies[0], "row", "is a copy of another", "are copies of others"),
-        (copies[1], "conversation", "is a copy of another", "are copies of others"),
+        (
+            counts["hidden_segments"],
+            "hidden_segments",
+            "empty segment",
+            "is hidden behind another",
+            "are hidden behind others",
+        ),
+        (copies[0], "", "row", "is a copy of another", "are copies of others"),
+        (copies[1], "", "conversation", "is a copy of another", "are copies of others"),
     ):
         if count:
-            yield f"{name}: {counted(count, noun, verb, verbs)}"
+            yield f"{name}: {counted(count, noun, verb, verbs)}{_first(found, kind)}"
+
+
+def _first(found: Scanned, kind: str) -> str:
+    """Return where the first row of a kind stands; empty for a kind that the inspection does not place."""
+    first = next((each for each in found.inspection.findings if each.kind == kind), None)
+    return "" if first is None else f", first in {_place(first)}"
+
+
+def _refusing(found: Scanned) -> str:
+    """Return the overrides under which a loss is refused, with the keys that decide the preset of these rows."""
+    sources, keys = found.job.sources, []
+    for key in (f"{each}.semantics" for each in found.dataset.keys):
+        is_own = key in sources and sources[key] != sources.get("data.default.semantics")
+        keys.append(key if is_own else "data.default.semantics")
+    preset = [each for each in found.dataset.dataset.semantics.split(",") if not each.startswith("lost_conversations=")]
+    return " ".join(f"{key}={','.join([*preset, 'lost_conversations=refuse'])}" for key in dict.fromkeys(keys))
 
 
 def _looks_packed_otherwise(found: Scanned) -> Iterator[str]:

@@ -127,11 +127,11 @@ def _walk(target: Target, rows: _Rows, result: PartResult) -> str:
     ]
     if walked_size < data_size:
         result.not_shown.append(
-            f"the walk took {walked_size} of {data_size} data-parallel ranks, whose rows are cut alike"
+            f"the walk took {walked_size} of {counted(data_size, 'data-parallel rank')}, whose rows are cut alike"
         )
     elif count < job.policy.train_global_batch_size:
         result.not_shown.append(
-            f"the walk took {count} rows, where a global batch has {job.policy.train_global_batch_size}"
+            f"the walk took {counted(count, 'row')}, where a global batch has {job.policy.train_global_batch_size}"
         )
     held = "tokens are lost or held twice" if found.faults else "every token has one owner"
     return f"{counted(walked.ranks, 'rank')} and {counted(count, 'row')} walked, {held}"
@@ -191,7 +191,7 @@ def _train(target: Target, rows: _Rows, result: PartResult, progress: Progress, 
         result.not_shown += [each for each in lacks if each not in result.not_shown]
         if (small.sizes, small.data_size) != (real, real.data(target.ranks)):
             result.not_shown.append(
-                f"the layout was shrunk to {small.name} for training steps ({small.sizes.of_a_replica * small.data_size} ranks)"
+                f"the layout was shrunk to {small.name} for training steps ({counted(small.sizes.of_a_replica * small.data_size, 'rank')})"
             )
         if has_witness(steps[0]):
             witnesses.append("Megatron-LM's own pieces in the same layout")
@@ -235,7 +235,7 @@ def _cases(
         cases.append(given(case, batches))
     return cases, [
         *lacks,
-        f"training steps: rows were cut to {sum(lengths[0])} tokens and their ids numbered anew (0 to {ids - 1})",
+        f"training steps: rows were cut to {counted(sum(lengths[0]), 'token')} and their ids numbered anew (0 to {ids - 1})",
     ]
 
 
@@ -256,7 +256,7 @@ def _step_findings(found: Sequence[CheckResult], small: SmallLayout) -> list[Fin
             at = "" if first.position is None else f" at {first.position}"
             findings.append(
                 Finding(
-                    what=f"{each.left} and {each.right} differ in {len(each.differences)} values of a training step ({result.check}), "
+                    what=f"{each.left} and {each.right} differ in {counted(len(each.differences), 'value')} of a training step ({result.check}), "
                     f"first in {first.tensor}{at}: {first.left} and {first.right}",
                     where=f"layout {small.name}",
                     fix="this is a fault of packproof or of the installed megatron-core, not of the file: report it with the job",

@@ -18,24 +18,35 @@ _MARKER = re.compile(rb"<\|[A-Za-z0-9_]{2,40}\|>|\[/?INST\]|<(?:start|end)_of_tu
 CRLF, SEPARATOR = "CRLF", "separator"
 """Kinds of lines, beside markers, which are their own kind."""
 _MOST_MARKERS = 64
+_FIRST_LINES = 3
+"""Lines of each kind that are named."""
 _SPLIT = 2
 """Tokens from which a marker is mere text for a tokenizer."""
 
 
 @dataclass(kw_only=True)
 class LineTexts:
-    """Counts of lines, and the first line of each kind, from 1."""
+    """Counts of lines, and the first lines of each kind, from 1."""
 
     file: str
     lines: int = 0
     counts: Counter[str] = field(default_factory=Counter)
-    first: dict[str, int] = field(default_factory=dict)
+    first: dict[str, list[int]] = field(default_factory=dict)
     is_whole: bool = True
 
     def add(self, kind: str) -> None:
         """Count the current line."""
         self.counts[kind] += 1
-        self.first.setdefault(kind, self.lines)
+        first = self.first.setdefault(kind, [])
+        if len(first) < _FIRST_LINES:
+            first.append(self.lines)
+
+    def place(self, kind: str) -> str:
+        """Return the file with the first lines of a kind: `rows.jsonl, lines 41 and 97`."""
+        *others, last = map(str, self.first[kind])
+        more = "the first: " if self.counts[kind] > len(self.first[kind]) else ""
+        lines = f"lines {', '.join(others)} and {last}" if others else f"line {last}"
+        return f"{self.file}, {more}{lines}"
 
 
 def look_through(file: str, *, deadline: float) -> LineTexts:
@@ -64,12 +75,12 @@ def notes_of(found: LineTexts, tokenizer: Any) -> Iterator[str]:
     """Yield what is worth knowing of a file's lines, with where it is first and what to do."""
     if count := found.counts[CRLF]:
         yield (
-            f"{found.file}, line {found.first[CRLF]}: {counted(count, 'line', 'ends', 'end')} in CRLF: the rows are read as they are; write the "
+            f"{found.place(CRLF)}: {counted(count, 'line', 'ends', 'end')} in CRLF: the rows are read as they are; write the "
             "file with \\n where another tool is to count its bytes"
         )
     if count := found.counts[SEPARATOR]:
         yield (
-            f"{found.file}, line {found.first[SEPARATOR]}: {counted(count, 'line', 'holds', 'hold')} U+2028, U+2029 or U+0085, at which Python's "
+            f"{found.place(SEPARATOR)}: {counted(count, 'line', 'holds', 'hold')} U+2028, U+2029 or U+0085, at which Python's "
             "splitlines and some readers end a line: rows are counted by \\n here and in Megatron-LM, so a tool that counts more has split them; "
             "count lines with wc -l"
         )
@@ -79,6 +90,6 @@ def notes_of(found: LineTexts, tokenizer: Any) -> Iterator[str]:
         pieces = len(tokenizer(marker, add_special_tokens=False)["input_ids"])
         if pieces >= _SPLIT:
             yield (
-                f"{found.file}, line {found.first[marker]}: {marker} stands in {counted(count, 'line')} and is {pieces} tokens of this tokenizer, as "
+                f"{found.place(marker)}: {marker} stands in {counted(count, 'line')} and is {pieces} tokens of this tokenizer, as "
                 "if the file had been written for another: give policy.tokenizer.name the tokenizer that it was packed with, or pack it anew without the marker"
             )

@@ -54,7 +54,9 @@ def check_job_order(target: Target, *, progress: Progress) -> PartResult:
     result.status = "differs" if result.findings else "equal"
     result.summary = f"{settings.kind}, last batch {settings.last_batch}: {', '.join(places)} compared on {counted(settings.data_parallel_size, 'data-parallel rank')}"
     if settings.last_batch == "drop" and settings.weights is None and (left := rows[0] % settings.global_batch_size):
-        result.notes.append(f"{left} of {rows[0]:,} rows fill no global batch and are never fed (last_batch: drop)")
+        result.notes.append(
+            f"{left} of {counted(rows[0], 'row')} {'fills' if left == 1 else 'fill'} no global batch and {'is' if left == 1 else 'are'} never fed (last_batch: drop)"
+        )
     result.numbers = {"places": places, "rows": list(rows)}
     result.seconds = time.monotonic() - started
     return result

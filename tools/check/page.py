@@ -14,25 +14,26 @@ from tools.inspect_rows.page import NARROW, picture
 
 _BADGES = {"proven": "good", "partial": "warn"}
 _COUNTS = {
-    "conversations": "conversations",
-    "kept": "kept whole",
-    "truncated": "cut",
-    "dropped": "dropped",
-    "truncated_tokens": "tokens cut off",
-    "trained_tokens": "trained tokens",
-    "padding_tokens": "padding",
-    "rows_unreadable": "lines that cannot be read",
-    "rows_refused": "rows refused",
-    "rows_that_train_nothing": "rows that train nothing",
-    "conversations_that_train_nothing": "conversations that train nothing",
-    "empty_conversations": "conversations without a token",
-    "unrendered_messages": "messages that render to nothing",
-    "unknown_keys": "keys passed over",
-    "boundary_labels": "labels across a boundary",
-    "hidden_segments": "hidden segments",
-    "control_tokens": "control tokens in contents",
-    "pad_labels": "labels that are the pad id",
+    "conversations": ("conversation", "conversations"),
+    "kept": ("kept whole", "kept whole"),
+    "truncated": ("cut", "cut"),
+    "dropped": ("dropped", "dropped"),
+    "truncated_tokens": ("token cut off", "tokens cut off"),
+    "trained_tokens": ("trained token", "trained tokens"),
+    "padding_tokens": ("padding", "padding"),
+    "rows_unreadable": ("line that cannot be read", "lines that cannot be read"),
+    "rows_refused": ("row refused", "rows refused"),
+    "rows_that_train_nothing": ("row that trains nothing", "rows that train nothing"),
+    "conversations_that_train_nothing": ("conversation that trains nothing", "conversations that train nothing"),
+    "empty_conversations": ("conversation without a token", "conversations without a token"),
+    "unrendered_messages": ("message that renders to nothing", "messages that render to nothing"),
+    "unknown_keys": ("key passed over", "keys passed over"),
+    "boundary_labels": ("label across a boundary", "labels across a boundary"),
+    "hidden_segments": ("hidden segment", "hidden segments"),
+    "control_tokens": ("control token in contents", "control tokens in contents"),
+    "pad_labels": ("label that is the pad id", "labels that are the pad id"),
 }
+"""Titles of each count, for one and for several."""
 
 
 def render_page(certified: Mapping[str, Any]) -> str:
@@ -57,7 +58,11 @@ def _counts(scan: Mapping[str, Any]) -> list[tuple[str, int]]:
     """Return the counts that are not 0, and always those of every file."""
     always = ("conversations", "kept", "truncated", "dropped", "trained_tokens", "padding_tokens")
     counts = scan["counts"]
-    return [(title, counts.get(name, 0)) for name, title in _COUNTS.items() if name in always or counts.get(name)]
+    return [
+        (one if counts.get(name) == 1 else several, counts.get(name, 0))
+        for name, (one, several) in _COUNTS.items()
+        if name in always or counts.get(name)
+    ]
 
 
 def _plots(scan: Mapping[str, Any]) -> list[tuple[str, str]]:

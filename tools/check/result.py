@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-Status = Literal["equal", "differs", "loses", "refused", "not run"]
-"""`equal`: nothing that was compared differs. `differs`: two sides do not agree. `loses`: data are lost, or a run would
-stop, and the configuration does not allow it. `refused`: bad input. `not run`: nothing was compared."""
+Status = Literal["equal", "differs", "stops", "loses", "refused", "not run"]
+"""`equal`: nothing that was compared differs. `differs`: two sides do not agree. `stops`: a run would stop at rows of the
+file. `loses`: data are lost, and the configuration does not allow it. `refused`: bad input. `not run`: nothing was compared."""
 PARTS = {
     "config": "Configuration",
     "file": "Every row of every file",
@@ -82,7 +82,7 @@ def verdict_of(results: Iterable[PartResult], asked: Sequence[str]) -> Verdict:
     found = {each.name: each for each in results}
     if any(each.status == "refused" for each in found.values()):
         return "refused"
-    if any(each.status in ("differs", "loses") for each in found.values()):
+    if any(each.status in ("differs", "stops", "loses") for each in found.values()):
         return "differs"
     if any(name not in found or found[name].status != "equal" or found[name].compared < 1 for name in asked):
         return "differs"

@@ -63,21 +63,21 @@ def check_rows(
         for row in spread(len(scanned.dataset.source), rows):
             chosen.setdefault(row, [])
         progress.start(
-            f"{len(chosen):,} rows of {scanned.dataset.names} against {', '.join(each.name for each in sides.values())}"
+            f"{counted(len(chosen), 'row')} of {scanned.dataset.names} against {', '.join(each.name for each in sides.values())}"
         )
         done = _compare(target, scanned.dataset, chosen, sides, compared, deadline, progress)
         if done < len(chosen):
             result.not_shown.append(
-                f"{scanned.dataset.names}: {done:,} of {len(chosen):,} chosen rows were compared before the budget was spent"
+                f"{scanned.dataset.names}: {done:,} of {counted(len(chosen), 'chosen row')} were compared before the budget was spent"
             )
         result.not_shown += [
-            f"{scanned.dataset.names}: {more:,} more rows near the edge “{edge}” were not compared (--rows takes more)"
+            f"{scanned.dataset.names}: {counted(more, 'more row')} near the edge “{edge}” {'was' if more == 1 else 'were'} not compared (--rows takes more)"
             for edge, more in scanned.edges.left_out().items()
         ]
         others = scanned.total - done
         if others > 0:
             result.not_shown.append(
-                f"{scanned.dataset.names}: {others:,} of {scanned.total:,} rows were built by production alone, and not compared with a witness"
+                f"{scanned.dataset.names}: {others:,} of {counted(scanned.total, 'row')} {'was' if others == 1 else 'were'} built by production alone, and not compared with a witness"
             )
     result.compared = compared.rows
     compared.differing.sort(key=lambda each: -each[0])
@@ -168,7 +168,7 @@ def _finding(
     near = f" (near the edge: {', '.join(edges)})" if edges else ""
     return Finding(
         what=(
-            f"{worst.left} and {worst.right} differ in {len(worst.differences):,} values, first in {first.tensor}{at}: "
+            f"{worst.left} and {worst.right} differ in {counted(len(worst.differences), 'value')}, first in {first.tensor}{at}: "
             f"{first.left} and {first.right} ({first.kind}){near}"
         ),
         where=place_of(dataset, row),

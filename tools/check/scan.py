@@ -8,6 +8,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+from production.training.config import Job
 from tools.check.edges import EdgeRows
 from tools.check.progress import Progress
 from tools.check.target import CheckedDataset, Target
@@ -45,6 +46,7 @@ _EDGE_OF_KIND = {
 class Scanned:
     """An inspection of one dataset, and its rows near an edge."""
 
+    job: Job
     dataset: CheckedDataset
     inspection: Inspection
     edges: EdgeRows
@@ -92,7 +94,12 @@ def scan(target: Target, dataset: CheckedDataset, *, most: int, deadline: float,
                 collector.put(edge, row)
     collector.edges.counts["exact fill"] = max(collector.edges.counts["exact fill"], found.counts["rows_exactly_full"])
     return Scanned(
-        dataset=dataset, inspection=found, edges=collector.edges, idle=collector.idle, idle_count=collector.idle_count
+        job=job,
+        dataset=dataset,
+        inspection=found,
+        edges=collector.edges,
+        idle=collector.idle,
+        idle_count=collector.idle_count,
     )
 
 

@@ -13,6 +13,7 @@ from tools.check.result import PARTS, PartResult, Verdict, summary_of
 _MARKS = {
     "equal": ("✓", "green"),
     "differs": ("✗", "bold red"),
+    "stops": ("✗", "bold red"),
     "loses": ("✗", "bold red"),
     "refused": ("✗", "bold red"),
 }

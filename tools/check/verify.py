@@ -8,10 +8,11 @@ from pathlib import Path
 from rich.console import Console
 
 from production.errors import PackproofError
-from production.training.certificate import differences, fingerprints, read_certificate
+from production.training.certificate import HELD, differences, fingerprints, read_certificate
 from production.training.config import load
 from production.training.data.tokenizer import load_tokenizer
 from production.training.dry_run import planned_ranks
+from tools.check.result import counted
 
 ALL_BYTES = 1 << 32
 """Bytes of a job's files up to which every byte is read again: seconds."""
@@ -20,7 +21,7 @@ ALL_BYTES = 1 << 32
 def verify(
     certificate: Path, files: Sequence[Path], overrides: Sequence[str], console: Console, *, all_bytes: bool
 ) -> int:
-    """Return 0 where all is as it was checked, 1 where something is not. PackproofError for what cannot be read.
+    """Return 0 where all is as it was checked and the verdict lets a job start, else 1. PackproofError for what cannot be read.
 
     The job is the one that the certificate names, unless `files` name another.
     """
@@ -41,6 +42,7 @@ def verify(
     whole = all_bytes or sum(Path(name).stat().st_size for name in names if Path(name).is_file()) <= ALL_BYTES
     now = fingerprints(job, load_tokenizer(job), ranks, verify=whole)
     told = differences(read["fingerprints"], now)
+    is_held = read.get("verdict") in HELD
     for each in told:
         console.print(f"no longer what was checked: {each}", style="red", markup=False, highlight=False, soft_wrap=True)
     how = (
@@ -48,11 +50,20 @@ def verify(
     )
     console.print(
         f"{certificate} of {read.get('made', 'an unknown time')}, verdict {read.get('verdict')}: "
-        + (f"{len(told)} things changed" if told else "file, tokenizer and configuration are still those")
+        + (f"{counted(len(told), 'thing')} changed" if told else "file, tokenizer and configuration are still those")
         + f" ({how})",
-        style="bold red" if told else "green",
+        style="bold red" if told else "green" if is_held else "",
         markup=False,
         highlight=False,
         soft_wrap=True,
     )
-    return 1 if told else 0
+    if not is_held:
+        console.print(
+            f"this certificate starts no job: its verdict must be {' or '.join(HELD)}, got {read.get('verdict')} "
+            f"({read.get('summary', 'no summary')}). To fix it: mend what the check found and check the job again",
+            style="bold red",
+            markup=False,
+            highlight=False,
+            soft_wrap=True,
+        )
+    return 1 if told or not is_held else 0
