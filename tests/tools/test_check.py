@@ -1,11 +1,14 @@
 """`packproof check`: a job's own file, tokenizer and configuration, in one verdict and one certificate."""
 
 import json
+import re
+import shlex
 import shutil
 from pathlib import Path
 
 import pytest
 
+from production.training.__main__ import main as train
 from production.training.certificate import check_certificate
 from production.training.config import SetupRefused, load
 from production.training.data.tokenizer import load_tokenizer
@@ -120,6 +123,52 @@ def test_a_loss_is_refused_where_the_configuration_does_not_allow_it(job, check)
     assert status == 1
     assert "line 6" in printed
     assert "truncated" in printed
+
+
+def test_a_loss_is_told_with_the_override_that_refuses_it(job, check):
+    words = job(**{"data.train.semantics": "strict,lost_conversations=allow"})
+    for said in ([], words[1:]):
+        _, printed, _ = check(["job.yaml", *said], "--only", "file")
+        override = re.search(r"with (data\S+(?: data\S+)*) the check fails on it", printed)
+        assert override, printed
+        status, printed, _ = check(["job.yaml", *said, *override[1].split()], "--only", "file")
+        assert (status, "truncated" in printed) == (1, True), printed
+
+
+def test_faults_that_stop_a_run_are_not_called_losses(job, check):
+    status, _, made = check(job([row("say nothing", "")]), "--only", "file")
+    assert (status, made["parts"]["file"]["status"]) == (1, "stops")
+    assert ">stops<" in Path("out/check.html").read_text()
+
+
+def test_a_truncated_last_line_is_counted_once(job, check):
+    words = job()
+    with Path("rows.jsonl").open("a") as file:
+        file.write(row("one", "two")[:-9])
+    status, printed, made = check(words, "--only", "config,file")
+    assert (status, made["parts"]["file"]["status"]) == (2, "stops")
+    assert "(1 fault)" in printed
+    assert made["parts"]["file"]["findings"] == []
+    assert any("rows.jsonl, line 9" in note and "counted once" in note for note in made["parts"]["file"]["notes"])
+
+
+def test_notes_name_the_first_lines(job, check):
+    separated = row("one\u2028two", "three")
+    plain = row("one", "two")
+    _, printed, _ = check(job([plain, separated, plain, separated]), "--only", "file")
+    assert "rows.jsonl, lines 2 and 4: 2 lines hold U+2028" in printed
+    _, printed, _ = check(job([plain, *LINES[:3]]), "--only", "file")
+    assert re.search(r"1 message renders to nothing in this format, first in rows.jsonl, line [2-4] \(row", printed)
+    _, printed, _ = check(job([separated] * 5), "--only", "file")
+    assert "rows.jsonl, the first: lines 1, 2 and 3: 5 lines hold U+2028" in printed
+
+
+def test_one_is_not_several(job, check):
+    _, printed, _ = check(job([row("one", "two")]), "--only", "file,order")
+    page = Path("out/check.html").read_text()
+    assert not re.search(r"\b1 (ranks|rows|labels|conversations|messages|tokens|lines)\b", printed + page)
+    assert '<b>1</b><span class="dim">conversation</span>' in page
+    assert "1 of 1 row." in page
 
 
 HOSTILE = {
@@ -242,6 +291,83 @@ def test_a_certificate_of_a_difference_starts_no_job(job, check):
     held = load("job.yaml", ["data.certificate=out/check.json"])
     with pytest.raises(SetupRefused, match="its verdict is 'differs'"):
         check_certificate(held, load_tokenizer(held), 1)
+
+
+@pytest.fixture
+def dry_run(capsys):
+    """Runs a dry run of the job with the certificate; gives its exit status and what it printed."""
+
+    def run(*words, certificate="out/check.json"):
+        capsys.readouterr()
+        named = [f"data.certificate={certificate}"] if certificate else []
+        status = train(["--config", "job.yaml", "--dry-run", *named, *words])
+        printed = capsys.readouterr()
+        return status, printed.out + printed.err
+
+    return run
+
+
+def test_a_dry_run_refuses_another_certificate_as_a_run_does(job, check, dry_run):
+    """R-SETUP-23: and writes no index."""
+    job()
+    status, printed = dry_run()
+    assert status == 2, "a certificate that is not there"
+    assert "out/check.json" in printed
+    assert check(["job.yaml"], "--only", "config,file", "--world-size", "2")[0] == 0
+    index = next(Path().glob(".rows.jsonl*index"))
+    kept = index.read_bytes()
+    status, printed = dry_run("--world-size", "2")
+    assert status == 0, printed
+    assert "certificate" not in printed
+    status, printed = dry_run("--world-size", "1")
+    assert (status, "ranks: 2 were checked, now 1. To fix" in printed) == (2, True), printed
+    change_a_byte(Path("rows.jsonl"))
+    status, printed = dry_run("--world-size", "2")
+    assert (status, "were checked, now" in printed) == (2, True), printed
+    assert index.read_bytes() == kept, "a dry run writes nothing"
+
+
+def test_a_dry_run_says_what_of_its_certificate_is_not_here_to_compare(job, check, dry_run):
+    check(job(), "--only", "config,file")
+    Path("rows.jsonl").rename("elsewhere.jsonl")
+    Path("tokenizer").rename("elsewhere")
+    status, printed = dry_run()
+    assert status == 0, printed
+    begins = "note: not compared with the certificate out/check.json: the"
+    assert f"{begins} file rows.jsonl, which is not on this machine" in printed
+    assert f"{begins} tokenizer tokenizer, which is not on this machine" in printed
+    assert dry_run("sft.seed=1")[0] == 2, "the configuration is compared all the same"
+
+
+def test_a_refused_certificate_starts_no_dry_run_and_refuses_no_check(job, check, dry_run):
+    words = job([*LINES, row("nobody answers")])
+    check(words, "--only", "file")
+    status, printed = dry_run()
+    assert (status, "its verdict is 'differs'" in printed) == (2, True), printed
+    status, _, made = check([*words, "data.certificate=out/check.json"], "--only", "config")
+    assert (status, made["verdict"]) == (0, "partial")
+
+
+@pytest.mark.parametrize("certificate", ["out/check.json", "held/check.json"])
+def test_the_command_of_a_refusal_makes_a_certificate_that_the_run_accepts(job, check, dry_run, certificate, tmp_path):
+    job()
+    said = ["policy.train_global_batch_size=4", "model.ffn_hidden_size=${model.hidden_size}", "--world-size", "2"]
+    check(["job.yaml"], "--only", "config,file")
+    status, printed = dry_run(*said, certificate=certificate)
+    assert status == 2
+    assert ".." not in printed.replace(str(tmp_path), "")
+    (command,) = re.findall(r"\((packproof check .*)\)[,\n]", printed)
+    assert main([*shlex.split(command)[2:], "--only", "config,file"]) == 0
+    assert dry_run(*said, certificate=certificate)[0] == 0
+
+
+def test_verify_of_a_certificate_that_starts_no_job_ends_with_1(job, check, capsys):
+    check(job([*LINES, row("nobody answers")]), "--only", "file")
+    capsys.readouterr()
+    assert main(["--verify", "out/check.json"]) == 1
+    printed = capsys.readouterr().out
+    assert "file, tokenizer and configuration are still those" in printed
+    assert "its verdict must be proven or partial, got differs" in printed
 
 
 @pytest.mark.parametrize("text", ["", "{}", '{"format": "packproof-check/1"}'])
