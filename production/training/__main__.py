@@ -62,14 +62,15 @@ def _dry_run(job: Job, world_size: int | None) -> int:
         found = examine(job, world_size)
     except PackproofError as error:
         return _refuse([error])
+    on = f"on {found.ranks} rank{'' if found.ranks == 1 else 's'}"
     if found.refusals:
-        return _refuse(found.refusals, f" against this job on {found.ranks} ranks")
+        return _refuse(found.refusals, f" against this job {on}")
     print(plan(job, found.ranks).text(), end="")
     print(_listed(without_effect(job)), end="")
     told = [*(each.what for each in found.absent), *found.notes]
     for note in told:
         print(f"note: {note}")
-    print(f"nothing against this job on {found.ranks} ranks" + (", but for the notes above" if told else ""))
+    print(f"nothing against this job {on}" + (", but for the notes above" if told else ""))
     return 0
 
 

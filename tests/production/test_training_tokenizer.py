@@ -187,7 +187,7 @@ def test_a_dry_run_tells_of_a_tokenizer_that_a_run_refuses(config, tokenizer, tm
         printed = capsys.readouterr().out
         assert ("no tokenizer can be loaded" in printed) == bool(why)
         assert why is None or why in printed
-        assert printed.endswith(f"nothing against this job on 1 ranks{', but for the notes above' if why else ''}\n")
+        assert printed.endswith(f"nothing against this job on 1 rank{', but for the notes above' if why else ''}\n")
         assert bool(check_tokenizer(job(name))) == bool(why)
     assert main(["--config", str(config), f"{KEY}={tmp_path / 'none'}"]) == 2
     assert "there is no such folder" in capsys.readouterr().err

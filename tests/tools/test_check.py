@@ -149,6 +149,10 @@ def test_a_truncated_last_line_is_counted_once(job, check):
     assert (status, made["parts"]["file"]["status"]) == (2, "stops")
     assert "(1 fault)" in printed
     assert made["parts"]["file"]["findings"] == []
+    turns = [SYSTEM, {"role": "user", "content": None}]
+    job([*LINES[:2], json.dumps({"messages": turns})])
+    _, printed, _ = check(words, "--only", "config,file")
+    assert "(1 fault)" in printed, "a line that both parts name is one fault, too"
     assert any("rows.jsonl, line 9" in note and "counted once" in note for note in made["parts"]["file"]["notes"])
 
 

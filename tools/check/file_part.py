@@ -74,11 +74,10 @@ def _findings(found: Scanned) -> Iterator[tuple[Finding, RowFinding, int]]:
 
 def _is_told(first: RowFinding, told: Sequence[Finding]) -> bool:
     """Return whether the configuration's part tells this fault: it knows the end of a file by byte, other rows by line."""
-    places = [each.where.partition(" (")[0] for each in told]
-    if first.kind == "truncated_last_line" and any(each.startswith(f"{first.file}, byte ") for each in places):
+    if first.kind == "truncated_last_line" and any(each.where.startswith(f"{first.file}, byte ") for each in told):
         return True
     line = f"{first.file}, line {first.line}"
-    return any(each == line or each.startswith(f"{line}, ") for each in places)
+    return any(each.what == first.what and each.where.startswith((f"{line}, ", f"{line} (")) for each in told)
 
 
 def _finding(first: list[RowFinding], count: int, begins: str) -> Finding:
