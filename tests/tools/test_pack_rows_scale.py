@@ -390,6 +390,27 @@ def test_what_a_killed_packing_measured_is_not_thrown_away_unasked(tmp_path, cap
     assert other.read_bytes() == out.read_bytes()
 
 
+@pytest.mark.parametrize("end", ["closed", "interrupted"])
+def test_standard_input_is_packed_anew_since_no_resume_can_read_it_again(tmp_path, monkeypatch, capsys, end):
+    lines = b"".join(json.dumps({"messages": chat(index)}).encode() + b"\n" for index in range(3))
+
+    def given():
+        monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(lines)))
+
+    out = tmp_path / "out.packed"
+    given()
+    if end == "closed":
+        pack_files([Path("-")], MINI, settings(), work=work_folder(out)).spool.close()
+    else:
+        with monkeypatch.context() as patch:
+            patch.setattr(Spool, "padded", lambda self: signal.raise_signal(signal.SIGINT))
+            assert run("-", "--out", out) == 130
+        assert capsys.readouterr().err == "packproof pack: ended by SIGINT; nothing was written\n"
+    given()
+    assert run("-", "--out", out) == 0
+    assert "--resume" not in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_processes_end_with_their_parent_and_leave_the_lock(tmp_path, number):
     """The parent is killed while two processes are busy; its lock is free at once, and they are gone."""

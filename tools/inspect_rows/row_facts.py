@@ -166,7 +166,7 @@ class RowInspector:
         self._find_losses(place, built, in_row, part)
         self._find_odd_tokens(place, messages, built, part)
         for conversation in np.flatnonzero(is_idle).tolist():
-            what = f"none of its {in_row[conversation]} tokens in the row trains"
+            what = f"none of its {counted(int(in_row[conversation]), 'token')} in the row trains"
             self._note(part, place, "trains_nothing", what, conversation)
         if not report["trained_tokens"]:
             counts["rows_that_train_nothing"] += 1
@@ -200,9 +200,13 @@ class RowInspector:
     def _find_losses(self, place: Place, built: BuiltRow, in_row: NDArray[Any], part: Part) -> None:
         lengths, count = built.laid.lengths, built.messages.count
         for conversation in np.flatnonzero((in_row < lengths) & (in_row > 0)).tolist():
-            gone = lengths[conversation] - in_row[conversation]
+            gone = int(lengths[conversation] - in_row[conversation])
             self._note(
-                part, place, "truncated", f"{gone} of its {lengths[conversation]} tokens are cut off", conversation
+                part,
+                place,
+                "truncated",
+                f"{gone:,} of its {lengths[conversation]:,} tokens {'is' if gone == 1 else 'are'} cut off",
+                conversation,
             )
         whole_gone = np.flatnonzero((in_row == 0) & (lengths > 0)).tolist()
         first = whole_gone[0] if whole_gone else len(lengths)

@@ -191,9 +191,10 @@ def pack_files(
         pad_token=settings.pad_token,
     )
     files = tuple(InputFile(path=Path(path)) for path in expand([Path(path) for path in inputs]))
-    if resume and any(file.path == STDIN for file in files):
+    is_read_once = any(file.path == STDIN for file in files)
+    if resume and is_read_once:
         raise PackproofError(what="standard input cannot be read again", where="--resume", fix="write it into a file")
-    spool = Spool(work, key=_key(files, meter, settings), resume=resume, restart=restart)
+    spool = Spool(work, key=_key(files, meter, settings), resume=resume, restart=restart or is_read_once)
     try:
         refused, total = _measure(files, meter, settings, spool, cores() if processes is None else processes)
         order, starts = rows_of(
