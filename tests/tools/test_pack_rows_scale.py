@@ -403,7 +403,7 @@ def test_standard_input_is_packed_anew_since_no_resume_can_read_it_again(tmp_pat
         pack_files([Path("-")], MINI, settings(), work=work_folder(out)).spool.close()
     else:
         with monkeypatch.context() as patch:
-            patch.setattr(Spool, "padded", lambda self: signal.raise_signal(signal.SIGINT))
+            patch.setattr(Spool, "padded", lambda _: signal.raise_signal(signal.SIGINT))
             assert run("-", "--out", out) == 130
         assert capsys.readouterr().err == "packproof pack: ended by SIGINT; nothing was written\n"
     given()
