@@ -18,7 +18,8 @@ FIXES = {
     "empty_conversation": "leave the conversation out, or choose semantics with empty_conversation=keep",
     "empty_assistant": "leave the empty answer out when packing",
     "role_order": "put a user or tool message before each assistant message",
-    "unknown_role": "use the roles system, user, assistant and tool",
+    "unknown_role": "use the roles system, user, assistant and tool; the formats nemotron-nano-v2 and nemotron-h-aligned render only the first three, "
+    "so write what a tool says into a user message there, or nothing of it is trained on",
     "prefix_too_long": "lower assistant_prefix_len, or leave out the turn that renders to fewer tokens than the prefix",
     "turn_mismatch": "leave the conversation out, or choose a format whose turns do not merge with their neighbours",
     "too_many_boundaries": "leave empty conversations out, or pack fewer conversations into a row",

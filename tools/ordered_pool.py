@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import multiprocessing
 import os
+import signal
+import sys
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -16,6 +19,7 @@ import torch
 
 from production.errors import PackproofError
 
+_PR_SET_PDEATHSIG = 1
 _function: Callable[[Any], Any] | None = None
 """Set before the processes are forked, so that they share what it holds: a tokenizer, an open file."""
 
@@ -31,7 +35,7 @@ def run_in_order[Task, Result](
     """Yield each task with its result, in the order of the tasks; at most two tasks a process wait.
 
     One process forks none. A fork beside threads is safe for what the processes do here: they read files, tokenize
-    without threads and use numpy. Raises what the function raises, and PackproofError where a process was killed or
+    without threads and use numpy. They end with the thread that takes the results, however it ends. Raises what the function raises, and PackproofError where a process was killed or
     `processes` is below 1.
     """
     if processes < 1:
@@ -44,7 +48,9 @@ def run_in_order[Task, Result](
     _function = function
     before = os.environ.get("TOKENIZERS_PARALLELISM")
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a process has one core; the library warns of a fork otherwise
-    pool = ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("fork"), initializer=_begin)
+    pool = ProcessPoolExecutor(
+        processes, mp_context=multiprocessing.get_context("fork"), initializer=_begin, initargs=(os.getpid(),)
+    )
     waiting: deque[tuple[Task, Future[Result]]] = deque()
     left = iter(tasks)
     try:
@@ -58,6 +64,10 @@ def run_in_order[Task, Result](
             for further in itertools.islice(left, 1):
                 waiting.append((further, pool.submit(_run, further)))
             yield task, done
+    except KeyboardInterrupt:
+        for process in list((pool._processes or {}).values()):  # noqa: SLF001 - no public way before Python 3.14
+            process.kill()  # a task may take long, and nobody waits for its result
+        raise
     except BrokenProcessPool:
         raise PackproofError(
             what="a process was ended from outside, as the kernel does when memory runs out",
@@ -73,7 +83,14 @@ def run_in_order[Task, Result](
             os.environ["TOKENIZERS_PARALLELISM"] = before
 
 
-def _begin() -> None:
+def _begin(parent: int) -> None:
+    """Begin a process: it ends with its parent, also with one that is killed, and leaves the terminal's Ctrl-C to it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before the call above
+        os._exit(1)
     torch.set_num_threads(1)
 
 

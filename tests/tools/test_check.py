@@ -211,9 +211,16 @@ def test_what_another_packer_left_is_found_with_its_line_and_a_fix(job, check, k
 
 
 def test_a_file_of_another_tokenizer_looks_packed_otherwise(job, check):
-    status, printed, _ = check(job(**{"policy.max_total_sequence_length": "1024"}), "--only", "file")
+    status, printed, _ = check(job(LINES * 3, **{"policy.max_total_sequence_length": "1024"}), "--only", "file")
     assert status == 0
     assert "overfull, as if packed for another tokenizer" in printed
+
+
+def test_a_few_rows_do_not_look_packed_otherwise(job, check):
+    status, printed, _ = check(job(LINES, **{"policy.max_total_sequence_length": "1024"}), "--only", "file")
+    assert status == 0
+    assert "as if packed for another tokenizer" not in printed
+    assert "are cut" in printed
 
 
 def test_an_online_job_is_refused_in_words(job, check):

@@ -9,13 +9,15 @@ import pytest
 from production.errors import BadInput, PackproofError, RowRefused
 from production.files.manifest import read_manifest
 from production.files.source import open_source
+from production.refusals import FIXES
 from production.rows.builder import RowBuilder, RowSettings
 from production.semantics import PRESETS, parse
 from production.tokens.fingerprint import fingerprint_tokenizer
 from production.tokens.folder import load_folder
 from production.tokens.message_keys import MessageKeys
-from production.tokens.prompts import split_conversations
+from production.tokens.prompts import FORMATS, TURN_ROLES, split_conversations
 from tools.inspect_rows import scan as module
+from tools.inspect_rows import terminal
 from tools.inspect_rows.__main__ import main
 from tools.inspect_rows.duplicates import RECORD, DuplicateFinder, hash_messages
 from tools.inspect_rows.fix import Fixer, changes_of
@@ -367,6 +369,92 @@ def test_the_command_tells_places_and_fixes_and_writes_what_is_asked_for(tmp_pat
     assert page.count("<svg") == 12
     assert "http://" not in page.replace("http://www.w3.org/2000/svg", "")
     assert "https://" not in page
+
+
+def test_a_repair_keeps_rows_that_were_written_in_another_way_and_lists_them(tmp_path, capsys):
+    messages = [{"role": role, "content": content} for role, content in CHAT]
+    row = json.dumps({"messages": messages}).encode()
+    turns = {
+        "conversations": [{"from": "human", "value": "hello there"}, {"from": "gpt", "value": "good day"}],
+        "system": "s",
+    }
+    lines = [
+        b"\xef\xbb\xbf" + row + b"\r",
+        row + b"\r",
+        row,
+        json.dumps(turns).encode(),
+        json.dumps(messages).encode(),
+        b"[]",
+        b"{",
+    ]
+    path, out = tmp_path / "rows.jsonl", tmp_path / "out.jsonl"
+    path.write_bytes(b"\n".join([*lines, b""]))
+    assert command(path, "--pack-length", 64, "--fix", out) == 1
+    printed = capsys.readouterr().out
+    assert f"wrote {out}: 5 rows; dropped 2 lines, repaired 4 lines" in printed
+    assert (
+        "2 lines could not be read as a row and are not in the repaired file: 1 invalid_json, 1 row_not_object"
+        in printed
+    )
+    assert [json.loads(line)["messages"] for line in out.read_bytes().splitlines()] == [messages] * 5
+    assert b"\r" not in out.read_bytes()
+    changes = [
+        (each["action"], each["kind"], each["line"], each["out_row"])
+        for each in changes_of(tmp_path / "out.jsonl.changes.jsonl")
+    ]
+    assert changes == [
+        ("repaired_line", "bom", 1, 0),
+        ("repaired_line", "carriage_return", 2, 1),
+        ("repaired_line", "sharegpt", 4, 3),
+        ("repaired_line", "bare_messages", 5, 4),
+        ("dropped_line", "row_not_object", 6, None),
+        ("dropped_line", "invalid_json", 7, None),
+    ]
+
+
+@pytest.mark.parametrize("taken", ["out.jsonl", "out.jsonl.changes.jsonl"])
+def test_a_repair_replaces_no_file_unasked(tmp_path, write, capsys, taken):
+    path, out = write(CHAT), tmp_path / "out.jsonl"
+    (tmp_path / taken).write_text("mine")
+    assert command(path, "--pack-length", 64, "--fix", out) == 2
+    assert capsys.readouterr().err == (
+        f"packproof inspect: {tmp_path / taken}: the file exists. To fix it: choose another --fix, or replace it with --overwrite\n"
+    )
+    assert (tmp_path / taken).read_text() == "mine"
+    assert command(path, "--pack-length", 64, "--fix", out, "--overwrite") == 0
+    assert "wrote" in capsys.readouterr().out
+    assert command(path, "--pack-length", 64, "--fix", path, "--overwrite") == 2
+    assert "originals are never changed" in capsys.readouterr().err
+
+
+def test_rows_that_lose_most_are_named_by_line_and_row(tmp_path, write, tokenizer, capsys):
+    long = [("system", "s"), ("user", "word " * 90), ("assistant", "yes")]
+    one, other = write(CHAT, long, name="one.jsonl"), write(CHAT, CHAT, long, name="other.jsonl")
+    found = inspect([one, other], tokenizer, RowSettings(pack_length=64))
+    assert [place for place, _ in terminal.worst_rows(found)] == [f"{one} line 2, row 1", f"{other} line 3, row 2"]
+    assert [place for place, _ in terminal.worst_rows(inspect(other, tokenizer, RowSettings(pack_length=64)))] == [
+        "line 3, row 2"
+    ]
+    html = tmp_path / "page.html"
+    assert command(one, "--pack-length", 64, "--html", html) == 1
+    assert '<td class="place">line 2, row 1</td>' in html.read_text()
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "1 of 2 conversations is cut or left out" in printed
+    assert "1 process)" in printed
+
+
+def test_the_table_of_presets_says_what_is_counted_and_that_tokens_are_a_difference():
+    assert terminal.PRESET_COLUMNS[1] == "equal rows (refused alike included)"
+    assert terminal.PRESET_COLUMNS[-1] == "trained tokens, difference"
+
+
+@pytest.mark.parametrize("prompt_format", ["nemotron-nano-v2", "nemotron-h-aligned"])
+def test_the_advice_on_an_unknown_role_names_the_formats_that_render_no_tool(prompt_format):
+    fix = FIXES["unknown_role"]
+    assert prompt_format in fix
+    assert "render only the first three" in fix
+    assert TURN_ROLES[:3] == FORMATS[prompt_format].rendered_roles
+    assert {name for name, each in FORMATS.items() if each.rendered_roles is not None and name not in fix} == set()
 
 
 def test_json_is_one_object_and_nothing_else(write, capsys):

@@ -7,7 +7,9 @@ import itertools
 import json
 import os
 import signal
+import subprocess
 import sys
+import time
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -364,6 +366,134 @@ def test_what_depends_on_other_inputs_is_not_gone_on_with(tmp_path):
     with pytest.raises(PackproofError, match="other inputs, settings or tokenizer"):
         pack_files([path], MINI, settings(), work=work, resume=True)
     assert len(pack_files([path], MINI, settings(), work=work).spool) == 2
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # of the fork, whose child only packs
+@pytest.mark.usefixtures("small_chunks")
+def test_what_a_killed_packing_measured_is_not_thrown_away_unasked(tmp_path, capsys):
+    path = write(tmp_path / "in.jsonl", [chat(index) for index in range(50)])
+    out = tmp_path / "out.packed"
+    _die_at(2, path, out)
+    kept = (work_folder(out) / "records").read_bytes()
+    assert run(path, "--out", out) == 2
+    said = capsys.readouterr().err
+    assert "packproof pack: " in said
+    assert "16 conversations measured. To fix it: go on with it by --resume, or throw it away" in said
+    assert (work_folder(out) / "records").read_bytes() == kept
+    assert run(path, "--out", out, "--resume", "--restart") == 2
+    assert "give --resume to go on, or --restart" in capsys.readouterr().err
+    assert run(path, "--out", out, "--resume") == 0
+    assert "resumed: 16 conversations measured before are used again" in capsys.readouterr().out
+    _die_at(1, path, other := tmp_path / "other.packed")
+    assert run(path, "--out", other, "--restart") == 0
+    assert "resumed" not in capsys.readouterr().out
+    assert other.read_bytes() == out.read_bytes()
+
+
+@pytest.mark.parametrize("end", ["closed", "interrupted"])
+def test_standard_input_is_packed_anew_since_no_resume_can_read_it_again(tmp_path, monkeypatch, capsys, end):
+    lines = b"".join(json.dumps({"messages": chat(index)}).encode() + b"\n" for index in range(3))
+
+    def given():
+        monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(lines)))
+
+    out = tmp_path / "out.packed"
+    given()
+    if end == "closed":
+        pack_files([Path("-")], MINI, settings(), work=work_folder(out)).spool.close()
+    else:
+        with monkeypatch.context() as patch:
+            patch.setattr(Spool, "padded", lambda _: signal.raise_signal(signal.SIGINT))
+            assert run("-", "--out", out) == 130
+        assert capsys.readouterr().err == "packproof pack: ended by SIGINT; nothing was written\n"
+    given()
+    assert run("-", "--out", out) == 0
+    assert "--resume" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_processes_end_with_their_parent_and_leave_the_lock(tmp_path, number):
+    """The parent is killed while two processes are busy; its lock is free at once, and they are gone."""
+    work, pids = tmp_path / "work", tmp_path / "pids"
+    program = (
+        "import os, sys, time\n"
+        "from pathlib import Path\n"
+        "from tools.ordered_pool import run_in_order\n"
+        "from tools.pack_rows.spool import Spool\n"
+        "work, pids = map(Path, sys.argv[1:])\n"
+        "def task(number):\n"
+        "    with pids.open('a') as file: file.write(f'{os.getpid()}\\n')\n"
+        "    time.sleep(120)\n"
+        "spool = Spool(work, key={}, resume=False)\n"
+        "list(run_in_order(task, [0, 1], 2))\n"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", program, str(work), str(pids)])
+    try:
+        _until(lambda: pids.is_file() and pids.read_text().count("\n") == 2)
+        workers = [int(pid) for pid in pids.read_text().split()]
+        held = {str(each.readlink()) for pid in workers for each in Path(f"/proc/{pid}/fd").iterdir()}
+        assert str(work / "lock") not in held
+    finally:
+        parent.send_signal(number)
+        parent.wait()
+    Spool(work, key={}, resume=True).remove()
+    _until(lambda: not any(_runs(pid) for pid in workers))
+
+
+def _until(is_so):
+    end = time.monotonic() + 60
+    while not is_so():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def _runs(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.usefixtures("small_chunks")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_packing_that_is_interrupted_says_that_resume_goes_on(tmp_path, monkeypatch, capsys, number):
+    path = write(tmp_path / "in.jsonl", [chat(index) for index in range(50)])
+    out = tmp_path / "out.packed"
+    add = Spool.add
+
+    def interrupt(self, each):
+        add(self, each)
+        if self.chunks == 2:
+            signal.raise_signal(number)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Spool, "add", interrupt)
+        assert run(path, "--out", out) == 128 + number
+    assert capsys.readouterr().err == (
+        f"packproof pack: ended by {number.name}; what was measured is kept, and the same command with --resume goes on\n"
+    )
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    assert run(path, "--out", out, "--resume") == 0
+    assert "resumed: 16 conversations" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("asked", "helps"),
+    [
+        (("--on-bad", "skip"), "choose --on-long skip, split or truncate."),
+        (("--on-bad", "skip", "--on-long", "split"), "choose --on-long skip or truncate."),
+        (
+            ("--on-bad", "skip", "--on-long", "split", "--semantics", "strict,lost_conversations=refuse"),
+            "choose --on-long skip.",
+        ),
+    ],
+)
+def test_only_what_helps_a_question_that_is_too_long_is_advised(tmp_path, capsys, asked, helps):
+    messages = [*chat(0)[:1], {"role": "user", "content": "word " * 400}, {"role": "assistant", "content": "yes"}]
+    assert run(write(tmp_path / "in.jsonl", [messages]), "--out", tmp_path / "out", *asked) == 1
+    listed, summed = capsys.readouterr().err.splitlines()
+    assert listed.endswith(helps.rstrip("."))
+    assert summed == f"1 conversation is refused, so nothing was written; correct it, or {helps}"
 
 
 def test_two_packings_into_one_file_do_not_mix(tmp_path):

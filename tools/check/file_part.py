@@ -15,6 +15,8 @@ from tools.inspect_rows.inspection import Finding as RowFinding
 OVERFULL_SHARE = 0.01
 UNDERFULL = 0.6
 """Shares from which a file looks as if it had been packed for something else; below them nothing is said."""
+ENOUGH_ROWS = 20
+"""Rows below which a share says nothing of how a file was packed."""
 _BY_VALUE = ", which padding_mask=by_value takes for padding"
 _ITSELF = ", and becomes the token itself"
 FIRST_PLACES = 3
@@ -189,7 +191,7 @@ def _looks_packed_otherwise(found: Scanned) -> Iterator[str]:
     """Say that a file without a word about its settings looks as if it had been packed for others."""
     counts = found.inspection.counts
     built = counts["rows_built"]
-    if not built:
+    if built < ENOUGH_ROWS:
         return
     overfull = found.edges.counts["overfull"] / built
     fill = counts["content_tokens"] / max(counts["row_tokens"], 1)

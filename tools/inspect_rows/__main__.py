@@ -31,14 +31,15 @@ from production.rows.builder import RowSettings
 from production.semantics import DEFAULT_PRESET, parse
 from production.tokens.folder import load_folder
 from production.tokens.message_keys import MessageKeys
-from tools.inspect_rows.fix import FixBy, Fixer
+from tools.counted import counted
+from tools.inspect_rows.fix import FixBy, Fixer, check_place
 from tools.inspect_rows.inspection import Finding, Inspection
 from tools.inspect_rows.manifest import make_manifest, manifest_notes
 from tools.inspect_rows.page import write_page
 from tools.inspect_rows.scan import scan
 from tools.inspect_rows.terminal import show, verdict
 
-_NAME = "packproof-inspect"
+_NAME = "packproof inspect"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +92,8 @@ class Arguments:
     """Write a repaired copy of the files there, and beside it OUT.changes.jsonl, the list of changes."""
     fix_by: FixBy = "split"
     """drop: leave out what does not fit. split: move it into rows of its own. mark: change nothing, name each row's faults under the key packproof."""
+    overwrite: bool = False
+    """With --fix: replace OUT where it exists."""
     drop_duplicates: bool = False
     """With --fix: leave out conversations that stand earlier in the files."""
     drop_idle: bool = False
@@ -118,6 +121,8 @@ def _main(argv: Sequence[str] | None) -> int:
 
 def _run(options: Arguments, complaints: Console) -> int:
     settings = _settings(options)
+    if options.fix is not None:
+        check_place(options.fix, options.files, overwrite=options.overwrite)
     tokenizer = load_folder(options.tokenizer)
     found, redundant = _scan(options, options.files, tokenizer, settings, complaints)
     if not options.ignore_manifest:
@@ -189,13 +194,22 @@ def _fix(options: Arguments, tokenizer: Any, settings: RowSettings, redundant: A
     )
     with open_source([str(file) for file in options.files], chat_key=options.chat_key) as source:
         repair = fixer.write(source, options.fix)
-    done = ", ".join(f"{number:,} {action.replace('_', ' ')}" for action, number in sorted(repair.by_action.items()))
-    told = [f"wrote {repair.out}: {repair.rows:,} rows; {done or 'nothing was changed'}", f"wrote {repair.changes}"]
+    done = ", ".join(_done(action, number) for action, number in sorted(repair.by_action.items()))
+    told = [f"wrote {repair.out}: {counted(repair.rows, 'row')}; {done or 'nothing was changed'}"]
+    told.append(f"wrote {repair.changes}")
+    if lost := sum(repair.dropped_lines.values()):
+        kinds = ", ".join(f"{number:,} {kind}" for kind, number in sorted(repair.dropped_lines.items()))
+        told.append(f"{counted(lost, 'line')} could not be read as a row and {'is' if lost == 1 else 'are'} not in the repaired file: {kinds}")  # fmt: skip
     after = scan(
         [repair.out], options.tokenizer, settings, options.processes, loaded=tokenizer, chat_key=options.chat_key,
         ignore_keys=options.ignore_keys, vocab_size=options.vocab_size, compare_presets=False,
     )  # fmt: skip
     return [*told, f"the repaired file, inspected: {verdict(after)}"]
+
+
+def _done(action: str, number: int) -> str:
+    verb, _, noun = action.partition("_")
+    return f"{verb} {counted(number, noun)}"
 
 
 def _settings(options: Arguments) -> RowSettings:

@@ -1,6 +1,7 @@
 """Write a repaired copy of packed files and a list of every change; the originals are only read.
 
-`drop` leaves out what a run would refuse or lose. `split` moves conversations that do not fit into rows of their own
+A line that says a row in another way is written as one: behind a byte order mark, with a carriage return at its end, as a
+bare list of messages, or as turns of ShareGPT. `drop` leaves out what a run would refuse or lose. `split` moves conversations that do not fit into rows of their own
 behind their row, and leaves out only what no row could hold. `mark` changes no row and names its faults under the key
 `packproof`, for a reader that filters by itself.
 """
@@ -9,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
@@ -20,10 +21,16 @@ from numpy.typing import NDArray
 
 from production.errors import BadInput, PackproofError, RowRefused
 from production.files.cache import atomic_file
+from production.files.faults import LineError
+from production.files.file_state import is_there
+from production.files.parse import parse_object, parse_record
 from production.files.source import PackedSource
 from production.rows.builder import BuiltRow, RowBuilder, RowSettings
 from production.tokens.message_keys import MessageKeys
 from production.tokens.prompts import split_conversations
+from tools.counted import counted
+from tools.pack_rows.conversation import ConversationError
+from tools.pack_rows.layouts import layout_of, messages_of
 
 FixBy = Literal["drop", "split", "mark"]
 MARK = "packproof"
@@ -34,7 +41,9 @@ MARK = "packproof"
 class Change:
     """Holds one change between the original and the repaired file."""
 
-    action: Literal["dropped_line", "dropped_row", "dropped_conversation", "moved_conversation", "marked_row"]
+    action: Literal[
+        "repaired_line", "dropped_line", "dropped_row", "dropped_conversation", "moved_conversation", "marked_row"
+    ]
     """What was done."""
     kind: str
     """Why: a kind of finding."""
@@ -62,6 +71,8 @@ class Repair:
     """Rows of the repaired file."""
     by_action: Counter[str] = field(default_factory=Counter)
     """Number of changes of each action."""
+    dropped_lines: Counter[str] = field(default_factory=Counter)
+    """Number of lines left out, by what was wrong with them."""
 
 
 class Fixer:
@@ -87,14 +98,8 @@ class Fixer:
 
     def write(self, source: PackedSource, out: Path) -> Repair:
         """Write the repaired file and the list of changes, each whole or not at all."""
-        places = {Path(str(file["file"])).resolve() for file in source.describe()["files"]}  # type: ignore[attr-defined]
-        if out.resolve() in places:
-            raise PackproofError(
-                what="it is the file that is read",
-                where=str(out),
-                fix="name another file: originals are never changed",
-            )
-        result = Repair(out=out, changes=out.with_name(f"{out.name}.changes.jsonl"))
+        check_place(out, [Path(str(file["file"])) for file in source.describe()["files"]], overwrite=True)  # type: ignore[attr-defined]
+        result = Repair(out=out, changes=changes_path(out))
         with atomic_file(result.changes) as changes, atomic_file(out) as rows:
             for number in range(len(source)):
                 self._write_row(source, number, rows, changes, result)
@@ -117,11 +122,18 @@ class Fixer:
 
         try:
             record = source.record(number)
+            if source.raw(number).endswith(b"\r\n"):
+                note("repaired_line", "carriage_return", None, "the line ended with a carriage return before the newline", result.rows)  # fmt: skip
         except BadInput as error:
             if error.line is None:
                 raise
-            note("dropped_line", error.kind, None, error.what)
-            return
+            found = _in_another_way(error, source, number)
+            if found is None:
+                note("dropped_line", error.kind, None, error.what)
+                result.dropped_lines[error.kind] += 1
+                return
+            record, kind, what = found
+            note("repaired_line", kind, None, what, result.rows)
         messages = record[source.chat_key]
         if self._by == "mark":
             kinds = self._faults(messages)
@@ -220,7 +232,7 @@ class Fixer:
         if over and not fits:
             number, _ = over[0]
             tokens = int(built.laid.lengths[0])
-            dropped.append((number, "too_long", f"it has {tokens} tokens and a row {self._length}"))
+            dropped.append((number, "too_long", f"it has {counted(tokens, 'token')} and a row {self._length}"))
             over = over[1:]
         over = over + more
         if self._by == "drop":
@@ -254,6 +266,66 @@ class Fixer:
         if not built.row.report["trained_tokens"]:
             kinds.append("row_trains_nothing")
         return kinds
+
+
+def check_place(out: Path, files: Sequence[Path], *, overwrite: bool) -> None:
+    """Refuse a place for the repaired file that is one of the originals, or taken. Raises PackproofError."""
+    if out.resolve() in {file.resolve() for file in files}:
+        raise PackproofError(
+            what="it is the file that is read", where=str(out), fix="name another file: originals are never changed"
+        )
+    for place in () if overwrite else (out, changes_path(out)):
+        if is_there(place):
+            raise PackproofError(
+                what="the file exists", where=str(place), fix="choose another --fix, or replace it with --overwrite"
+            )
+
+
+def changes_path(out: Path) -> Path:
+    """Return the place of the list of changes of a repaired file."""
+    return out.with_name(f"{out.name}.changes.jsonl")
+
+
+def _in_another_way(error: BadInput, source: PackedSource, number: int) -> tuple[dict[str, Any], str, str] | None:
+    """Return the row that an unreadable line means, with the kind and the words of the change; None where it is not plain."""
+    if error.kind == "line_too_long":
+        return None
+    line = source.raw(number).removesuffix(b"\n")
+    words = ["a byte order mark stood before the row"] if line.startswith(_BYTE_ORDER_MARK) else []
+    if line.endswith(b"\r"):
+        words.append("the line ended with a carriage return before the newline")
+    line = line.removeprefix(_BYTE_ORDER_MARK)
+    for kind, what, convert in _OTHER_WAYS:
+        try:
+            record = convert(line, source.chat_key)
+        except (LineError, ConversationError):
+            continue
+        return record, kind or error.kind, ", and ".join([*words, what] if what else words)
+    return None
+
+
+def _as_row(line: bytes, chat_key: str) -> dict[str, Any]:
+    return parse_record(line, chat_key=chat_key)
+
+
+def _bare(line: bytes, chat_key: str) -> dict[str, Any]:
+    return parse_record(b"{%s: %s}" % (json.dumps(chat_key).encode(), line.rstrip(b" \t\r")), chat_key=chat_key)
+
+
+def _sharegpt(line: bytes, chat_key: str) -> dict[str, Any]:
+    record = parse_object(line)
+    if layout_of(record, chat_key) != "sharegpt":
+        raise ConversationError("sharegpt_shape", "the line has no turns of ShareGPT")
+    messages, beside = messages_of(record, "sharegpt", chat_key)
+    return parse_record(json.dumps({**beside, chat_key: messages}).encode(), chat_key=chat_key)
+
+
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+_OTHER_WAYS: tuple[tuple[str, str, Callable[[bytes, str], dict[str, Any]]], ...] = (
+    ("", "", _as_row),
+    ("bare_messages", "the line was the bare list of messages", _bare),
+    ("sharegpt", "the line had turns of ShareGPT", _sharegpt),
+)
 
 
 def changes_of(path: Path) -> Iterator[dict[str, Any]]:

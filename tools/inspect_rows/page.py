@@ -28,6 +28,7 @@ def write_page(found: Inspection, path: Path) -> None:
         style=files("equivalence.report").joinpath("report.css").read_text(encoding="utf-8"),
         verdict=terminal.verdict(found),
         totals=list(terminal.totals(found)),
+        worst=list(terminal.worst_rows(found)),
         kinds=sorted(found.findings_by_kind, key=lambda kind: (["fails", "loses", "note"].index(found.severities[kind]), kind)),
         tables=[
             ("Distributions", terminal.HISTOGRAM_COLUMNS, terminal.histogram_rows(found)),

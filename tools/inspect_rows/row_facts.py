@@ -21,6 +21,7 @@ from production.rows.token_facts import ControlTokens, removed_switches
 from production.tokens.message_keys import MessageKeys
 from production.tokens.prompts import FORMATS
 from production.tokens.turn_tokens import IGNORE_INDEX
+from tools.counted import counted
 from tools.inspect_rows.duplicates import RECORD, hash_messages
 from tools.inspect_rows.histograms import BINS
 from tools.inspect_rows.inspection import Finding, Severity
@@ -30,7 +31,7 @@ from tools.inspect_rows.preset_facts import PresetComparison
 KINDS: dict[str, tuple[Severity, str]] = {
     "truncated": ("loses", "pack fewer tokens into the row, or raise pack_length"),
     "dropped": ("loses", "pack fewer conversations into the row, or raise pack_length"),
-    "unrendered": ("loses", "write the message with a role that the format renders, or take it out"),
+    "unrendered": ("loses", "write the message with a role that the format renders (system, user or assistant), or take it out"),
     "control_tokens": ("note", "escape the token's text, unless the token itself is meant"),
     "removed_switches": ("note", "write the word without the slash if the model should read it"),
     "unknown_keys": ("note", "take the keys out, or write their text into the content"),
@@ -165,7 +166,7 @@ class RowInspector:
         self._find_losses(place, built, in_row, part)
         self._find_odd_tokens(place, messages, built, part)
         for conversation in np.flatnonzero(is_idle).tolist():
-            what = f"none of its {in_row[conversation]} tokens in the row trains"
+            what = f"none of its {counted(int(in_row[conversation]), 'token')} in the row trains"
             self._note(part, place, "trains_nothing", what, conversation)
         if not report["trained_tokens"]:
             counts["rows_that_train_nothing"] += 1
@@ -199,9 +200,13 @@ class RowInspector:
     def _find_losses(self, place: Place, built: BuiltRow, in_row: NDArray[Any], part: Part) -> None:
         lengths, count = built.laid.lengths, built.messages.count
         for conversation in np.flatnonzero((in_row < lengths) & (in_row > 0)).tolist():
-            gone = lengths[conversation] - in_row[conversation]
+            gone = int(lengths[conversation] - in_row[conversation])
             self._note(
-                part, place, "truncated", f"{gone} of its {lengths[conversation]} tokens are cut off", conversation
+                part,
+                place,
+                "truncated",
+                f"{gone:,} of its {lengths[conversation]:,} tokens {'is' if gone == 1 else 'are'} cut off",
+                conversation,
             )
         whole_gone = np.flatnonzero((in_row == 0) & (lengths > 0)).tolist()
         first = whole_gone[0] if whole_gone else len(lengths)
@@ -214,7 +219,7 @@ class RowInspector:
                 part, place, "dropped", f"{place_of} of {count} {'is' if dropped == 1 else 'are'} not in the row", first
             )
         if number := built.row.report["unrendered_messages"]:
-            self._note(part, place, "unrendered", f"the format renders nothing of the role of {_counted(number, 'message')} with content")  # fmt: skip
+            self._note(part, place, "unrendered", f"the format renders nothing of the role of {counted(number, 'message')} with content")  # fmt: skip
 
     def _find_odd_tokens(self, place: Place, messages: list[Any], built: BuiltRow, part: Part) -> None:
         counts, laid, report = part.counts, built.laid, built.row.report
@@ -223,22 +228,22 @@ class RowInspector:
             labels = int(np.count_nonzero(is_pad & (laid.targets != IGNORE_INDEX)))
             counts["pad_in_content"] += int(is_pad.sum())
             counts["pad_labels"] += labels
-            self._note(part, place, "pad_in_content", f"the pad id {self._pad.id} stands in contents at {_counted(int(is_pad.sum()), 'position')}, {labels} of them targets")  # fmt: skip
+            self._note(part, place, "pad_in_content", f"the pad id {self._pad.id} stands in contents at {counted(int(is_pad.sum()), 'position')}, {labels} of them targets")  # fmt: skip
         if outside := int(np.count_nonzero(laid.tokens >= self._vocab_size)):
             counts["ids_outside_vocabulary"] += outside
             self._note(
                 part,
                 place,
                 "outside_vocabulary",
-                f"{_counted(outside, 'token')} with an id of {self._vocab_size} or above",
+                f"{counted(outside, 'token')} with an id of {self._vocab_size} or above",
             )
         if number := self._control_tokens.count(messages):
             counts["control_tokens"] += number
-            self._note(part, place, "control_tokens", f"{_counted(number, 'control token')} in contents as text, which become the tokens themselves")  # fmt: skip
+            self._note(part, place, "control_tokens", f"{counted(number, 'control token')} in contents as text, which become the tokens themselves")  # fmt: skip
         if number := removed_switches(messages, self._format.name):
             counts["removed_switches"] += number
             self._note(
-                part, place, "removed_switches", f"/think or /no_think is taken out of {_counted(number, 'message')}"
+                part, place, "removed_switches", f"/think or /no_think is taken out of {counted(number, 'message')}"
             )
         for kind, noun, text in (
             ("unknown_keys", "message", "{} with keys beside role and content, which are not read"),
@@ -247,7 +252,7 @@ class RowInspector:
             ("boundary_labels", "label", "{} at a boundary that trains the next conversation's first token"),
         ):
             if of_kind := report[kind]:
-                self._note(part, place, kind, text.format(_counted(of_kind, noun)))
+                self._note(part, place, kind, text.format(counted(of_kind, noun)))
 
     def _note(self, part: Part, place: Place, kind: str, what: str, conversation: int | None = None) -> None:
         severity, fix = KINDS[kind]
@@ -261,10 +266,6 @@ def _trained_of_each(mask: NDArray[np.float32], starts: NDArray[Any], in_row: ND
     first = np.clip(starts - 1, 0, len(mask))
     last = np.clip(starts + in_row - 1, 0, len(mask))
     return np.where(in_row > 0, sums[np.maximum(last, first)] - sums[first], 0)
-
-
-def _counted(number: int, noun: str) -> str:
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
 def _finding(

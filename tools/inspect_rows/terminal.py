@@ -8,6 +8,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from tools.counted import counted
 from tools.inspect_rows.inspection import Histogram, Inspection
 
 SHOWN = 3
@@ -30,7 +31,7 @@ def show(found: Inspection, console: Console, *, shown: int = SHOWN) -> None:
 def verdict(found: Inspection) -> str:
     """Return one sentence that answers whether a run may start on these files."""
     counts = found.counts
-    seen = f"{counts['rows']:,} rows" if found.rows_complete else f"the first {counts['rows']:,} rows"
+    seen = f"{'' if found.rows_complete else 'the first '}{counted(counts['rows'], 'row')}"
     if found.fails:
         stops = counts["rows_unreadable"] + counts["rows_refused"]
         why = f"at {stops:,} of {seen}" if stops else f"on ids outside the model's vocabulary in {seen}"
@@ -39,9 +40,10 @@ def verdict(found: Inspection) -> str:
         lost = counts["truncated"] + counts["dropped"]
         parts = []
         if lost:
-            parts.append(f"{lost:,} of {counts['conversations']:,} conversations are cut or left out")
+            is_are = "is" if lost == 1 else "are"
+            parts.append(f"{lost:,} of {counted(counts['conversations'], 'conversation')} {is_are} cut or left out")
         if counts["unrendered_messages"]:
-            parts.append(f"{counts['unrendered_messages']:,} messages render to nothing")
+            parts.append(f"{counted(counts['unrendered_messages'], 'message', 'renders', 'render')} to nothing")
         if not parts:
             parts.append("unreadable lines are skipped")
         return f"A run loses data: of {seen}, {' and '.join(parts)}."
@@ -64,7 +66,7 @@ def totals(found: Inspection) -> Iterator[tuple[str, str]]:
     yield "duplicate rows", f"{found.duplicate_rows.redundant:,}"
     yield "duplicate conversations", f"{found.duplicate_conversations.redundant:,}"
     rate = counts["rows"] / max(found.seconds, 1e-9)
-    yield "rows a second", f"{rate:,.0f} ({found.processes} processes)"
+    yield "rows a second", f"{rate:,.0f} ({found.processes} process{'' if found.processes == 1 else 'es'})"
 
 
 def findings(found: Inspection, shown: int) -> Iterator[Text]:
@@ -83,7 +85,7 @@ def findings(found: Inspection, shown: int) -> Iterator[Text]:
 
 
 def preset_rows(found: Inspection) -> list[list[str]]:
-    """Return the table of the presets: name, equal, different, refused with kinds, accepted, trained tokens."""
+    """Return the table of the presets: name, equal, different, refused with kinds, accepted, difference of trained tokens."""
     return [
         [
             each.name,
@@ -97,7 +99,24 @@ def preset_rows(found: Inspection) -> list[list[str]]:
     ]
 
 
-PRESET_COLUMNS = ("preset", "equal rows", "other rows", "refused there", "refused only here", "trained tokens")
+PRESET_COLUMNS = (
+    "preset",
+    "equal rows (refused alike included)",
+    "other rows",
+    "refused there",
+    "refused only here",
+    "trained tokens, difference",
+)
+
+
+def worst_rows(found: Inspection) -> Iterator[tuple[str, str]]:
+    """Yield the place of each row that loses most, with its file where there are several, and the tokens lost."""
+    for number, tokens in found.worst:
+        row, at = number, 0
+        while row >= found.files[at]["rows"]:
+            row, at = row - found.files[at]["rows"], at + 1
+        file = f"{found.files[at]['file']} " if len(found.files) > 1 else ""
+        yield f"{file}line {row + 1}, row {row}", f"{tokens:,}"
 
 
 def context_rows(found: Inspection) -> list[list[str]]:

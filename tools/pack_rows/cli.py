@@ -1,10 +1,13 @@
 """The command line of pack_rows: packs chat files, says what it left out and why, and writes all or nothing."""
 
+import contextlib
 import errno
-from collections.abc import Sequence
+import signal
+import threading
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 from rich.console import Console
@@ -15,13 +18,20 @@ from production import exits
 from production.errors import PackproofError
 from production.files.file_state import is_there
 from production.semantics import DEFAULT_PRESET
+from tools.counted import counted
 from tools.pack_rows.conversation import Refusal
 from tools.pack_rows.inputs import STDIN
 from tools.pack_rows.layouts import Layout
 from tools.pack_rows.lengths import PromptFormat
 from tools.pack_rows.output import manifest_path, write_rows
-from tools.pack_rows.packing import Packing, PackSettings, pack_files
+from tools.pack_rows.packing import TOO_LONG, Packing, PackSettings, pack_files
 from tools.pack_rows.rows import Algorithm
+
+_NAME = "packproof pack"
+
+
+class _Terminated(KeyboardInterrupt):
+    """SIGTERM, to be ended as Ctrl-C is."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +86,8 @@ class PackRows:
     """Processes that measure conversations: all cores where it is not given. The rows are the same for any number."""
     resume: bool = False
     """Go on where a packing into the same OUT was killed."""
+    restart: bool = False
+    """Throw away what a killed packing into the same OUT left, and pack anew."""
     list_refused: int = 20
     """Number of refused conversations to show; the manifest has the lines of all."""
 
@@ -86,12 +98,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(argv: Sequence[str] | None) -> int:
-    options = tyro.cli(PackRows, args=argv, prog="packproof-pack-rows")
+    options = tyro.cli(PackRows, args=argv, prog=_NAME)
     screen, complaints = Console(), Console(stderr=True)
     try:
-        return _run(options, screen, complaints)
+        with _terminated_as_interrupted():
+            return _run(options, screen, complaints)
+    except KeyboardInterrupt as stopped:
+        number = signal.SIGTERM if isinstance(stopped, _Terminated) else signal.SIGINT
+        complaints.print(Text(f"{_NAME}: ended by {number.name}; {_what_is_left(options)}"), soft_wrap=True)
+        return 128 + number
     except PackproofError as error:
-        complaints.print(Text(f"packproof-pack-rows: {error}"), soft_wrap=True)
+        complaints.print(Text(f"{_NAME}: {error}"), soft_wrap=True)
     except OSError as error:
         place = error.filename or options.out
         fix = (
@@ -99,10 +116,32 @@ def _main(argv: Sequence[str] | None) -> int:
             if error.errno in {errno.ENOSPC, errno.EDQUOT}
             else "give paths that this user can read and write"
         )
-        complaints.print(
-            Text(f"packproof-pack-rows: {place}: {error.strerror or error}. To fix it: {fix}"), soft_wrap=True
-        )
+        complaints.print(Text(f"{_NAME}: {place}: {error.strerror or error}. To fix it: {fix}"), soft_wrap=True)
     return 2
+
+
+@contextlib.contextmanager
+def _terminated_as_interrupted() -> Iterator[None]:
+    """Raise SIGTERM as an exception, as Python does with SIGINT; a handler that stands there is left."""
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+        yield
+        return
+
+    def stop(*_: Any) -> None:
+        raise _Terminated
+
+    signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _what_is_left(options: PackRows) -> str:
+    journal = work_folder(options.out) / "journal"
+    if STDIN in options.inputs or not journal.is_file() or not journal.stat().st_size:
+        return "nothing was written"
+    return "what was measured is kept, and the same command with --resume goes on"
 
 
 def _run(options: PackRows, screen: Console, complaints: Console) -> int:
@@ -132,10 +171,13 @@ def _run(options: PackRows, screen: Console, complaints: Console) -> int:
             processes=options.processes,
             work=work_folder(options.out),
             resume=options.resume,
+            restart=options.restart,
         )
     try:
+        if options.resume:
+            screen.print(_resumed(packing), soft_wrap=True)
         status = _finish(options, packing, screen, complaints)
-    except OSError:
+    except (OSError, KeyboardInterrupt):
         packing.spool.close()  # measured conversations stay for --resume
         raise
     except PackproofError:
@@ -143,6 +185,13 @@ def _run(options: PackRows, screen: Console, complaints: Console) -> int:
         raise
     packing.spool.remove()
     return status
+
+
+def _resumed(packing: Packing) -> str:
+    reused = sum(chunk.conversations for chunk in packing.spool.earlier)
+    if not reused:
+        return "resumed: nothing was measured before, so all of it was measured now"
+    return f"resumed: {counted(reused, 'conversation')} measured before {'is' if reused == 1 else 'are'} used again"
 
 
 def work_folder(out: Path) -> Path:
@@ -153,11 +202,7 @@ def work_folder(out: Path) -> Path:
 def _finish(options: PackRows, packing: Packing, screen: Console, complaints: Console) -> int:
     _list_refused(packing, complaints, max(0, options.list_refused))
     if packing.failures:
-        complaints.print(
-            f"{len(packing.failures):,} conversations are refused, so nothing was written; fix them, or leave them "
-            "out with --on-bad skip (too long: --on-long skip, split or truncate).",
-            soft_wrap=True,
-        )
+        complaints.print(Text(_failed(packing)), soft_wrap=True)
         return 1
     if not packing.rows:
         raise PackproofError(
@@ -173,7 +218,24 @@ def _finish(options: PackRows, packing: Packing, screen: Console, complaints: Co
     return 0
 
 
+def _failed(packing: Packing) -> str:
+    """Return why nothing was written, with those ways out that help these conversations."""
+    ways, kinds = [], {refusal.kind == TOO_LONG for refusal in packing.failures}
+    if False in kinds:
+        ways.append("leave them out with --on-bad skip")
+    if True in kinds:
+        ways.append(f"{'for those too long ' if False in kinds else ''}choose {packing.settings.ways_for_long}")
+    said = counted(len(packing.failures), "conversation", "is", "are")
+    return f"{said} refused, so nothing was written; correct {'it' if len(packing.failures) == 1 else 'them'}, or {', and '.join(ways)}."
+
+
 def _check_places(options: PackRows) -> None:
+    if options.resume and options.restart:
+        raise PackproofError(
+            what="--resume and --restart are given both",
+            where="the command line",
+            fix="give --resume to go on, or --restart to begin anew",
+        )
     if not options.inputs:
         raise PackproofError(
             what="no chat file is given",

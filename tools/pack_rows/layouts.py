@@ -54,7 +54,8 @@ def _sharegpt(record: Mapping[str, Any], chat_key: str) -> tuple[list[dict[str, 
         speaker = turn["from"]
         if not isinstance(speaker, str) or speaker not in _ROLES:
             raise ConversationError(
-                "unknown_role", f"turn {index} is from {speaker!r}; the speakers are {', '.join(_ROLES)}"
+                "unknown_role",
+                f"turn {index} is from {speaker!r}; the speakers are {', '.join(_ROLES)}; the Nemotron formats render nothing of the last three, whose role becomes tool",
             )
         message = {"role": _ROLES[speaker], "content": _text(turn["value"], "sharegpt_shape", f"turn {index}")}
         messages.append(message | {name: value for name, value in turn.items() if name not in ("from", "value")})

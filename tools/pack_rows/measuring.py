@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from tools.counted import counted
 from tools.pack_rows.conversation import Conversation, Refusal
 from tools.pack_rows.conversations import read_conversations
 from tools.pack_rows.inputs import Chunk, InputFile
@@ -128,11 +129,10 @@ class ChunkMeter:
         )
 
     def _too_long(self, conversation: Conversation, size: Measured) -> Refusal:
-        ways = "--on-long skip or truncate" if self.settings.on_long == "split" else "--on-long skip, split or truncate"
-        what = f"the conversation has {size.tokens} tokens and a row {self.settings.pack_length}"
+        what = f"the conversation has {counted(size.tokens, 'token')} and a row {self.settings.pack_length:,}"
         if self.settings.on_long == "split":
             what += ", and one question with its answer alone is more than a row"
-        detail = f"{what}; shorten it, raise the pack length, or choose {ways}"
+        detail = f"{what}; shorten it, raise the pack length, or choose {self.settings.ways_for_long}"
         return Refusal(place=conversation.place, kind=TOO_LONG, detail=detail)
 
 

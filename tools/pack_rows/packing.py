@@ -173,11 +173,12 @@ def pack_files(
     processes: int | None = 1,
     work: Path | None = None,
     resume: bool = False,
+    restart: bool = False,
 ) -> Packing:
     """Pack the chat files `inputs`; the same files, tokenizer and settings give the same rows for any number of processes.
 
     `work` is a folder in which measured conversations are kept; with `resume` those that an earlier process left there
-    are not measured again. Raises PackproofError for a tokenizer or a file of no use and OSError for a file that
+    are not measured again; with `restart` they are thrown away, and with neither they are refused. Raises PackproofError for a tokenizer or a file of no use and OSError for a file that
     cannot be read. Conversations are never left out in silence: each is in `rows` exactly once or in `refused`.
     """
     meter = LengthMeter(
@@ -190,9 +191,10 @@ def pack_files(
         pad_token=settings.pad_token,
     )
     files = tuple(InputFile(path=Path(path)) for path in expand([Path(path) for path in inputs]))
-    if resume and any(file.path == STDIN for file in files):
+    is_read_once = any(file.path == STDIN for file in files)
+    if resume and is_read_once:
         raise PackproofError(what="standard input cannot be read again", where="--resume", fix="write it into a file")
-    spool = Spool(work, key=_key(files, meter, settings), resume=resume)
+    spool = Spool(work, key=_key(files, meter, settings), resume=resume, restart=restart or is_read_once)
     try:
         refused, total = _measure(files, meter, settings, spool, cores() if processes is None else processes)
         order, starts = rows_of(
@@ -203,6 +205,9 @@ def pack_files(
         )
     except PackproofError:
         spool.remove()
+        raise
+    except BaseException:
+        spool.close()  # measured conversations stay for --resume
         raise
     return Packing(
         settings=settings,

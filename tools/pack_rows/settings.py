@@ -78,3 +78,11 @@ class PackSettings:
     def granularity(self) -> int:
         """Multiple to which each conversation is padded."""
         return 1 if self.context_parallel_size == 1 else 2 * self.context_parallel_size
+
+    @property
+    def ways_for_long(self) -> str:
+        """Return the choices that help a conversation which is too long under these settings."""
+        ways = ["skip"] if self.on_long == "split" else ["skip", "split"]
+        if parse(self.semantics).lost_conversations != "refuse":
+            ways.append("truncate")
+        return f"--on-long {', '.join(ways[:-1])}{' or ' if ways[1:] else ''}{ways[-1]}"

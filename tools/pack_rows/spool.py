@@ -12,10 +12,11 @@ import os
 import shutil
 import struct
 import tempfile
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import IO, Any, Self
 
 import msgspec
 import numpy as np
@@ -23,11 +24,15 @@ import xxhash
 from numpy.typing import NDArray
 
 from production.errors import PackproofError
+from tools.counted import counted
 from tools.pack_rows.conversation import Refusal, SourceLocation
 from tools.pack_rows.lengths import Measured
 
 _ENTRY = struct.Struct("<q8s")
 """Before each entry of the journal: its bytes and their xxh3-64."""
+
+_LOCKS: weakref.WeakSet[IO[bytes]] = weakref.WeakSet()
+"""This process's locks: a process that is forked must not hold them on when this one is gone."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,19 +92,22 @@ def encode_record(conversation: PackedConversation) -> bytes:
 class Spool:
     """Holds accepted conversations in the order read. Context manager: leaving it closes the files."""
 
-    def __init__(self, folder: Path | None, *, key: dict[str, Any], resume: bool) -> None:
+    def __init__(self, folder: Path | None, *, key: dict[str, Any], resume: bool, restart: bool = False) -> None:
         """Open `folder`, or a temporary one. `key` is what the chunks depend on; with `resume` the chunks of an earlier process are kept.
 
-        Raises PackproofError where another process writes there, or where the earlier one packed something else.
+        Raises PackproofError where another process writes there, where the earlier one packed something else, and where
+        its chunks could be used and neither `resume` nor `restart` says what to do with them.
         """
         self._temporary = None if folder is not None else tempfile.TemporaryDirectory(prefix="packproof-pack-")
         self.folder = Path(self._temporary.name) if self._temporary is not None else folder
         assert self.folder is not None
         self.folder.mkdir(parents=True, exist_ok=True)
         self._lock = (self.folder / "lock").open("wb")
+        _LOCKS.add(self._lock)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
+            self._lock.close()
             raise PackproofError(
                 what="another process is packing into the same file",
                 where=str(self.folder),
@@ -110,7 +118,13 @@ class Spool:
         self._ends: NDArray[np.int64] | None = None
         self.end = 0
         self.chunks = 0
-        kept = self._kept(key) if resume else []
+        try:
+            if not (resume or restart):
+                self._refuse_to_discard(key)
+            kept = self._kept(key) if resume else []
+        except PackproofError:
+            self._lock.close()
+            raise
         if not kept:
             for name in ("records", "journal"):
                 (self.folder / name).unlink(missing_ok=True)
@@ -183,6 +197,19 @@ class Spool:
         assert self.folder is not None
         (self.folder / "key.json").write_bytes(msgspec.json.encode(key, order="sorted"))
 
+    def _refuse_to_discard(self, key: dict[str, Any]) -> None:
+        """Refuse to begin anew where an earlier process measured conversations of the same files and settings."""
+        assert self.folder is not None
+        path = self.folder / "key.json"
+        if not path.is_file() or path.read_bytes() != msgspec.json.encode(key, order="sorted"):
+            return
+        if found := sum(chunk.conversations for chunk in self._kept(key)):
+            raise PackproofError(
+                what=f"a packing of the same files and settings was ended there, with {counted(found, 'conversation')} measured",
+                where=str(self.folder),
+                fix="go on with it by --resume, or throw it away and begin anew by --restart",
+            )
+
     def _kept(self, key: dict[str, Any]) -> list[MeasuredChunk]:
         """Return the whole chunks of an earlier process, and cut off what it began."""
         assert self.folder is not None
@@ -214,3 +241,12 @@ class Spool:
             at += _ENTRY.size + length
         os.truncate(journal, at)
         return kept
+
+
+def _close_locks() -> None:
+    for lock in list(_LOCKS):
+        lock.close()
+    _LOCKS.clear()
+
+
+os.register_at_fork(after_in_child=_close_locks)
