@@ -112,6 +112,12 @@ def test_answers_in_a_file_are_judged_as_the_function_is(tmp_path, capsys):
     assert "does not reach L5: L5 (no)" in capsys.readouterr().out
 
 
+def test_one_case_is_counted_as_one(tmp_path):
+    (tmp_path / "answers.jsonl").write_text("")
+    with pytest.raises(cases.VectorsError, match="answers 0 of 1 case; the first"):
+        answers.read_answers(tmp_path / "answers.jsonl", cases.load_vectors()[:1])
+
+
 def test_answers_that_leave_a_case_out_or_cannot_be_read_are_refused(tmp_path, capsys):
     file = tmp_path / "answers.jsonl"
     for text, told in (
