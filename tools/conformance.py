@@ -46,6 +46,8 @@ def load(name: str, started: list[ExternalSubject]) -> Loaded:
                 context_parallel_size=context_parallel_size,
             )
 
+        # Whose rows L10 is about, unless the command line says so.
+        pack.semantics = tuple(subject.hello.takes.get("semantics", ()))  # type: ignore[attr-defined]
         return pack, subject.hello.conventions
     if ":" in name:
         return conformance.load_function(name)

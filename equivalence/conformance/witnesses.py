@@ -41,7 +41,13 @@ def load(name: str) -> tuple[Callable[..., list[dict[str, Any]]], dict[str, str]
     if side == "megatron_lm" and preset not in MEGATRON_PRESETS:
         raise InputError(f"megatron_lm is no witness of {preset!r}; choose one of {', '.join(MEGATRON_PRESETS)}")
     subject = importlib.import_module(f"equivalence.subjects.{side}").SUBJECT
-    return lambda *arguments: pack(subject, preset, *arguments), dict(CONVENTIONS)
+
+    def rows(*arguments: Any) -> list[dict[str, Any]]:
+        return pack(subject, preset, *arguments)
+
+    # Whose rows L10 is about, unless the command line says so.
+    rows.semantics = (preset,)  # type: ignore[attr-defined]
+    return rows, dict(CONVENTIONS)
 
 
 def pack(

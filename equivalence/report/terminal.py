@@ -246,7 +246,8 @@ def _differences(summary: dict[str, Any], console: Console) -> None:
     kinds = alike(summary["differences"])
     count = len(summary["differences"]) + sum(each["count"] for each in summary["alike"])
     if len(kinds) < count:
-        console.print(Text(f"{count:,} differing cases of {len(kinds)} kinds; the first of each:", "bold red"))
+        of = "1 kind" if len(kinds) == 1 else f"{len(kinds)} kinds"
+        console.print(Text(f"{count:,} differing cases of {of}; the first of each:", "bold red"))
     for kind in kinds:
         each, more = kind[0], len(kind) - 1
         difference_lines(each, console)

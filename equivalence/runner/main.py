@@ -213,7 +213,9 @@ def _saved_cases(outcome: Outcome, kinds: list[str]) -> list[Path]:
         else:
             found.append(path)
     if left_out:
-        outcome.left_out.append(f"{left_out} saved cases of other formats, cp or semantics")
+        outcome.left_out.append(
+            f"{left_out} saved {'case' if left_out == 1 else 'cases'} of other formats, cp or semantics"
+        )
     return found
 
 

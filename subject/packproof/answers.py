@@ -58,8 +58,8 @@ def read_answers(path: Path, cases: Sequence[Case]) -> tuple[list[tuple[Case, An
     missing = [case.id for case in cases if case.id not in outcomes]
     if missing:
         raise VectorsError(
-            "%s answers %d of %d cases; the first without an answer is %s"
-            % (path, len(outcomes), len(cases), missing[0])
+            "%s answers %d of %d %s; the first without an answer is %s"
+            % (path, len(outcomes), len(cases), "case" if len(cases) == 1 else "cases", missing[0])
         )
     return [(case, outcomes[case.id]) for case in cases], conventions
 

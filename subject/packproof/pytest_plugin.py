@@ -121,7 +121,14 @@ class LevelShown(_Test):
             raise ConformanceMissed(f'{told}. Return the field, or declare not_shown=("{self.level.name}",).')
         if result.status != PASSED:
             raise ConformanceMissed(
-                "%s is missed in %d of %d cases. %s" % (self.level.name, result.missed, result.cases, _told(result))
+                "%s is missed in %d of %d %s. %s"
+                % (
+                    self.level.name,
+                    result.missed,
+                    result.cases,
+                    "case" if result.cases == 1 else "cases",
+                    _told(result),
+                )
             )
 
 

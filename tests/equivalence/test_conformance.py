@@ -113,6 +113,17 @@ def test_an_adapter_in_another_process_is_judged_like_a_function(capsys):
     assert "reaches L9" in capsys.readouterr().out
 
 
+def test_l10_is_about_the_semantics_that_a_subject_declares_unless_a_preset_is_given(capsys):
+    example = Path(__file__).parents[2] / "examples" / "adapters" / "plain_packer.py"
+    case = '{"conversations":[{"tokens":[8,9],"trained":[0,1]}],"pack_length":4,"context_parallel_size":1,"pad_id":0,"eos_id":2}'
+    for subject in (f'exec:{sys.executable} "{example}"', "reference@strict"):
+        few = ["--subject", subject, "--case", case, "--level", "L1"]
+        conformance.main(few)
+        assert "held to strict\n" in capsys.readouterr().out
+        conformance.main([*few, "--semantics", "megatron-lm-0.19"])
+        assert "held to megatron-lm-0.19\n" in capsys.readouterr().out
+
+
 def test_a_side_of_the_suite_is_a_subject_and_an_unknown_one_is_told(capsys):
     assert (
         conformance.main(["--subject", "reference@strict", "--preset", "strict", "--level", "L10", "--drawn", "5"]) == 0

@@ -68,6 +68,11 @@ def test_differences_of_one_kind_stand_together_the_largest_kind_first():
     ]
 
 
+def test_one_kind_is_counted_as_one():
+    alike_ones = [differing(number, tensor=f"gradient of layer {number}") for number in range(1, 4)]
+    assert "3 differing cases of 1 kind; the first of each:" in screen(summarise(outcome(*alike_ones), "run"))
+
+
 def test_the_screen_and_the_page_show_the_first_of_each_kind(tmp_path):
     summary = summarise(outcome(*SEVERAL), "run")
     text = screen(summary)

@@ -48,7 +48,7 @@ def test_a_subject_that_differs_in_every_row_is_compared_to_the_end(tmp_path, ca
     assert check["differing"] > 20, "where a run ended before"
     assert shown + counted == check["differing"]
     assert shown <= known.MOST_SHOWN * len(kinds)
-    assert f"{check['differing']} differing cases of {len(kinds)} kinds" in capsys.readouterr().out
+    assert f"{check['differing']} differing cases of {len(kinds)} kind" in capsys.readouterr().out
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert f"and {max(each['count'] for each in report['alike']):,} more that were counted" in page
     assert known._SHOWN is None, "the next run shows all again"

@@ -13,6 +13,7 @@ import pytest
 
 from packproof import answers, cases
 from packproof.__main__ import main
+from packproof.declared import Declared
 from packproof.judging import call
 
 SUBJECT = Path(__file__).resolve().parents[2] / "subject"
@@ -29,6 +30,29 @@ def test_the_level_that_is_asked_for_decides_the_exit_status(capsys):
     again = re.search(r"add --case '(.*)'", screen).group(1)
     assert main(["conformance", "--subject", "packers:leak", "--case", again, "--level", "L3"]) == 1
     assert main(["conformance", "--subject", "packers:right", "--case", again, "--level", "L3"]) == 0
+
+
+def test_the_preset_is_what_the_function_declares_unless_one_is_given(capsys, monkeypatch):
+    few = ["conformance", "--subject", "packers:right", "--sets", "none", "--drawn", "2", "--level", "L1"]
+    for semantics, preset in ((None, "megatron-lm-0.19"), (["my-own", "strict"], "strict")):
+        monkeypatch.setattr(packers.right, "semantics", semantics, raising=False)
+        assert main(few) == 0
+        assert f"held to {preset}\n" in capsys.readouterr().out
+    assert main([*few, "--preset", "nemo-rl-direct"]) == 0
+    assert "held to nemo-rl-direct\n" in capsys.readouterr().out
+    declared = Declared(level="L1", preset="megatron-lm-0.17")
+    monkeypatch.setattr(packers.right, "packproof_conformance", declared, raising=False)
+    assert main(few) == 0
+    assert "held to megatron-lm-0.17\n" in capsys.readouterr().out
+
+
+def test_the_help_names_the_presets(capsys):
+    with pytest.raises(SystemExit):
+        main(["conformance", "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert "--semantics" in text
+    assert "megatron-lm-0.17" in text
+    assert "what the subject declares as its semantics" in text
 
 
 def test_the_report_is_written_in_three_forms(tmp_path, capsys):
@@ -86,6 +110,12 @@ def test_answers_in_a_file_are_judged_as_the_function_is(tmp_path, capsys):
     answers.write_answers(file, [(case, call(packers.one_segment, case)) for case in asked], packers.CONVENTIONS)
     assert main(["judge", str(file), "--vectors", str(tmp_path), "--level", "L5"]) == 1
     assert "does not reach L5: L5 (no)" in capsys.readouterr().out
+
+
+def test_one_case_is_counted_as_one(tmp_path):
+    (tmp_path / "answers.jsonl").write_text("")
+    with pytest.raises(cases.VectorsError, match="answers 0 of 1 case; the first"):
+        answers.read_answers(tmp_path / "answers.jsonl", cases.load_vectors()[:1])
 
 
 def test_answers_that_leave_a_case_out_or_cannot_be_read_are_refused(tmp_path, capsys):

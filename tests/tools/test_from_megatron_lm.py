@@ -1,6 +1,7 @@
 """A Megatron-LM run's arguments become a job: each is translated, refused by name, or listed as without effect."""
 
 import json
+import logging
 import re
 from pathlib import Path
 
@@ -278,6 +279,112 @@ def test_a_script_with_comments_and_broken_lines_is_a_command_line():
     found = read_text(text, name="run.sh")
     assert found.given == {"sft", "lr"}
     assert found.values["lr"] == 1e-3
+
+
+REALISTIC = {
+    "overlap": [
+        "torchrun", "--nproc_per_node", "8", "--nnodes", "2", "pretrain_gpt.py", "--bf16", "--use-distributed-optimizer",
+        "--overlap-param-gather", "--overlap-grad-reduce", "--use-mcore-models", "--tensor-model-parallel-size", "2",
+        "--sequence-parallel", "--context-parallel-size", "2", "--global-batch-size", "16", "--swiglu",
+        "--group-query-attention", "--num-query-groups", "2", "--ffn-hidden-size", "256",
+    ],
+    "moe": [
+        "torchrun", "--nproc-per-node=4", "pretrain_gpt.py", "--bf16", "--use-distributed-optimizer", "--overlap-grad-reduce",
+        "--num-experts", "4", "--expert-model-parallel-size", "2", "--moe-router-topk", "2", "--moe-token-dispatcher-type", "alltoall",
+        "--use-dist-ckpt", "--ckpt-fully-parallel-save", "--dist-ckpt-format", "torch_dist", "--disable-msc",
+    ],
+    "stages": [
+        "torchrun", "--nproc-per-node", "2", "--nnodes", "1", "pretrain_gpt.py", "--pipeline-model-parallel-size", "2",
+        "--save", "kept", "--save-interval", "4", "--recompute-granularity", "full", "--recompute-method", "uniform",
+        "--recompute-num-layers", "1",
+    ],
+    "checkpointed": [
+        "torchrun", "--nproc-per-node", "2", "pretrain_gpt.py", "--bf16", "--use-distributed-optimizer", "--overlap-grad-reduce",
+        "--overlap-param-gather", "--lr-warmup-fraction", "0.25", "--lr-warmup-iters", "0", "--no-load-rng", "--log-throughput",
+        "--manual-gc", "--attention-softmax-in-fp32",
+    ],
+}  # fmt: skip
+RANKS = {"overlap": (8, 2), "moe": (4, 1), "stages": (2, 1), "checkpointed": (2, 1)}
+
+
+@pytest.mark.parametrize("name", REALISTIC)
+def test_the_job_of_a_realistic_command_line_is_not_refused_at_its_world_size(name, tmp_path):
+    at = REALISTIC[name].index("pretrain_gpt.py") + 1
+    launcher, words = REALISTIC[name][:at], REALISTIC[name][at:]
+    batch = ["--distributed-backend", "nccl"] if "--bf16" in words else []
+    job = job_of([*launcher, *COMMON, "--train-iters", "8", *batch, *words], tmp_path)
+    assert (job.cluster.gpus_per_node, job.cluster.num_nodes) == RANKS[name]
+    assert [str(each) for each in refusals(job, job.cluster.ranks)] == []
+    overlaps = "--overlap-param-gather" in words
+    for section in (job.megatron.optimizer, job.megatron.distributed_data_parallel_config):
+        assert section.get("overlap_param_gather", False) is overlaps
+
+
+def test_nothing_that_is_given_goes_unmentioned(capsys):
+    given = [
+        *COMMON, "--train-iters", "8", "--transformer-impl", "transformer_engine", "--use-mcore-models", "--muon-momentum", "0.9",
+        "--use-dist-ckpt", "--ckpt-fully-parallel-save", "--dist-ckpt-format", "torch_dist", "--disable-msc", "--tensorboard-queue-size",
+        "1000", "--wandb-exp-name", "x", "--moe-router-topk", "2", "--tensor-model-parallel-size", "1", "--cuda-graph-scope", "attn",
+    ]  # fmt: skip
+    assert main(["--", *given]) == 0
+    screen = capsys.readouterr().out
+    named = set(re.findall(r"--[\w-]+", screen))
+    assert {word for word in given if word.startswith("--")} <= named
+    assert "# needs no key: --position-embedding-type rope: the job's models have rope and no other" in screen
+    assert "# needs no key: --micro-batch-size 1: a row is a microbatch of a job" in screen
+    assert "# needs no key: --transformer-impl transformer_engine: it is the default" in screen
+    assert "# needs no key: --muon-momentum 0.9: the run has another optimizer" in screen
+    assert "# accepted without effect: --use-mcore-models: Megatron-LM itself ignores it" in screen
+
+
+def test_an_older_name_that_megatron_lm_still_takes_is_taken(tmp_path, capsys):
+    job = job_of([*COMMON, "--train-iters", "8", "--hybrid-override-pattern", "M*"], tmp_path)
+    assert (job.model.architecture, job.model.hybrid_layer_pattern) == ("hybrid", "M*")
+    both = ["--hybrid-override-pattern", "M*", "--hybrid-layer-pattern", "M*"]
+    assert main(["--", *COMMON, "--train-iters", "8", *both]) == 2
+    assert "give only that" in capsys.readouterr().err
+    assert main(["--", *COMMON, "--train-iters", "8", "--batch-size", "4"]) == 2
+    assert "Megatron-LM itself refuses" in capsys.readouterr().err
+
+
+def test_a_number_of_ranks_that_only_the_machine_knows_is_no_key(capsys):
+    assert main(["--", "torchrun", "--nproc-per-node", "gpu", "pretrain_gpt.py", *COMMON, "--train-iters", "8"]) == 0
+    screen = capsys.readouterr().out
+    assert "# needs no key: torchrun --nproc-per-node gpu: the number is known only where the run starts" in screen
+    assert re.search(r"num_nodes: 1 +# torchrun --nnodes left out", screen)
+    assert "gpus_per_node" not in screen
+
+
+def without_vocabulary(tokenizer):
+    at, path = COMMON.index("--vocab-size"), COMMON.index("--tokenizer-model") + 1
+    words = [*COMMON[:path], tokenizer, *COMMON[path + 1 :]]
+    return [*words[:at], *words[at + 2 :], "--train-iters", "8"]
+
+
+def test_the_vocabulary_is_read_from_a_tokenizer_folder_that_is_there(tmp_path, capsys):
+    from transformers import AutoTokenizer
+
+    folder = "examples/tokenizers/nemotron-mini"
+    job = job_of(without_vocabulary(folder), tmp_path)
+    needed = len(AutoTokenizer.from_pretrained(folder))
+    assert job.model.vocab_size == -(-needed // 128) * 128
+    assert re.search(r"vocab_size: \d+ +# --tokenizer-model --make", (tmp_path / "job.yaml").read_text())
+    assert main(["--", *without_vocabulary(str(tmp_path / "elsewhere"))]) == 2
+    assert "elsewhere is not a folder on this machine" in capsys.readouterr().err
+    assert main(["--", *without_vocabulary(str(tmp_path))]) == 2
+    assert "cannot be loaded" in capsys.readouterr().err
+
+
+def test_torchs_note_on_its_compiler_does_not_precede_the_answer():
+    logger = logging.getLogger("torch.utils.cpp_extension")
+    logger.setLevel(logging.NOTSET)
+    assert main([]) == 2
+    assert not logger.isEnabledFor(logging.WARNING)
+
+
+def test_one_refusal_is_counted_as_one(capsys):
+    assert main(["--", *COMMON, "--train-iters", "8", "--exit-interval", "5"]) == 2
+    assert "1 argument has no place in a job" in capsys.readouterr().err
 
 
 BAD = [

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from production.errors import PackproofError
+from production.training.library_warnings import quiet
 from tools.from_megatron_lm.job_yaml import yaml_text
 from tools.from_megatron_lm.reading import Arguments, read_text, read_words
 from tools.from_megatron_lm.translate import translate
@@ -19,6 +20,7 @@ CANNOT_RUN = 2
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the YAML. Exit status: 0 all arguments have a place, 2 some argument is refused, and no YAML is written."""
+    quiet()
     words = list(sys.argv[1:] if argv is None else argv)
     own, behind = (words[: words.index("--")], words[words.index("--") + 1 :]) if "--" in words else (words, None)
     options = _parser().parse_args(own)
@@ -31,7 +33,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if found.refused:
         for argument, fix in found.refused:
             print(f"refused: {argument}: {fix}", file=sys.stderr)
-        print(f"{len(found.refused)} arguments have no place in a job", file=sys.stderr)
+        counted = "1 argument has" if len(found.refused) == 1 else f"{len(found.refused)} arguments have"
+        print(f"{counted} no place in a job", file=sys.stderr)
         return CANNOT_RUN
     text = yaml_text(found, name)
     if options.output is None:

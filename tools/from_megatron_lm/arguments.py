@@ -12,7 +12,7 @@ _TRANSLATED = """
     sequence_parallel num_layers hidden_size num_attention_heads group_query_attention num_query_groups ffn_hidden_size kv_channels
     normalization swiglu squared_relu bias_gelu_fusion bias_swiglu_fusion add_bias_linear hidden_dropout attention_dropout num_experts
     moe_ffn_hidden_size moe_router_topk untie_embeddings_and_output_weights rotary_base rotary_percent position_embedding_type
-    use_rotary_position_embeddings hybrid_layer_pattern padded_vocab_size vocab_size make_vocab_size_divisible_by pad_vocab_size mtp_num_layers
+    use_rotary_position_embeddings hybrid_layer_pattern hybrid_override_pattern padded_vocab_size vocab_size make_vocab_size_divisible_by pad_vocab_size mtp_num_layers
     mtp_loss_scaling_factor mtp_use_repeated_layer seq_length micro_batch_size global_batch_size train_iters seed bf16 fp16 lr_decay_style
     lr_wsd_decay_style lr_decay_iters lr_wsd_decay_iters lr_warmup_fraction lr_warmup_iters lr_warmup_init start_weight_decay end_weight_decay
     weight_decay_incr_style calculate_per_token_loss accumulate_allreduce_grads_in_fp32 grad_reduce_in_bf16 ddp_average_in_collective
@@ -86,6 +86,38 @@ _PASSED_ON: Mapping[str, str] = {
 PASSED_ON: Mapping[str, frozenset[str]] = {kind: frozenset(names.split()) for kind, names in _PASSED_ON.items()}
 """Section of `policy.megatron_cfg` to arguments that are its options under the same name."""
 
+BOTH = frozenset({"overlap_param_gather", "reuse_grad_buf_for_mxfp8_param_ag"})
+"""Arguments of `optimizer` that megatron-core reads from its `distributed_data_parallel_config`, too."""
+
+SILENT: Mapping[str, str] = {
+    "position_embedding_type": "the job's models have rope and no other",
+    "use_rotary_position_embeddings": "the job's models have rope and no other",
+    "micro_batch_size": "a row is a microbatch of a job",
+    "tokenizer_type": "the job has the SFT tokenizer and no other",
+    "cp_comm_type": "p2p is the job's own",
+    "split": "all rows of the file are trained",
+    "sequence_parallel": "it acts only where --tensor-model-parallel-size is above 1",
+    "data_sharding": "it acts only with --dataloader-type cyclic",
+    "pad_vocab_size": "it is in model.vocab_size",
+    "bias_gelu_fusion": "it acts only without --swiglu",
+    "bias_swiglu_fusion": "it acts only with --swiglu",
+    **dict.fromkeys(("vocab_size", "make_vocab_size_divisible_by"), "--padded-vocab-size says the size itself"),
+    "num_layers": "the hybrid layer pattern has the number of layers",
+    **dict.fromkeys(("lr_wsd_decay_style", "lr_wsd_decay_iters"), "it acts only with --lr-decay-style WSD"),
+    **dict.fromkeys(("wandb_exp_name", "wandb_entity"), "it acts only with --wandb-project"),
+    **dict.fromkeys(
+        ("moe_ffn_hidden_size", "moe_router_topk", "expert_tensor_parallel_size"), "it acts only with --num-experts"
+    ),
+    **dict.fromkeys(("mtp_loss_scaling_factor", "mtp_use_repeated_layer"), "it acts only with --mtp-num-layers"),
+    "eval_global_batch_size": "it acts only with a validation file and --eval-interval",
+    "no_save_optim": "it acts only with --save and --save-interval",
+    "pretrained_checkpoint": "--finetune --load names the weights to start from",
+    "data_path": "--train-data-path names the rows",
+    "lr_warmup_iters": "--lr-warmup-fraction gives the warm-up",
+    "optimizer_offload_fraction": "it acts only with --optimizer-cpu-offload",
+}
+"""Argument to the reason why a command line may have it and the job has no key of it."""
+
 _REFUSED: Mapping[str, str] = {
     "its run is counted in samples, ours in steps: give the iterations (--train-iters, --lr-decay-iters, …)": """
         train_samples lr_decay_samples lr_wsd_decay_samples lr_warmup_samples
@@ -100,9 +132,7 @@ _REFUSED: Mapping[str, str] = {
         iterations_to_skip skip_train start_eval_at_iter freeze_all_layers
     """,
     "it is an older name that Megatron-LM itself refuses: give its successor": """
-        batch_size warmup checkpoint_activations model_parallel_size deprecated_use_mcore_models cuda_graph_scope_deprecated
-        use_dist_ckpt_deprecated dist_ckpt_format_deprecated ckpt_fully_parallel_save_deprecated hybrid_override_pattern
-        disable_msc_deprecated
+        batch_size warmup checkpoint_activations model_parallel_size
     """,
     "the job's model does not have it: take it out": """
         openai_gelu quick_geglu onnx_safe use_rope_scaling rotary_seq_len_interpolation_factor add_position_embedding spec
@@ -135,6 +165,18 @@ REFUSED: Mapping[str, str] = {name: why for why, names in _REFUSED.items() for n
 """Argument to the reason why it is refused at any value but its default, and what to do instead."""
 
 _WITHOUT_EFFECT: Mapping[str, str] = {
+    "Megatron-LM itself ignores it: models of megatron-core are the only ones": """
+        deprecated_use_mcore_models
+    """,
+    "it is an older name that Megatron-LM itself gives no effect": """
+        use_dist_ckpt_deprecated dist_ckpt_format_deprecated ckpt_fully_parallel_save_deprecated
+    """,
+    "it is an older name, which turns --enable-msc off; that says how files are read, not what is trained": """
+        disable_msc_deprecated
+    """,
+    "it is an older name of --cuda-graph-modules, which says what a CUDA graph holds, not what is trained": """
+        cuda_graph_scope_deprecated
+    """,
     "it chooses a kernel, and results are equal up to rounding; the job takes its own": """
         masked_softmax_fusion bias_dropout_fusion apply_rope_fusion gradient_accumulation_fusion no_persist_layer_norm disable_jit_fuser
         use_flash_attn

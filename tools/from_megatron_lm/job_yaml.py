@@ -31,7 +31,9 @@ class Translation:
     refused: list[tuple[str, str]] = field(default_factory=list)
     """Arguments that cannot be translated, each with what to do instead."""
     without_effect: list[tuple[str, str]] = field(default_factory=list)
-    """Arguments away from their default that have no effect here, each with the reason."""
+    """Arguments away from their default, or given, that have no effect here, each with the reason."""
+    without_key: list[tuple[str, str]] = field(default_factory=list)
+    """Arguments that a command line gives and that need no key of the job, each with the reason."""
     notes: list[str] = field(default_factory=list)
     """Differences of the two programs that no key can say."""
 
@@ -43,6 +45,7 @@ def yaml_text(found: Translation, name: str) -> str:
     ]
     head += [f"# note: {note}" for note in found.notes]
     head += [f"# accepted without effect: {argument}: {why}" for argument, why in found.without_effect]
+    head += [f"# needs no key: {argument}: {why}" for argument, why in found.without_key]
     body = []
     for depth, key, line in _sections(found.lines):
         text = "  " * depth + (f"{key}:" if line is None else f"{key}: {json.dumps(line.value, ensure_ascii=False)}")

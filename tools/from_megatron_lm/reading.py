@@ -10,7 +10,7 @@ import re
 import shlex
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -19,6 +19,7 @@ from tools.from_megatron_lm.arguments import DERIVED
 
 _BEGIN, _END = "------------------------ arguments ------------------------", "end of arguments"
 _LINE = re.compile(r"(?:\[?[\w.:\-]*\]?:?\s*)?\s{2}(?P<name>\w+) \.+ (?P<value>.*)")
+_LAUNCHER = ("nproc_per_node", "nnodes")
 _VARIABLE = re.compile(r"\$\{?\w+")
 
 
@@ -32,6 +33,8 @@ class Arguments:
     """Names that the command line has; None for a dump, which does not tell."""
     unknown: tuple[str, ...] = ()
     """Words or names that the installed Megatron-LM has no argument for."""
+    launcher: Mapping[str, str] = field(default_factory=dict)
+    """Options of torchrun before the script that say how many ranks there are: `nproc_per_node`, `nnodes`."""
 
     @property
     def is_dump(self) -> bool:
@@ -82,8 +85,9 @@ def read_text(text: str, *, name: str) -> Arguments:
 
 
 def read_words(words: Sequence[str], *, name: str) -> Arguments:
-    """Read a command line; words up to the script (`torchrun … pretrain_gpt.py`) are left out."""
+    """Read a command line; of the words up to the script (`torchrun … pretrain_gpt.py`) only the number of ranks is read."""
     scripts = [index for index, word in enumerate(words) if Path(word).suffix == ".py"]
+    launcher = _launcher(words[: scripts[0]] if scripts else ())
     words = list(words[scripts[0] + 1 :] if scripts else words)
     if not any(word.startswith("--") for word in words):
         fix = "give a file with the arguments, a log that begins with them, or the arguments behind --"
@@ -92,7 +96,19 @@ def read_words(words: Sequence[str], *, name: str) -> Arguments:
     only = argparse.Namespace(**dict.fromkeys(vars(values), _NOT_GIVEN))
     parser().parse_known_args(words, only)
     given = frozenset(key for key, value in vars(only).items() if value is not _NOT_GIVEN)
-    return Arguments(values=vars(values), given=given, unknown=tuple(word for word in unknown if word.startswith("-")))
+    without_place = tuple(word for word in unknown if word.startswith("-"))
+    return Arguments(values=vars(values), given=given, unknown=without_place, launcher=launcher)
+
+
+def _launcher(words: Sequence[str]) -> dict[str, str]:
+    """Return torchrun's numbers of processes and nodes, as they are written: `--nproc-per-node 8`, `--nnodes=2`."""
+    found = {}
+    for index, word in enumerate(words):
+        name, equals, value = word.partition("=")
+        name = name.lstrip("-").replace("-", "_")
+        if word.startswith("-") and name in _LAUNCHER:
+            found[name] = value if equals else next(iter(words[index + 1 : index + 2]), "")
+    return found
 
 
 _NOT_GIVEN = object()

@@ -6,10 +6,13 @@ from __future__ import annotations
 
 import enum
 import math
+from pathlib import Path
 from typing import Any
 
+from production.tokens.folder import folder_fault
 from production.training.config.megatron_options import option_defaults
-from tools.from_megatron_lm.arguments import PASSED_ON, REFUSED, WITHOUT_EFFECT
+from production.training.data.tokenizer import rows_needed
+from tools.from_megatron_lm.arguments import BOTH, PASSED_ON, REFUSED, SILENT, WITHOUT_EFFECT
 from tools.from_megatron_lm.job_yaml import Line, Translation
 from tools.from_megatron_lm.reading import Arguments, defaults, flags
 
@@ -34,6 +37,8 @@ class _Translator:
     def __init__(self, arguments: Arguments) -> None:
         self._arguments = arguments
         self._found = Translation()
+        self._told: set[str] = set()
+        """Arguments that a key, a refusal or a reason names."""
 
     def run(self) -> Translation:
         for part in (
@@ -48,6 +53,8 @@ class _Translator:
             part()
         for part in (self._data, self._validation, self._checkpoints, self._logs, self._passed_on, self._others):
             part()
+        self._launcher()
+        self._without_key()
         return self._found
 
     def _get(self, name: str) -> Any:
@@ -56,11 +63,13 @@ class _Translator:
     def _put(self, key: str, value: Any, *names: str) -> None:
         """Write a key, with the arguments that say it; of a command line, whether all of them were left out."""
         given = self._arguments.given
+        self._told.update(names)
         flags = " ".join(_flag(name) for name in names)
         is_left_out = given is not None and not any(name in given for name in names)
         self._found.lines.append(Line(key=key, value=value, comment=f"{flags} left out" if is_left_out else flags))
 
     def _refuse(self, name: str, fix: str) -> None:
+        self._told.add(name)
         self._found.refused.append((f"{_flag(name)} {_shown(self._get(name))}", fix))
 
     def _run_length(self) -> None:
@@ -92,8 +101,13 @@ class _Translator:
         self._put("loss.normalization", "per_token" if per_token else "mean_of_means", "calculate_per_token_loss")
 
     def _model(self) -> None:
+        pattern, pattern_name = self._get("hybrid_layer_pattern"), "hybrid_layer_pattern"
+        if (older := self._get("hybrid_override_pattern")) is not None:  # Megatron-LM takes it for its successor
+            if pattern is not None:
+                self._refuse("hybrid_override_pattern", "it is an older name of --hybrid-layer-pattern: give only that")
+            pattern, pattern_name = older, "hybrid_override_pattern"
         for name in ("num_layers", "hidden_size", "num_attention_heads", "kv_channels", "normalization"):
-            if name != "num_layers" or not self._get("hybrid_layer_pattern"):
+            if name != "num_layers" or not pattern:
                 self._put(f"model.{name}", self._get(name), name)
         groups = self._get("num_query_groups") if self._get("group_query_attention") else None
         self._put("model.num_query_groups", groups, "num_query_groups", "group_query_attention")
@@ -115,9 +129,9 @@ class _Translator:
         self._put("model.tie_embeddings", tied, "untie_embeddings_and_output_weights")
         self._positions()
         self._vocabulary()
-        if (pattern := self._get("hybrid_layer_pattern")) is not None:
-            self._put("model.architecture", "hybrid", "hybrid_layer_pattern")
-            self._put("model.hybrid_layer_pattern", pattern, "hybrid_layer_pattern")
+        if pattern is not None:
+            self._put("model.architecture", "hybrid", pattern_name)
+            self._put("model.hybrid_layer_pattern", pattern, pattern_name)
         if self._get("num_experts") is not None:
             self._put("model.num_moe_experts", self._get("num_experts"), "num_experts")
             self._put("model.moe_ffn_hidden_size", self._get("moe_ffn_hidden_size") or wide, "moe_ffn_hidden_size")
@@ -142,13 +156,19 @@ class _Translator:
 
     def _vocabulary(self) -> None:
         padded, size = self._get("padded_vocab_size"), self._get("vocab_size")
-        if padded is None and size is not None:
+        names, why = ["vocab_size", "make_vocab_size_divisible_by"], ""
+        if padded is None and size is None:
+            size, why = _tokens_of(self._get("tokenizer_model"))
+            names[0] = "tokenizer_model"
+        if padded is not None:
+            names = ["padded_vocab_size"]
+        elif size is not None:
             multiple = self._get("make_vocab_size_divisible_by") * self._get("tensor_model_parallel_size")
             padded = math.ceil(size / multiple) * multiple if self._get("pad_vocab_size") else size
         if padded is None:
-            fix = "give --vocab-size, the tokenizer's number of tokens: the embedding is padded from it, and a dump has it as padded_vocab_size"
+            fix = f"{why}, so that its number of tokens is not known: give --vocab-size, or the argument dump of a log, which has padded_vocab_size"
             self._refuse("vocab_size", fix)
-        self._put("model.vocab_size", padded, "vocab_size", "make_vocab_size_divisible_by")
+        self._put("model.vocab_size", padded, *names)
 
     def _layout(self) -> None:
         tensor = self._get("tensor_model_parallel_size")
@@ -204,6 +224,8 @@ class _Translator:
             value = _DTYPES.get(value, value) if name.endswith("_dtype") else value
             if is_always or _differs(value, option_defaults("optimizer")[name]):
                 self._put(f"{_OPTIMIZER}.{name}", value, name)
+                if name in BOTH:
+                    self._put(f"{_DDP}.{name}", value, name)
         if self._get("lr") is None:
             self._refuse("lr", "give the learning rate")
 
@@ -341,16 +363,71 @@ class _Translator:
                     self._put(f"{_MEGATRON}.{kind}.{name}", _plain(value), name)
 
     def _others(self) -> None:
+        given = self._arguments.given or frozenset()
         for name, fix in REFUSED.items():
             if name in self._arguments.values and _differs(self._get(name), defaults()[name]):
                 self._refuse(name, fix)
         for name, why in WITHOUT_EFFECT.items():
-            if name in self._arguments.values and _differs(self._get(name), defaults()[name]):
+            if name in given or (name in self._arguments.values and _differs(self._get(name), defaults()[name])):
+                self._told.add(name)
                 self._found.without_effect.append((_flag(name), why))
         for word in self._arguments.unknown:
             self._found.refused.append(
                 (word, "the installed Megatron-LM has no such argument: take it out, or add what it says to the YAML")
             )
+
+    def _launcher(self) -> None:
+        """Write torchrun's number of ranks; where it is left to the machine (`gpu`, `1:4`), there is no key."""
+        said = self._arguments.launcher
+        if not said:
+            return
+        keys = (("nproc_per_node", "gpus_per_node"), ("nnodes", "num_nodes"))
+        for name, key in keys:
+            flag, value = f"torchrun --{name.replace('_', '-')}", said.get(name, "1")
+            if value.isdecimal() and int(value) > 0:
+                comment = flag if name in said else f"{flag} left out"
+                self._found.lines.append(Line(key=f"cluster.{key}", value=int(value), comment=comment))
+            else:
+                self._found.without_key.append((f"{flag} {value}", "the number is known only where the run starts"))
+
+    def _without_key(self) -> None:
+        """List what a command line gives and nothing else names, so that nothing given goes unmentioned."""
+        for name in sorted((self._arguments.given or frozenset()) - self._told):
+            value = self._get(name)
+            if name in SILENT:
+                why = SILENT[name]
+            elif name.startswith(_OF_OTHER_OPTIMIZERS):
+                why = "the run has another optimizer"
+            elif not _differs(value, defaults()[name]):
+                why = "it is the default"
+            else:
+                why = "it is what the job does without it"
+            is_bare = value is None or isinstance(value, bool)
+            self._found.without_key.append((_flag(name) if is_bare else f"{_flag(name)} {_words(value)}", why))
+
+
+def _tokens_of(folder: Any) -> tuple[int | None, str]:
+    """Return the number of a tokenizer folder's ids, as a job counts them, or else why it is not known."""
+    if folder is None:
+        return None, "there is no --tokenizer-model"
+    if not Path(folder).is_dir():
+        return None, f"--tokenizer-model {folder} is not a folder on this machine"
+    if (fault := folder_fault(Path(folder))) is not None:
+        return None, f"--tokenizer-model {folder} cannot be loaded: {fault}"
+    from transformers import AutoTokenizer  # noqa: PLC0415 - takes seconds to import
+
+    try:
+        return rows_needed(AutoTokenizer.from_pretrained(folder, local_files_only=True)), ""
+    except Exception as error:  # noqa: BLE001 - a damaged tokenizer.json raises Exception itself
+        return (
+            None,
+            f"--tokenizer-model {folder} cannot be loaded: {str(error).splitlines()[0] if str(error) else type(error).__name__}",
+        )
+
+
+def _words(value: Any) -> str:
+    value = _plain(value)
+    return " ".join(str(each) for each in value) if isinstance(value, list) else str(value)
 
 
 def _flag(name: str) -> str:

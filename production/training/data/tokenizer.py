@@ -56,12 +56,17 @@ def check_tokenizer(job: Job) -> list[PackproofError]:
     return [] if why is None else [_refused(job, why)]
 
 
+def rows_needed(tokenizer: Any) -> int:
+    """Return the rows of an embedding that has one for every id of the tokenizer."""
+    return int(max(len(tokenizer), max(tokenizer.get_vocab().values(), default=0) + 1))
+
+
 def vocabulary_size(job: Job, tokenizer: Any) -> int:
     """Return the rows of the embedding: the job's, or the tokenizer's rounded up to a multiple of tp.
 
     Raises PackproofError where ids exceed it.
     """
-    needed = max(len(tokenizer), max(tokenizer.get_vocab().values(), default=0) + 1)
+    needed = rows_needed(tokenizer)
     if job.model.vocab_size is None:
         return round_up(needed, job.megatron.tensor_model_parallel_size)
     if job.model.vocab_size < needed:

@@ -10,7 +10,16 @@ import sys
 from typing import Any, Callable, Mapping, Sequence, Tuple
 
 from packproof.cases import Case, VectorsError, case_of, drawn_cases, load_vectors, manifest
-from packproof.commands.options import CommandError, add_judging, asked, conventions_of, finish, guarded, known_preset
+from packproof.commands.options import (
+    PRESET,
+    CommandError,
+    add_judging,
+    asked,
+    conventions_of,
+    finish,
+    guarded,
+    known_preset,
+)
 from packproof.judging import conformance_of
 
 Loaded = Tuple[Callable[..., Any], Mapping[str, str]]
@@ -31,7 +40,7 @@ def _main(arguments: Sequence[str], load: Callable[[str], Loaded]) -> int:
         metavar="MODULE:FUNCTION",
         help='a packing function, or exec:"COMMAND" of one in another environment',
     )
-    add_judging(parser)
+    add_judging(parser, default=f"what the subject declares as its semantics, else {PRESET}")
     parser.add_argument(
         "--drawn", type=int, default=100, metavar="N", help="drawn cases beside the test vectors (default: 100)"
     )
@@ -44,7 +53,11 @@ def _main(arguments: Sequence[str], load: Callable[[str], Loaded]) -> int:
     cases = _cases(options)
     pack, declared = load(options.subject)
     report = conformance_of(
-        pack, cases, subject=options.subject, conventions=conventions_of(options, declared), preset=options.preset
+        pack,
+        cases,
+        subject=options.subject,
+        conventions=conventions_of(options, declared),
+        preset=options.preset or declared_preset(pack),
     )
     return finish(report, options)
 
@@ -69,6 +82,15 @@ def _cases(options: argparse.Namespace) -> Sequence[Case]:
     if not found:
         raise CommandError("no case is left: ask for drawn cases or for a set of vectors")
     return found
+
+
+def declared_preset(pack: Callable[..., Any]) -> str:
+    """Return the preset that a packing function declares, by the decorator or as the first of its `semantics` that vectors hold."""
+    declared = getattr(pack, "packproof_conformance", None)
+    if declared is not None:
+        return str(declared.preset)
+    known = manifest()["presets"]
+    return next((name for name in getattr(pack, "semantics", None) or () if name in known), PRESET)
 
 
 def load_function(name: str) -> Loaded:

@@ -8,7 +8,7 @@ from typing import Sequence
 
 from packproof.answers import read_answers
 from packproof.cases import load_vectors, manifest
-from packproof.commands.options import add_judging, asked, conventions_of, finish, guarded, known_preset
+from packproof.commands.options import PRESET, add_judging, asked, conventions_of, finish, guarded, known_preset
 from packproof.judging import judge_outcomes
 
 
@@ -33,7 +33,6 @@ def _main(arguments: Sequence[str]) -> int:
     asked(options)
     known_preset(options.preset, manifest(options.vectors)["presets"])
     outcomes, declared = read_answers(options.answers, load_vectors(options.vectors))
-    report = judge_outcomes(
-        outcomes, subject=str(options.answers), conventions=conventions_of(options, declared), preset=options.preset
-    )
+    conventions, preset = conventions_of(options, declared), options.preset or PRESET
+    report = judge_outcomes(outcomes, subject=str(options.answers), conventions=conventions, preset=preset)
     return finish(report, options)

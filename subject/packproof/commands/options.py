@@ -8,19 +8,22 @@ from pathlib import Path
 from typing import Callable, Mapping, Sequence
 
 from packproof import report as reports
+from packproof.cases import manifest
 from packproof.conventions import MEANING, declare
 from packproof.judging import Report
 from packproof.levels import NAMES, level_named
 
 GOOD, BELOW, BAD_INPUT = 0, 1, 2
+PRESET = "megatron-lm-0.19"
+"""Whose rows L10 is about where neither the command line nor the subject says so."""
 
 
 class CommandError(ValueError):
     """Bad input to a command: exit status 2, and the text without a traceback."""
 
 
-def add_judging(parser: argparse.ArgumentParser) -> None:
-    """Add what is asked of a subject, and where the report goes."""
+def add_judging(parser: argparse.ArgumentParser, *, default: str = PRESET) -> None:
+    """Add what is asked of a subject, and where the report goes. `default` says which preset is taken where none is given."""
     parser.add_argument(
         "--level", default="L7", metavar="L1…L10", help="level that must be reached, with all below it (default: L7)"
     )
@@ -31,7 +34,10 @@ def add_judging(parser: argparse.ArgumentParser) -> None:
         help="levels that need not be shown, since the rows have no field for them",
     )
     parser.add_argument(
-        "--preset", default="megatron-lm-0.19", help="whose rows L10 is about (default: megatron-lm-0.19)"
+        "--preset",
+        "--semantics",
+        metavar="NAME",
+        help=f"whose rows L10 is about: {', '.join(manifest()['presets'])} (default: {default})",
     )
     parser.add_argument(
         "--convention",
@@ -101,7 +107,7 @@ def guarded(name: str, run: Callable[[Sequence[str]], int], arguments: Sequence[
         return BAD_INPUT
 
 
-def known_preset(name: str, presets: Sequence[str]) -> None:
-    """Refuse a preset that the vectors have no rows of."""
-    if name not in presets:
+def known_preset(name: str | None, presets: Sequence[str]) -> None:
+    """Refuse a preset that the vectors have no rows of; None was not given."""
+    if name is not None and name not in presets:
         raise CommandError("--preset must be one of {}, got {!r}".format(", ".join(presets), name))
