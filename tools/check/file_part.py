@@ -41,7 +41,9 @@ def check_file(
     for each in scans:
         for finding, first, count in _findings(each):
             if count == 1 and _is_told(first, told):
-                result.notes.append(f"{finding.where}: {first.kind}, {first.what} (counted once, under {PARTS['config']})")
+                result.notes.append(
+                    f"{finding.where}: {first.kind}, {first.what} (counted once, under {PARTS['config']})"
+                )
             else:
                 result.findings.append(finding)
         result.notes += itertools.chain(_losses(each), _looks_packed_otherwise(each), _other_presets(each))
