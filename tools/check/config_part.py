@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from production.errors import PackproofError
 from production.training.config import Job
 from production.training.dry_run import DryRun, examine
-from tools.check.result import Finding, PartResult, counted
+from tools.check.result import Finding, PartResult
+from tools.counted import counted
 
 
 def check_config(job: Job, world_size: int | None) -> tuple[PartResult, DryRun]:

@@ -7,9 +7,10 @@ from collections.abc import Iterator, Sequence
 
 from tools.check.line_texts import look_through, notes_of
 from tools.check.progress import Progress
-from tools.check.result import PARTS, Finding, PartResult, counted
+from tools.check.result import PARTS, Finding, PartResult
 from tools.check.scan import Scanned, place_of, plain_scan, scan
 from tools.check.target import Target
+from tools.counted import counted
 from tools.inspect_rows.inspection import Finding as RowFinding
 
 OVERFULL_SHARE = 0.01

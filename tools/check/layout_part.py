@@ -18,10 +18,11 @@ from production.training.config import multi_token_depths, sizes
 from tools.check.cut_rows import cut_rows
 from tools.check.edges import spread
 from tools.check.progress import Progress
-from tools.check.result import Finding, PartResult, counted
+from tools.check.result import Finding, PartResult
 from tools.check.scan import Scanned, place_of
 from tools.check.shrink import SmallLayout, small_layouts, small_shape
 from tools.check.target import Target
+from tools.counted import counted
 from tools.simulate.costs import costs_of
 from tools.simulate.layout import Job as WalkedJob
 from tools.simulate.walk import Walk, walk

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from production.files.head import stream_lines
-from tools.check.result import counted
+from tools.counted import counted
 
 _SEPARATORS = re.compile(rb"\xe2\x80[\xa8\xa9]|\xc2\x85|\\u202[89]|\\u0085")
 """U+2028, U+2029 and U+0085, as they are or escaped: Python's `splitlines` ends a line at each."""

@@ -12,8 +12,9 @@ from production.parallel.sizes import ParallelSizes
 from production.training.config import Dataset, Job, order_settings, sizes
 from production.training.order_settings import OrderSettings
 from tools.check.progress import Progress
-from tools.check.result import Finding, PartResult, counted
+from tools.check.result import Finding, PartResult
 from tools.check.target import Target
+from tools.counted import counted
 
 STEPS = 4
 """Steps that are compared at each place."""

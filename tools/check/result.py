@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from tools.counted import counted
+
 Status = Literal["equal", "differs", "stops", "loses", "refused", "not run"]
 """`equal`: nothing that was compared differs. `differs`: two sides do not agree. `stops`: a run would stop at rows of the
 file. `loses`: data are lost, and the configuration does not allow it. `refused`: bad input. `not run`: nothing was compared."""
@@ -65,13 +67,6 @@ class PartResult:
     def title(self) -> str:
         """Return the part's title for people."""
         return PARTS[self.name]
-
-
-def counted(count: int, noun: str, verb: str = "", verbs: str = "") -> str:
-    """Return a count with its noun, and with the verb for one or for several: `1 row is`, `2 rows are`."""
-    word = noun if count == 1 else f"{noun}s"
-    said = verb if count == 1 else verbs
-    return f"{count:,} {word}{' ' if said else ''}{said}"
 
 
 def verdict_of(results: Iterable[PartResult], asked: Sequence[str]) -> Verdict:

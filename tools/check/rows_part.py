@@ -19,9 +19,10 @@ from production.errors import BadInput, RowRefused
 from production.rows.builder import RowBuilder
 from tools.check.edges import spread
 from tools.check.progress import Progress
-from tools.check.result import Finding, PartResult, counted
+from tools.check.result import Finding, PartResult
 from tools.check.scan import Scanned, place_of
 from tools.check.target import CheckedDataset, Target
+from tools.counted import counted
 
 MOST_FINDINGS = 5
 """Differing rows that are told; the largest difference is among them."""

@@ -12,7 +12,7 @@ from production.training.certificate import HELD, differences, fingerprints, rea
 from production.training.config import load
 from production.training.data.tokenizer import load_tokenizer
 from production.training.dry_run import planned_ranks
-from tools.check.result import counted
+from tools.counted import counted
 
 ALL_BYTES = 1 << 32
 """Bytes of a job's files up to which every byte is read again: seconds."""

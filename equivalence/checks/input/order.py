@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -66,14 +66,7 @@ def _of_reference(case: OrderCase) -> Side:
         elif case.weights is not None:
             samples = order.blend(case.rows, case.weights, kind=case.kind, seed=case.seed)
         else:
-            samples = order.one_source(
-                case.rows[0],
-                kind=case.kind,
-                seed=case.seed,
-                global_batch_size=case.global_batch_size,
-                last_batch=case.last_batch,
-                max_epochs=case.max_epochs,
-            )
+            samples = _one_source(case)
         found = order.global_batches(samples, case.global_batch_size, case.consumed_samples)
         whole = list(itertools.islice(found, case.steps))
     except order.OrderError:
@@ -86,14 +79,9 @@ def _of_reference(case: OrderCase) -> Side:
     return _tensors(taken) | _in_all(_steps_of_reference(case))
 
 
-def _steps_of_reference(case: OrderCase) -> int | None:
-    """Count the global batches of a whole job one by one; return None for an order without an end."""
-    if case.run_steps is not None:
-        return case.run_steps
-    ends = case.max_epochs is not None or (case.last_batch == "stop" and case.rows[0] % case.global_batch_size)
-    if case.weights is not None or not ends:
-        return None
-    samples = order.one_source(
+def _one_source(case: OrderCase) -> Iterator[order.Sample]:
+    """Yield the reference's samples of a case of one source."""
+    return order.one_source(
         case.rows[0],
         kind=case.kind,
         seed=case.seed,
@@ -101,6 +89,16 @@ def _steps_of_reference(case: OrderCase) -> int | None:
         last_batch=case.last_batch,
         max_epochs=case.max_epochs,
     )
+
+
+def _steps_of_reference(case: OrderCase) -> int | None:
+    """Count the global batches of a whole job one by one; return None for an order without an end."""
+    if case.run_steps is not None:
+        return case.run_steps
+    ends = case.max_epochs is not None or (case.last_batch == "stop" and case.rows[0] % case.global_batch_size)
+    if case.weights is not None or not ends:
+        return None
+    samples = _one_source(case)
     return sum(1 for _ in order.global_batches(samples, case.global_batch_size, 0))
 
 
