@@ -13,7 +13,7 @@ from typing import Any
 from production.errors import PackproofError
 from production.model.model import transformer_config
 from production.training.config import Job, ddp_options, load, multi_token_depths, optimizer_options, sizes
-from production.training.config.megatron_options import option_defaults
+from production.training.config.megatron_options import option_defaults, quiet
 from production.training.config.settings import model_settings, order_settings, row_settings
 from tools.compare_runs.driver.source import SCRIPT
 from tools.from_megatron_lm.arguments import PASSED_ON
@@ -127,9 +127,10 @@ def unlike_after_the_way_back(job: Job, arguments: Sequence[str], *, vocab_size:
     with tempfile.TemporaryDirectory(prefix="packproof-driver-") as folder:
         back = job_of(arguments, Path(folder))
     data_parallel_size = sizes(job).data(world_size)
-    wanted, found = (
-        what_is_trained(each, vocab_size=vocab_size, data_parallel_size=data_parallel_size) for each in (job, back)
-    )
+    with quiet():
+        wanted, found = (
+            what_is_trained(each, vocab_size=vocab_size, data_parallel_size=data_parallel_size) for each in (job, back)
+        )
     return [f"{name} is {wanted[name]!r}, there {found[name]!r}" for name in wanted if wanted[name] != found[name]]
 
 

@@ -164,8 +164,11 @@ def _observed(recorder: _Recorder, start: str) -> Iterator[None]:
         with mock.patch.object(optimizer, "step", updated):
             return step(forward_step, data, model, optimizer, *rest, **options)
 
-    names = {"train": with_start, "train_step": observed, "get_tensorboard_writer": lambda: recorder}
-    with mock.patch.multiple(training, **names):
+    with (
+        mock.patch.object(training, "train", with_start),
+        mock.patch.object(training, "train_step", observed),
+        mock.patch.object(training, "get_tensorboard_writer", lambda: recorder),
+    ):
         yield
 
 
