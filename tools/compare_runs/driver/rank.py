@@ -167,7 +167,7 @@ def _observed(recorder: _Recorder, start: str) -> Iterator[None]:
     with (
         mock.patch.object(training, "train", with_start),
         mock.patch.object(training, "train_step", observed),
-        mock.patch.object(training, "get_tensorboard_writer", lambda: recorder),
+        mock.patch.object(training, "get_tensorboard_writer", return_value=recorder),
     ):
         yield
 
