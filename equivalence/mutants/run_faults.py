@@ -45,6 +45,24 @@ def _without_moments(engine: Any) -> None:
             state["exp_avg_sq"].zero_()
 
 
+def _counts_left(_sound: Any) -> Any:
+    def set_steps(optimizer: Any) -> None:
+        """Leave the counts as megatron-core loads them."""
+
+    return set_steps
+
+
+def _training_on(sound: Any) -> Any:
+    def evaluate(engine: Any, batches: Any) -> Any:
+        engine.model.eval = engine.model.train
+        try:
+            return sound(engine, batches)
+        finally:
+            del engine.model.eval
+
+    return evaluate
+
+
 def _a_step_back(sound: Any) -> Any:
     def __init__(self: Any, recipe: Any, order: Any, *, consumed_samples: int = 0, **how: Any) -> None:  # noqa: N807 - what it replaces
         if consumed_samples:
@@ -277,6 +295,23 @@ RUN_MUTANTS = (
         story="the learning rate is read when the schedule has gone on",
         target="production.training.engine:Engine.step",
         wrong=_of_the_next_step,
+        first=WHOLE_RUN,
+        layout=ONE,
+    ),
+    LayoutMutant(
+        name="adams_steps_as_loaded",
+        story="after a resume with the distributed optimizer Adam's own count of steps is what megatron-core loads",
+        target="production.training.checkpoint.manager:set_steps",
+        wrong=_counts_left,
+        first=WHOLE_RUN,
+        layout=DP2,
+        is_distributed=True,
+    ),
+    LayoutMutant(
+        name="validation_counts_as_training",
+        story="a validation leaves the model training, and the losses of its depths are counted into the next step",
+        target="production.training.engine:Engine.evaluate",
+        wrong=_training_on,
         first=WHOLE_RUN,
         layout=ONE,
     ),

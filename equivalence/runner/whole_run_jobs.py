@@ -4,6 +4,7 @@ reference.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import tempfile
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ from equivalence.checks.runs.whole_run import NAME, check_whole_run, whole
 from equivalence.errors import SuiteError
 from equivalence.expectations.run import ExpectedRun, expect_run
 from equivalence.generators.models import Layout, layouts
+from equivalence.mutants.layout_mutant import LayoutMutant
 from equivalence.runner.counters import Tally, differing
 from equivalence.runner.job import Job
 from equivalence.runner.layout_runs import MODULES, seats
@@ -55,15 +57,21 @@ def preload_whole_runs() -> None:
 
 
 def cases_of(job: Job) -> list[RunCase]:
-    """Return the runs of a job: one path in data parallelism alone, or in every layout of as many ranks as `first` says."""
+    """Return the runs of a job: one path in data parallelism alone, or in every layout of as many ranks as `first` says.
+
+    The direct path is then run again with the distributed optimizer, whose state a resume puts together from shares.
+    """
     assert job.aim is not None
     found = [each for each in layouts(job.first) if each.sizes.expert_tensor == 1] if job.first else [DP2]
-    return [
+    plain = [
         RunCase(
             path=job.aim, sizes=each.sizes, data_size=each.data_size, seed=job.seed % 2**31, workers=(2, job.first % 2)
         )
         for each in found
     ]
+    if job.aim != "direct":
+        return plain
+    return [*plain, *(dataclasses.replace(each, is_distributed=True) for each in plain if each.data_size > 1)]
 
 
 def run_drawn(job: Job, tally: Tally) -> None:
@@ -96,10 +104,11 @@ def check_case(case: RunCase, *, fault: str | None = None, expected: ExpectedRun
             return _finding("what all ranks give", "one model's weights", str(error))
 
 
-def check_fault(fault: str, *, path: str, layout: Layout, seed: int) -> CheckResult:
+def check_fault(mutant: LayoutMutant, *, seed: int) -> CheckResult:
     """Run four steps with a fault on every rank, stopped after the second, against the reference's run of them."""
-    case = short_case(path, layout, seed=seed)
-    return check_case(case, fault=fault, expected=sound_run(case)[1])
+    case = short_case(mutant.path, mutant.layout, seed=seed)
+    case = dataclasses.replace(case, is_distributed=mutant.is_distributed)
+    return check_case(case, fault=mutant.name, expected=sound_run(case)[1])
 
 
 def short_case(path: str, layout: Layout, *, seed: int) -> RunCase:

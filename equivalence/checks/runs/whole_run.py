@@ -33,7 +33,7 @@ def check_whole_run(
     case: RunCase, outcomes: Sequence[Parts], expected: ExpectedRun, log: Sequence[Record]
 ) -> CheckResult:
     """Compare production's run, given by the parts of each rank, with the reference's run. Refuse as `router_tie` if rounding chose an expert."""
-    if expected.trained.router_gap <= TIES["float64"]:
+    if expected.trained.router_gap <= TIES[case.precision]:
         return CheckResult(check=NAME, refused=ROUTER_TIE)
     differences: list[Difference] = []
     for parts in outcomes:
@@ -87,7 +87,7 @@ def _fed(case: RunCase, parts: Parts, expected: ExpectedRun) -> list[Difference]
 
 
 def _scheduled(parts: Parts, expected: ExpectedRun) -> list[Difference]:
-    """Compare the rate and the decay of each step, for all groups of parameters, exactly."""
+    """Compare the rate, the decay and Adam's count of each step, for all parameters, exactly."""
     differences: list[Difference] = []
     for step, wanted in enumerate(expected.trained.steps, 1):
         where = f"rank {parts[0].rank}"
@@ -95,6 +95,8 @@ def _scheduled(parts: Parts, expected: ExpectedRun) -> list[Difference]:
         decays = [part.decays[step] for part in parts if step in part.decays]
         differences += _same(f"{where} learning rates of step {step}", [{wanted.learning_rate}], rates)
         differences += _same(f"{where} weight decays of step {step}", [{0.0, wanted.weight_decay}], decays)
+        counted = [part.counted[step] for part in parts if step in part.counted]
+        differences += _same(f"{where} steps that Adam has counted before step {step}", [{step - 1}], counted)
     return differences
 
 
