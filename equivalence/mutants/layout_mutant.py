@@ -33,7 +33,7 @@ class LayoutMutant:
     path: str = "direct"
     """Of a fault of whole runs: the path whose run shows it, in `layout`."""
     is_distributed: bool = False
-    """Of a fault of whole runs: whether it takes the distributed optimizer to show it."""
+    """Of a fault of whole runs: whether it takes the distributed optimizer, or depths weighed by rows, to show it."""
     raises: tuple[str, ...] = ()
     """Exceptions by which production itself may refuse to go on; any other is a failure of this suite."""
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from equivalence.mutants.deal_faults import DP2
-from equivalence.mutants.layout_mutant import LayoutMutant
+from equivalence.mutants.layout_mutant import CP2, LayoutMutant
 from equivalence.mutants.rank_faults import ONE
 
 WHOLE_RUN = "whole_run"
@@ -50,6 +50,14 @@ def _counts_left(_sound: Any) -> Any:
         """Leave the counts as megatron-core loads them."""
 
     return set_steps
+
+
+def _divided_by_its_own(_sound: Any) -> Any:
+    def token_sums(feed: Any, loss: torch.Tensor, depth: int) -> torch.Tensor:
+        own = feed.tables.rank_counts[depth]
+        return torch.stack([loss.float() * own, own, (own == 0).to(torch.float32)])
+
+    return token_sums
 
 
 def _training_on(sound: Any) -> Any:
@@ -305,6 +313,15 @@ RUN_MUTANTS = (
         wrong=_counts_left,
         first=WHOLE_RUN,
         layout=DP2,
+        is_distributed=True,
+    ),
+    LayoutMutant(
+        name="depths_by_token_divided_by_the_rank",
+        story="with depths weighed by rows the losses by token are counted as if each rank divided by its own targets",
+        target="production.parallel.multi_token_feed:DepthFeed.token_sums",
+        wrong=_divided_by_its_own,
+        first=WHOLE_RUN,
+        layout=CP2,
         is_distributed=True,
     ),
     LayoutMutant(

@@ -44,6 +44,8 @@ BALANCE = 0.05
 MULTIPLE = 4
 """Multiple to which each sequence of the online path is padded."""
 PACKER = "first_fit_decreasing"
+UNANSWERED = 0.2
+"""Share of packed rows without an answer: such a row's share has no target at any depth."""
 WEIGHTS = (0.7, 0.3)
 """Of the two files that the direct path blends."""
 GLOBAL_BATCH = {"direct": 4, "online": 6}
@@ -73,6 +75,8 @@ class RunCase:
     """Loader processes before and after that."""
     report_period: int = 1
     """Steps between reports."""
+    mtp_weights: str = "rank"
+    """Tokens by which a depth is weighted: those of the `rank`, or of the `rows` (R-LOSS-6)."""
     is_distributed: bool = False
     """True for megatron-core's distributed optimizer, which has no float64: the run is then in float32."""
 
@@ -99,8 +103,9 @@ class RunCase:
     @property
     def layout(self) -> str:
         """Path and sizes above 1, in words."""
+        weights = ", depths weighed by rows" if self.mtp_weights == "rows" else ""
         optimizer = ", distributed optimizer" if self.is_distributed else ""
-        return f"{self.path} {layout_name(self.sizes, self.data_size)}{optimizer}"
+        return f"{self.path} {layout_name(self.sizes, self.data_size)}{weights}{optimizer}"
 
     @property
     def global_batch_size(self) -> int:
@@ -122,6 +127,7 @@ class RunCase:
             schedule=self.schedule,
             beta1=0.9,
             beta2=0.95,
+            mtp_weights=self.mtp_weights,
             normalization="per_token" if self.is_direct else "global_valid_tokens",
             data_parallel_size=self.data_size,
             context_parallel_size=self.sizes.context,
@@ -317,11 +323,13 @@ def _weights(engine: Any) -> list[Part]:
 
 
 def _row(draw: random.Random, *, is_packed: bool) -> list[dict[str, str]]:
-    """Draw one to three conversations: some rows cannot hold all of them; online they fit a bin and may begin with an answer."""
+    """Draw one to three conversations: some rows cannot hold all of them, and some have no answer; online they fit a bin and may begin with an answer."""
     if not is_packed:
         question, answer = ({"role": role, "content": _words(draw, 1, 8)} for role in ("user", "assistant"))
         return [answer, question, answer] if draw.random() < 0.25 else [question, answer]
     messages: list[dict[str, str]] = []
+    if draw.random() < UNANSWERED:
+        return [{"role": "system", "content": ""}, {"role": "user", "content": _words(draw, 1, 3)}]
     for _ in range(draw.randint(1, 3)):
         messages.append({"role": "system", "content": ""})
         for _ in range(draw.randint(1, 2)):
@@ -362,6 +370,7 @@ def _settings(case: RunCase, folder: Path, part: int) -> dict[str, Any]:
         "data.last_batch": "wrap" if case.is_direct else "drop",
         "data.num_workers": case.workers[part],
         "data.cache_folder": str(folder / "index"),
+        "loss.mtp_weights": case.mtp_weights,
         "loss.normalization": case.reference_settings().normalization,
         "checkpointing.checkpoint_dir": str(folder / f"{case.path}-checkpoints"),
         "logger.log_dir": str(folder / f"{case.path}-logs"),

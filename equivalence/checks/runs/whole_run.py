@@ -110,10 +110,11 @@ def _reported(case: RunCase, outcomes: Sequence[Parts], expected: ExpectedRun) -
         differences += _same(f"what rank {parts[0].rank} reports", numbers, others)
     for step, wanted in enumerate(trained.steps, 1):
         found, place = numbers.get(step, {}), step - 1
-        losses = {"loss": (wanted.loss, trained.loss_bounds[place])} | {
-            f"mtp_{depth}_loss": (loss, trained.depth_bounds[place][depth - 1])
-            for depth, loss in enumerate(wanted.mtp_losses, 1)
-        }
+        losses = {"loss": (wanted.loss, trained.loss_bounds[place])}
+        for number, depth in enumerate(wanted.depths):
+            name = f"mtp_{number + 1}"
+            losses[f"{name}_loss"] = (depth.loss, trained.depth_bounds[place][number])
+            losses[f"{name}_loss_by_tokens"] = (depth.token_loss, trained.token_depth_bounds[place][number])
         losses["load_balancing_loss"] = (wanted.balancing_loss, trained.balancing_bounds[place])
         for name, (value, bound) in (
             losses | {"gradient_norm": (wanted.gradient_norm, trained.norm_bounds[place])}
@@ -124,6 +125,7 @@ def _reported(case: RunCase, outcomes: Sequence[Parts], expected: ExpectedRun) -
             "consumed_samples": step * case.global_batch_size,
             "all_masked": False,
         } | _counts(expected.steps[place].counts)
+        exact |= {f"mtp_{number}_empty_shares": depth.empty_shares for number, depth in enumerate(wanted.depths, 1)}
         for name, value in exact.items():
             differences += _same(f"{name} of step {step}", value, found.get(name))
         tokens = found.get("tokens_per_second", 0.0) * found.get("step_seconds", 0.0)
