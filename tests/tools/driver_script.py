@@ -4,6 +4,8 @@ Tests copy it to a source tree of their own. It shows that the stand-ins, what i
 that the real script trains the same is held with a checkout.
 """
 
+import importlib.util
+
 import model_provider  # a neighbour of the script, as the real one has it
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
@@ -45,6 +47,7 @@ def forward_step(rows, model):
 if __name__ == "__main__":
     datasets.is_distributed = True
     assert model_provider.IS_A_NEIGHBOUR
+    assert importlib.util.find_spec("megatron.only_in_the_tree") is None, "two trees of megatron are mixed"
     arguments = parse_and_validate_args(args_defaults={"tokenizer_type": "GPT2BPETokenizer"})
     config = pretrain_cfg_container_from_args(arguments, gpt_config_from_args(arguments))
     pretrain(config, datasets, ModelType.encoder_or_decoder, forward_step)
