@@ -122,7 +122,7 @@ def job_of(arguments: Sequence[str], folder: Path) -> Job:
     return load(path, [])
 
 
-def unlike_after_the_way_back(job: Job, arguments: Sequence[str], *, vocab_size: int, world_size: int) -> list[str]:
+def round_trip_differences(job: Job, arguments: Sequence[str], *, vocab_size: int, world_size: int) -> list[str]:
     """Return the settings that the command line does not carry: those that differ in the job that is read back from it, in words."""
     with tempfile.TemporaryDirectory(prefix="packproof-driver-") as folder:
         back = job_of(arguments, Path(folder))

@@ -36,8 +36,8 @@ _NAMES = {"lm loss": "loss", _NORM: "gradient_norm", _RATE: "learning_rate"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Drive:
-    """One run of the driver."""
+class DriverRun:
+    """Holds what a rank needs to run the driver."""
 
     source: str
     """Folder of the source tree."""
@@ -51,7 +51,7 @@ class Drive:
     """Depths of multi-token prediction."""
 
 
-def drive(payload: Drive, worker: Worker) -> Series:
+def drive(payload: DriverRun, worker: Worker) -> Series:
     """Run the driver on this rank; return what it reported, under the names of `Run.series`."""
     del worker
     recorder = _Recorder()

@@ -18,8 +18,8 @@ from production.training.checkpoint.megatron_lm import TRACKER
 from production.training.config import Job, load, multi_token_depths, print_config
 from production.training.data.tokenizer import load_tokenizer, vocabulary_size
 from production.training.export import export_megatron_lm
-from tools.compare_runs.driver.arguments import command_line, unlike_after_the_way_back
-from tools.compare_runs.driver.rank import Drive, Series
+from tools.compare_runs.driver.arguments import command_line, round_trip_differences
+from tools.compare_runs.driver.rank import DriverRun, Series
 from tools.compare_runs.driver.source import SCRIPT, check_source
 from tools.compare_runs.driver.stand_ins import STAND_INS
 from tools.compare_runs.live_rank import Measured, agreed
@@ -47,15 +47,18 @@ def measure(job: Job, world_size: int, *, source: Path, keep: Path | None) -> Me
     tree = check_source(source)
     vocab_size = vocabulary_size(job, load_tokenizer(job))
     with _folder(keep) as folder:
-        words = command_line(job, vocab_size=vocab_size, save=folder / "driver", start=_start(job, folder / "load"))
-        if unlike := unlike_after_the_way_back(job, words, vocab_size=vocab_size, world_size=world_size):
+        start = None if job.model.initial == "scratch" else folder / "load"
+        words = command_line(job, vocab_size=vocab_size, save=folder / "driver", start=start)
+        if unlike := round_trip_differences(job, words, vocab_size=vocab_size, world_size=world_size):
             raise InputError(
                 f"the driver's command line would not train this job: {'; '.join(unlike)}. Set values that Megatron-LM has"
             )
-        (folder / "driver.sh").write_text(f"{SCRIPT} {shlex.join(words)}\n", encoding="utf-8")
+        if start is not None:
+            _write_start(job, start)
+        (folder / "driver_command_line.txt").write_text(f"{SCRIPT} {shlex.join(words)}\n", encoding="utf-8")
         preload(*_MODULES)
         series = {
-            DRIVER: _drive(world_size, Drive(
+            DRIVER: _drive(world_size, DriverRun(
                 source=str(source.resolve()), words=words, start=str(folder / "start"), log=str(folder / "driver.log"),
                 depths=multi_token_depths(job),
             )),
@@ -76,7 +79,7 @@ def measure(job: Job, world_size: int, *, source: Path, keep: Path | None) -> Me
     )
 
 
-def _drive(world_size: int, payload: Drive) -> Series:
+def _drive(world_size: int, payload: DriverRun) -> Series:
     with open_world(world_size, deadlines=_DEADLINES) as world:
         try:
             return agreed(DRIVER, world.run(f"{_RANK}:drive", payload))
@@ -88,19 +91,16 @@ def _drive(world_size: int, payload: Drive) -> Series:
             ) from None
 
 
-def _start(job: Job, folder: Path) -> Path | None:
-    """Return a folder for the driver's --load, with the weights that the job starts from; None where they are drawn."""
-    if job.model.initial == "scratch":
-        return None
+def _write_start(job: Job, folder: Path) -> None:
+    """Make the folder of the driver's --load, of the checkpoint that the job starts from."""
     assert job.model.initial_path is not None
     checkpoint = Path(job.model.initial_path)
     if (checkpoint / MANIFEST).is_file():  # a checkpoint of packproof's
         export_megatron_lm(checkpoint, folder)
-        return folder
+        return
     folder.mkdir()
     (folder / "iter_0000001").symlink_to(checkpoint.resolve(), target_is_directory=True)
     (folder / TRACKER).write_text("1", encoding="utf-8")
-    return folder
 
 
 def _ours(job: Job, folder: Path, vocab_size: int) -> Job:
