@@ -6,7 +6,6 @@ A fault is run by the check that it names first; with `first_only`, by other che
 from __future__ import annotations
 
 import importlib
-import warnings
 from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import closing
@@ -24,6 +23,7 @@ from equivalence.mutants.run_faults import WHOLE_RUN
 from equivalence.runner.counters import MODEL_CHECKS
 from equivalence.runner.plan import LAYOUT_CHECKS, SIZES, layout_jobs
 from equivalence.runner.search import CouldNotRun
+from production.library_warnings import quiet_fork
 
 CHECKS_OF_LAYOUTS = (*LAYOUT_CHECKS, *MODEL_CHECKS, WHOLE_RUN)
 """The checks of a run that a fault of the layout kind can show in. Runs of twenty steps are not asked: one takes as long as all faults together."""
@@ -42,9 +42,7 @@ def layout_kill_matrix(
     if workers == 1 or len(asked) == 1:
         yield from map(_kills, *zip(*asked, strict=True))
         return
-    with ProcessPoolExecutor(workers, mp_context=get_context("fork")) as pool, warnings.catch_warnings():
-        # Python warns of any fork beside threads; those of torch and the tokenizers' library are idle here.
-        warnings.filterwarnings("ignore", message=".*multi-threaded, use of fork", category=DeprecationWarning)
+    with ProcessPoolExecutor(workers, mp_context=get_context("fork")) as pool, quiet_fork():
         yield from pool.map(_kills, *zip(*asked, strict=True))
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import itertools
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -41,6 +40,7 @@ from equivalence.runner.pool import run_jobs
 from equivalence.runner.shown import enough, show
 from equivalence.runner.witnesses import witnesses
 from equivalence.workers import MOST_WORKERS
+from production.library_warnings import quiet_libraries
 from production.tokens.format_fit import format_misfits, misfit_text
 from production.tokens.prompts import FORMATS
 from reference.semantics import PRESETS
@@ -254,8 +254,7 @@ def _tokenizers_of(options: Options, size: Size) -> tuple[str, ...]:
 
 def _preload(options: Options) -> None:
     """Import what workers share before they fork: no thread may have worked yet."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of megatron-core, that CUDA and optional kernels are absent
+    with quiet_libraries():
         if options.holds_production:
             importlib.import_module("equivalence.runner.layout_jobs")
         if not options.restriction.is_any:  # recorded outcomes have settings of their own; megatron-core takes seconds

@@ -27,7 +27,7 @@ from torch._C._distributed_c10d import HashStore
 
 from production import exits
 from production.errors import PackproofError
-from production.training.library_warnings import quiet
+from production.library_warnings import quiet_process
 
 if TYPE_CHECKING:  # it imports megatron-core
     from production.training.checkpoint.manifest import Manifest
@@ -92,7 +92,7 @@ def export_huggingface(checkpoint: Path, name: str, folder: Path) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line. Exit status: 0 done, 2 the checkpoint cannot be exported."""
-    quiet()
+    quiet_process()
     return exits.run(_main, arguments)
 
 
