@@ -18,11 +18,10 @@ def cache_root() -> Path:
 
 @contextlib.contextmanager
 def whole_folder(place: Path) -> Iterator[Path]:
-    """Yield a folder to fill, which becomes `place` by one rename; one that another process made meanwhile stays, as both are equal."""
+    """Yield where to make a folder that becomes `place` by one rename; one that another process made meanwhile stays, as both are equal."""
     place.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{place.name}.", dir=place.parent) as scratch:
         half = Path(scratch) / "whole"
-        half.mkdir()
         yield half
         try:
             half.rename(place)

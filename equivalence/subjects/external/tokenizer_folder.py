@@ -40,6 +40,7 @@ def _portable(folder: Path) -> Path:
     if place.is_dir():  # it appears by one rename, so what is there is whole
         return place
     with whole_folder(place) as half:
+        half.mkdir()
         for path in files:
             shutil.copyfile(path, half / path.name)
         (half / _CONFIG).write_text(json.dumps(_config_of_both(config, folder), indent=2), encoding="utf-8")

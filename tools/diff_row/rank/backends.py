@@ -18,7 +18,7 @@ from reference import batches as reference_batches
 from reference import context_parallel as reference_context
 from reference import microbatches as reference
 from reference.refusals import RowRefused
-from tools.diff_row.rank.coordinates import problem
+from tools.diff_row.errors import problem
 from tools.diff_row.rank.steps import TENSORS, Has, Refused
 
 Way = Mapping[str, Has]

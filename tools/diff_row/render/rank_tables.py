@@ -1,91 +1,35 @@
-"""Print the trace of a row to a rank: the rank's coordinates, its positions, every step with its verdict, the first difference."""
+"""Draw what only the screen of a rank has: the rank among all, what it owns of the row, every step, and one position at every step."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 import torch
-from rich.console import Console
 from rich.text import Text
 
-from tools.diff_row.rank.compare_dump import FedFindings
-from tools.diff_row.rank.ownership import owned_runs
-from tools.diff_row.rank.position import followed_lines
-from tools.diff_row.rank.steps import ABOUT, RankFindings, Refused, Step, StepDifference
-from tools.diff_row.render.columns import Column, draw
-from tools.diff_row.render.detail_table import closeup
-from tools.diff_row.render.terminal import flaws, header, refusals
+from tools.diff_row.rank.steps import ABOUT, RankFindings, Refused, Step, follow, owned_runs
+from tools.diff_row.render.tables import Column, draw
+from tools.diff_row.report import Report
 from tools.diff_row.tokens import fit, visible
 
 MOST_SEGMENTS = 4
 """Largest number of segments whose runs are printed."""
-MOST_LINES = 10
-"""Largest number of tensors of the first differing step whose cause is printed."""
-MOST_FED = 12
-"""Microbatches of a dump that are listed."""
+SHORT = {
+    "positions": "reads",
+    "per_token": "per token",
+    "mean_of_means": "means",
+    "global_valid_tokens": "global",
+}
+"""Heading of the last column, for tensors without a column of their own."""
+
+ROOM, NARROW, WIDE = 22, 12, 100
+"""Columns of a token with its text, on a terminal of at least WIDE columns and on a narrower one."""
 
 
-def show_rank(findings: RankFindings, console: Console, *, page: str | None = None) -> None:
-    """Print the screen."""
-    for part in (_head, _place, _steps, _refused, _first, followed_lines):
-        lines = list(part(findings, console.width))
-        for line in lines:
-            console.print(line, no_wrap=False, soft_wrap=False, highlight=False)
-        if lines:
-            console.print()
-    line = Text("next  ", "dim")
-    line.append(
-        f"all tokens of each step: {page}" if page else "all tokens of each step: the same command with --html FILE"
-    )
-    console.print(line, highlight=False)
-
-
-def show_fed(fed: FedFindings, console: Console, *, page: str | None = None) -> None:
-    """Print what each rank fed, then the screen of the one that is shown."""
-    differing = [each for each in fed.looked_at if not each.equal]
-    line = Text("EQUAL " if fed.equal else "DIFFERENT ", "bold green" if fed.equal else "bold red")
-    count = len(fed.looked_at)
-    line.append(f"{visible(fed.folder)}: {count:,} microbatch{'es' if count > 1 else ''} of ", "")
-    ranks = len({each.rank for each in fed.looked_at})
-    line.append(f"{ranks:,} rank{'s' if ranks > 1 else ''} against the reference")
-    line.append("" if fed.equal else f", {len(differing):,} differ")
-    console.print(line, highlight=False)
-    rest = [each for each in fed.looked_at if each.equal]
-    listed = sorted(
-        [*differing[:MOST_FED], *rest[: max(0, MOST_FED - len(differing))]], key=lambda e: (e.rank, e.microbatch)
-    )
-    columns = [
-        Column(title="rank", right=True),
-        Column(title="microbatch", right=True),
-        Column(title="row"),
-        Column(title="first difference"),
-    ]
-    lines: list[list[Text] | str] = [
-        [
-            Text(f"{'▶ ' if each is fed.shown_as else ''}{each.rank}", "bold" if each is fed.shown_as else ""),
-            Text(str(each.microbatch)),
-            Text(f"{visible(each.file)} {each.told}"),
-            Text(each.first or "equal", "bold red" if each.first else "green"),
-        ]
-        for each in listed
-    ]
-    if len(fed.looked_at) > len(listed):
-        lines.append(f"… {len(fed.looked_at) - len(listed):,} more")
-    for each in draw(columns, lines, console.width):
-        console.print(each, highlight=False)
-    console.print()
-    show_rank(fed.shown, console, page=page)
-
-
-def _head(findings: RankFindings, width: int) -> Iterator[Text]:
-    yield from header(findings.row, width)
-    others = {side: who for side, who in findings.ways.items() if side not in (who, "megatron_lm", "fed")}
-    for side, who in others.items():
-        yield Text(f"       {visible(side)} builds the row; from there on it goes the {who}'s way", "dim")
-
-
-def _place(findings: RankFindings, width: int) -> Iterator[Text]:
-    place = findings.place
+def rank_place(report: Report, width: int) -> Iterator[Text]:
+    """Print the rank's coordinates, its stage, the ranks with the same share, and what it owns of the row."""
+    assert report.rank is not None
+    findings, place = report.rank, report.rank.place
     line = Text("rank ", "bold").append(f"{place.rank}", "bold").append(f" of {place.ranks}   ")
     dimensions = (
         ("tp", place.tensor_rank, place.tp),
@@ -174,7 +118,10 @@ def _strip(findings: RankFindings, columns: int) -> Iterator[Text]:
         yield Text("      █ owned   ▒ in part   · other cp ranks   │ boundary", "dim")
 
 
-def _steps(findings: RankFindings, width: int) -> Iterator[Text]:
+def step_table(report: Report, width: int) -> Iterator[Text]:
+    """Print every step with the verdict on each side."""
+    assert report.rank is not None
+    findings = report.rank
     names = [side.name for side in findings.row.sides]
     letters = findings.row.letters
     first = findings.first
@@ -233,8 +180,8 @@ def _holds(step: Step) -> str:
     return "[" + ", ".join(f"{size:,}" for size in tensor.shape) + "]"
 
 
-def _refused(findings: RankFindings, width: int) -> Iterator[Text]:
-    yield from refusals(findings.row, width)
+def refused_at_steps(findings: RankFindings) -> Iterator[Text]:
+    """Print the refusals of sides after the row, each step and kind once."""
     told: dict[tuple[str, str], tuple[str, list[str]]] = {}
     for step in findings.steps:
         for side, has in step.sides.items():
@@ -250,53 +197,93 @@ def _refused(findings: RankFindings, width: int) -> Iterator[Text]:
                 f"        To fix it: build the row for cp {findings.place.cp} (leave --context-parallel-size out), with a pack length that is a multiple of 2·cp",
                 "dim",
             )
-    yield from flaws(findings.row, width)
 
 
-def _first(findings: RankFindings, width: int) -> Iterator[Text]:
-    step = findings.first
-    if step is None:
-        if findings.steps and len(findings.row.sides) > 1:
-            names = " = ".join(visible(side.name) for side in findings.row.sides)
-            last = findings.steps[-1].label
-            line = Text("EQUAL ", "bold green").append(f"{names}: every tensor at every step up to {last}")
-            yield line.append(_uncompared(findings))
+def followed_position(report: Report, width: int) -> Iterator[Text]:
+    """Print one position at every step: each side that has other values than the first gets a line of its own."""
+    assert report.rank is not None
+    findings = report.rank
+    followed = follow(findings)
+    if not followed or findings.at is None:
         return
-    found = step.differences[0]
-    line = Text("DIFFERENT ", "bold red").append(f"first at step {step.label}", "bold")
-    line.append(f" in {found.tensor}")
-    line.append("" if found.place is None else f" at place {found.place:,}", "bold")
-    line.append("" if found.position is None else f" = position {found.position:,} of the row", "bold")
-    yield line
-    where = "" if found.position is None else findings.row.map.place(found.position)
-    values = Text(f"          {visible(found.left)} ").append(_told(found, found.left_value, findings), "bold")
-    values.append(" ≠ ", "bold red").append(f"{visible(found.right)} ")
-    values.append(_told(found, found.right_value, findings), "bold")
-    yield values.append(f"  (conversation {where})" if where else "")
-    for each in step.differences[:MOST_LINES]:
-        yield _line_of(each)
-    if len(step.differences) > MOST_LINES:
-        yield Text(f"          … {len(step.differences) - MOST_LINES} tensors more", "dim")
-    if step.view is not None and found.place is not None and found.place < step.view.length:
-        yield Text("")
-        origin = None if step.origin is None or step.name == "row" else step.origin.tolist()
-        yield from closeup(step.view, found.place, width, origin=origin)
+    where = findings.row.map.place(findings.at)
+    yield (
+        Text("position ", "bold")
+        .append(f"{findings.at:,}", "bold")
+        .append(f" of the row, conversation {where}, step by step")
+    )
+    columns = [Column(title="step"), Column(title="place", right=True), Column(title="side")]
+    columns += [
+        Column(title="token"),
+        Column(title="target"),
+        Column(title="mask", right=True),
+        Column(title="pos", right=True),
+        Column(title="else"),
+    ]
+    lines: list[list[Text] | str] = []
+    room = ROOM if width >= WIDE else NARROW
+    share_has = any(each.step.name == "share" and each.place is not None for each in followed)
+    for each in followed:
+        if each.place is None:
+            lines.append(
+                [
+                    Text(each.step.label),
+                    Text("–", "dim"),
+                    Text(
+                        "another rank's"
+                        if each.step.name == "share" or findings.place.tp == 1
+                        else "another tp's"
+                        if share_has
+                        else "another rank's",
+                        "dim",
+                    ),
+                    *(Text("") for _ in range(5)),
+                ]
+            )
+            continue
+        seen: dict[str, tuple[list[str], dict[str, object]]] = {}
+        for side, values in each.values.items():
+            if values:
+                seen.setdefault(repr([_plain(value) for value in values.values()]), ([], dict(values)))[0].append(side)
+        groups = _merged(list(seen.values()))
+        for number, (names, has) in enumerate(groups):
+            who = "all" if len(groups) == 1 else " ".join(findings.row.letters[side] for side in names)
+            label = Text("" if number else each.step.label)
+            differs = "bold red" if number else ""
+            cells = [Text(_token(has, name, findings, room), differs) for name in ("input_ids", "target_ids")]
+            cells += [Text(_plain(has.get(name)), differs) for name in ("token_mask", "position_ids")]
+            rest = " ".join(
+                f"{SHORT.get(n, n)} {_plain(v)}"
+                for n, v in has.items()
+                if n not in ("input_ids", "target_ids", "token_mask", "position_ids")
+            )
+            lines.append(
+                [label, Text("" if number else f"{each.place:,}"), Text(who, "dim"), *cells, Text(rest, differs)]
+            )
+    yield from draw(columns, lines, width)
 
 
-def _uncompared(findings: RankFindings) -> str:
-    """Name the steps that a side does not have, at which it is not compared."""
-    told = [f"{visible(name)} has no {', '.join(labels)}" for name, labels in findings.without.items()]
-    return f" ({'; '.join(told)}: not compared there)" if told else ""
+def _merged(groups: list[tuple[list[str], dict[str, object]]]) -> list[tuple[list[str], dict[str, object]]]:
+    """Return a side that has fewer tensors, and the same values in those, stands with the one that has more."""
+    found: list[tuple[list[str], dict[str, object]]] = []
+    for sides, values in groups:
+        for others, theirs in found:
+            if all(theirs[name] == value for name, value in values.items() if name in theirs):
+                others.extend(sides)
+                theirs.update(values)
+                break
+        else:
+            found.append((list(sides), dict(values)))
+    return found
 
 
-def _line_of(found: StepDifference) -> Text:
-    line = Text(f"          {found.tensor}", "").append(f" {found.count:,} differ", "red")
-    line.append(f" in {visible(found.right)}", "dim")
-    return line.append(f": {found.cause}", "bold" if found.cause != "differs" else "dim")
+def _token(values: dict[str, object], name: str, findings: RankFindings, room: int) -> str:
+    value = values.get(name)
+    if not isinstance(value, int):
+        return ""
+    text = findings.row.texts.text(value)
+    return fit(f"{value} {text}", min(room, len(f"{value} {text}")))
 
 
-def _told(found: StepDifference, value: object, findings: RankFindings) -> str:
-    text = str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
-    if found.tensor in ("input_ids", "target_ids") and isinstance(value, int):
-        text += f" {findings.row.texts.text(value)}"
-    return visible(text)
+def _plain(value: object) -> str:
+    return "" if value is None else f"{value:.3g}" if isinstance(value, float) else str(value)
