@@ -15,9 +15,9 @@ from typing import Any
 from equivalence.cases.result import CheckResult
 from equivalence.checks.blame import RAISED
 from equivalence.errors import SuiteError
-from equivalence.mutants import layouts as faults
+from equivalence.mutants import layout_faults as faults
+from equivalence.mutants.layout_faults import LAYOUT_MUTANTS
 from equivalence.mutants.layout_mutant import LayoutMutant
-from equivalence.mutants.layouts import LAYOUT_MUTANTS
 from equivalence.mutants.matrix import Kills
 from equivalence.mutants.run_faults import WHOLE_RUN
 from equivalence.runner.counters import MODEL_CHECKS
@@ -98,7 +98,7 @@ def _in_whole_run(mutant: LayoutMutant, seed: int) -> int:
 
 def _in_steps(mutant: LayoutMutant, seed: int, *, first_only: bool) -> dict[str, int | None]:
     """Return the number of cases until one shows the fault, for each check of training steps, in the fault's layout."""
-    runs = importlib.import_module("equivalence.runner.layout_runs")
+    runs = importlib.import_module("equivalence.runner.step_runs")
     cases = importlib.import_module("equivalence.runner.step_jobs").tiny_cases(mutant.layout, seed=seed)
     if not cases:
         raise SuiteError(f"fault {mutant.name}: the smallest run has no training step in {mutant.layout.name}")

@@ -17,7 +17,7 @@ from multiprocessing.synchronize import Event
 
 from equivalence.runner.counters import Tally
 from equivalence.runner.job import Job
-from equivalence.runner.jobs import run
+from equivalence.runner.job_runners import run
 from equivalence.runner.own_settings import OwnSettings
 from equivalence.runner.plan import own_jobs, recorded_jobs
 from production.library_warnings import quiet_fork

@@ -16,7 +16,7 @@ from concurrent.futures.process import BrokenProcessPool
 from equivalence.errors import WorkerDiedError
 from equivalence.runner.counters import Tally
 from equivalence.runner.job import Job
-from equivalence.runner.jobs import run
+from equivalence.runner.job_runners import run
 from production.library_warnings import quiet_fork
 
 POLL_SECONDS = 0.5

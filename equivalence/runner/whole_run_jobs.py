@@ -20,7 +20,7 @@ from equivalence.expectations.run import ExpectedRun, expect_run
 from equivalence.generators.models import Layout, layouts
 from equivalence.runner.counters import Tally, differing
 from equivalence.runner.job import Job
-from equivalence.runner.layout_runs import MODULES, seats
+from equivalence.runner.step_runs import MODULES, seats
 from equivalence.trainers.whole_run import TRAIN, Record, RunCase, RunOutcome, logged
 from equivalence.workers import CaseFailed, Failure, WorldNotOpened, open_world, preload
 from production.errors import PackproofError
@@ -28,7 +28,7 @@ from production.parallel.sizes import ParallelSizes
 
 RUN_SECONDS = 600.0
 DP2 = Layout(sizes=ParallelSizes(), data_size=2)
-ENTER = "equivalence.mutants.layouts:enter_alone"
+ENTER = "equivalence.mutants.layout_faults:enter_alone"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -62,7 +62,7 @@ def suite(
     """
     torch.set_num_threads(1)
     with quiet_libraries():
-        from equivalence.runner.layout_runs import preload_models  # noqa: PLC0415 - megatron-core, which other benchmarks do without
+        from equivalence.runner.step_runs import preload_models  # noqa: PLC0415 - megatron-core, which other benchmarks do without
 
         preload_models()
     measured = [_data(examples), *(_steps(size, layouts, cases, workers or default_workers()) for size in worlds)]

@@ -28,11 +28,11 @@ from equivalence.subjects import split_names
 from production import exits
 from tools.diff_row.dump.batch_reader import Conventions, field_of
 from tools.diff_row.dump.writer import NAMES, write_dump, write_steps
+from tools.diff_row.dump_report import find_fed
 from tools.diff_row.errors import BadInput
-from tools.diff_row.fed import find_fed
 from tools.diff_row.inputs import Request, find
 from tools.diff_row.notes import token_notes
-from tools.diff_row.ranks import RankRequest, find_rank
+from tools.diff_row.rank_report import RankRequest, find_rank
 from tools.diff_row.render.json_output import as_json
 from tools.diff_row.render.page import render_page
 from tools.diff_row.render.terminal import show

@@ -24,7 +24,7 @@ from tools.diff_row.errors import BadInput, problem
 from tools.diff_row.inputs import Beside, load_named
 from tools.diff_row.rank.steps import RankFindings
 from tools.diff_row.rank.trace import travel
-from tools.diff_row.ranks import RankRequest, checked
+from tools.diff_row.rank_report import RankRequest, checked
 from tools.diff_row.report import ComparedMicrobatch, FedStep, Report
 from tools.diff_row.row.findings import Side
 
