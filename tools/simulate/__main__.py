@@ -8,6 +8,7 @@ ranks, and what multi-token prediction, attention and experts send. Exit status:
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 import time
 from collections.abc import Sequence
@@ -105,23 +106,8 @@ def _main(argv: Sequence[str] | None) -> int:
 
 
 def _job(options: Arguments, rows: int) -> Job:
-    return Job(
-        tp=options.tp,
-        cp=options.cp,
-        ep=options.ep,
-        dp=options.dp,
-        pp=options.pp,
-        pack_length=options.pack_length,
-        rows=rows if options.rows is None else options.rows,
-        layout=options.layout,
-        sequence_parallel=options.sequence_parallel,
-        depths=options.depths,
-        hidden=options.hidden,
-        kv_heads=options.kv_heads,
-        head_dim=options.head_dim,
-        topk=options.topk,
-        value_bytes=options.value_bytes,
-    )
+    same = {each.name: getattr(options, each.name) for each in dataclasses.fields(Job)}
+    return Job(**same | {"rows": rows if options.rows is None else options.rows})
 
 
 if __name__ == "__main__":
