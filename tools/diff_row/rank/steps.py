@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -40,6 +41,7 @@ class Refused:
 
 Has = Mapping[str, torch.Tensor] | Refused
 Value = int | float
+Verdict = Literal["none", "refused", "different", "equal"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,9 +91,21 @@ class Step:
         return f"{self.name}, depth {self.depth}" if self.depth else self.name
 
     @property
-    def refused(self) -> bool:
-        """True if a side refuses at this step."""
-        return any(isinstance(has, Refused) and has.kind is not None for has in self.sides.values())
+    def shape(self) -> str:
+        """Shape of the tensors that the step is about, such as `[24]`; `–` if no side has any."""
+        has = next((has for has in self.sides.values() if not isinstance(has, Refused)), None)
+        if has is None:
+            return "–"
+        tensor = has.get("input_ids", next(iter(has.values())))
+        return "[" + ", ".join(f"{size:,}" for size in tensor.shape) + "]"
+
+    def verdict(self, side: str) -> tuple[Verdict, int]:
+        """Return how a side compares with the first one, and how many of its values differ."""
+        has = self.sides.get(side)
+        if has is None or isinstance(has, Refused):
+            return ("none" if has is None or has.kind is None else "refused"), 0
+        count = sum(each.count for each in self.differences if each.right == side)
+        return ("different" if count else "equal"), count
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -131,6 +145,22 @@ class RankFindings:
             for side in self.row.sides
         }
         return {side: labels for side, labels in found.items() if labels}
+
+    @property
+    def owned(self) -> str:
+        """Number of positions that the rank owns, and which of each segment; empty without a share."""
+        if self.share is None or self.share.origin is None:
+            return ""
+        text, cp, rank = (
+            f"{len(self.share.origin):,} of {self.row.length:,} positions",
+            self.place.cp,
+            self.place.context_rank,
+        )
+        if cp == 1:
+            return text
+        if self.layout != "zigzag":
+            return f"{text}: one run of the row ({self.layout})"
+        return f"{text}: chunks {rank} and {2 * cp - 1 - rank} of the {2 * cp} of each segment"
 
     @property
     def share(self) -> Step | None:

@@ -30,19 +30,10 @@ def rank_head(findings: RankFindings) -> dict[str, Any]:
     """Return what the page says of the rank above the tokens."""
     place = findings.place
     strip, edges = _strip(findings)
-    share = findings.share
-    owned = ""
-    if share is not None and share.origin is not None:
-        owned = f"{len(share.origin):,} of {findings.row.length:,} positions"
-        if findings.layout == "zigzag" and place.cp > 1:
-            chunks = 2 * place.cp
-            owned += (
-                f": chunks {place.context_rank} and {chunks - 1 - place.context_rank} of the {chunks} of each segment"
-            )
     return {
         "place": place,
         **_grid(place),
-        "owned": owned,
+        "owned": findings.owned,
         "notes": findings.notes,
         "strip": strip,
         "edges": edges,
@@ -109,12 +100,11 @@ def _strip(findings: RankFindings) -> tuple[list[dict[str, Any]], list[float]]:
 def _step(step: Step, findings: RankFindings) -> dict[str, Any]:
     names = [side.name for side in findings.row.sides]
     about, rules = ABOUT[step.name]
-    shapes = [next(iter(has.values())) for has in step.sides.values() if not isinstance(has, Refused)]
     refusals = {has.message for has in step.sides.values() if isinstance(has, Refused) and has.kind is not None}
     return {
         "label": step.label,
         "first": step is findings.first,
-        "holds": "[" + ", ".join(f"{size:,}" for size in shapes[0].shape) + "]" if shapes else "–",
+        "holds": step.shape,
         "marks": [_mark(step, name, names[0]) for name in names],
         "about": f"{about}; {step.note}" if step.note else about,
         "rules": rules,
@@ -124,15 +114,9 @@ def _step(step: Step, findings: RankFindings) -> dict[str, Any]:
 
 
 def _mark(step: Step, name: str, base: str) -> dict[str, str]:
-    has = step.sides.get(name)
-    if has is None or (isinstance(has, Refused) and has.kind is None):
-        return {"kind": "none", "text": "–"}
-    if isinstance(has, Refused):
-        return {"kind": "refused", "text": "refused"}
-    count = sum(each.count for each in step.differences if each.right == name)
-    if count:
-        return {"kind": "different", "text": f"≠ {count:,}"}
-    return {"kind": "equal", "text": "·" if name == base else "equal"}
+    verdict, count = step.verdict(name)
+    equal = "·" if name == base else "equal"
+    return {"kind": verdict, "text": {"none": "–", "different": f"≠ {count:,}", "equal": equal}.get(verdict, verdict)}
 
 
 def _line(found: StepDifference, findings: RankFindings) -> dict[str, Any]:

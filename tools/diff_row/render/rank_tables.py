@@ -59,17 +59,8 @@ def _owned(findings: RankFindings, width: int) -> Iterator[Text]:
     share = findings.share
     if share is None or share.origin is None:
         return
-    total = findings.row.length
-    line = Text("owns  ", "dim").append(f"{len(share.origin):,} of {total:,} positions", "bold")
-    if findings.place.cp > 1:
-        if findings.layout == "zigzag":
-            chunks = 2 * findings.place.cp
-            line.append(
-                f": chunks {findings.place.context_rank} and {chunks - 1 - findings.place.context_rank} of the {chunks} of each segment"
-            )
-        else:
-            line.append(f": one run of the row ({findings.layout})")
-    yield line
+    count, _, which = findings.owned.partition(":")
+    yield Text("owns  ", "dim").append(count, "bold").append(f":{which}" if which else "")
     columns = max(20, min(width - 8, 96))
     yield from _strip(findings, columns)
     segments = owned_runs(findings)
@@ -145,7 +136,7 @@ def step_table(report: Report, width: int) -> Iterator[Text]:
         lines.append(
             [
                 Text(mark + step.label, "bold red" if step is first else "bold"),
-                Text(_holds(step)),
+                Text(step.shape),
                 *marks,
                 Text(told, "dim"),
             ]
@@ -161,23 +152,14 @@ def step_table(report: Report, width: int) -> Iterator[Text]:
 
 
 def _mark(step: Step, name: str, base: str, *, after: bool) -> Text:
-    has = step.sides.get(name)
-    if has is None:
-        return Text("–", "dim")
-    if isinstance(has, Refused):
-        return Text("refused", "bold yellow") if has.kind is not None else Text("–", "dim")
-    found = [each for each in step.differences if each.right == name]
-    if found:
-        return Text(f"≠ {sum(each.count for each in found):,}", "red" if after else "bold red")
-    return Text("·" if name == base else "=", "green")
-
-
-def _holds(step: Step) -> str:
-    has = next((has for has in step.sides.values() if not isinstance(has, Refused)), None)
-    if has is None:
-        return "–"
-    tensor = has.get("input_ids", next(iter(has.values())))
-    return "[" + ", ".join(f"{size:,}" for size in tensor.shape) + "]"
+    verdict, count = step.verdict(name)
+    if verdict == "different":
+        return Text(f"≠ {count:,}", "red" if after else "bold red")
+    return {
+        "none": Text("–", "dim"),
+        "refused": Text("refused", "bold yellow"),
+        "equal": Text("·" if name == base else "=", "green"),
+    }[verdict]
 
 
 def refused_at_steps(findings: RankFindings) -> Iterator[Text]:
