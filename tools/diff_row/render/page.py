@@ -11,7 +11,6 @@ import functools
 import json
 import zlib
 from collections.abc import Iterable, Sequence
-from importlib.resources import files
 from typing import Any
 
 import jinja2
@@ -19,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 from markupsafe import Markup
 
+from equivalence.report.templates import environment, read_text
 from tools.diff_row.render.rank_head import first_shown, rank_head
 from tools.diff_row.report import Report
 from tools.diff_row.row.findings import MOST_LISTED, RULES, TOKEN_TENSORS, Findings, Found, boundary_set
@@ -71,7 +71,7 @@ def render_page(report: Report) -> str:
             is_cut=len(findings.listed) == MOST_LISTED,
             facts=Markup(_script_json(facts)),  # noqa: S704 - _script_json leaves no character that could end the script
             blobs=blobs,
-            **{name: Markup(_read_part(file)) for name, file in _PARTS.items()},  # noqa: S704 - our own files
+            **{name: Markup(read_text(__package__, file)) for name, file in _PARTS.items()},  # noqa: S704 - our own files
         )
     )
 
@@ -98,23 +98,11 @@ _PARTS = {"style": "page.css", "data_script": "page_data.js", "script": "page.js
 
 @functools.cache
 def _environment() -> jinja2.Environment:
-    """Return the environment of the templates beside this module, which escapes everything."""
-    made = jinja2.Environment(
-        loader=jinja2.FunctionLoader(_read_part),
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=jinja2.StrictUndefined,
-    )
+    """Return the environment of the templates beside this module."""
+    made = environment(__package__)
     made.filters["visible"] = lambda value: visible(str(value))
     made.filters["count"] = lambda value: "–" if value is None else f"{value:,}"
     return made
-
-
-@functools.cache
-def _read_part(name: str) -> str:
-    """Read a file beside this module."""
-    return (files(__package__) / name).read_text(encoding="utf-8")
 
 
 def _script_json(value: object) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from rich.console import Console
 from rich.text import Text
 
+from tools.counted import counted
 from tools.diff_row.rank.steps import RankFindings, StepDifference
 from tools.diff_row.render.rank_tables import followed_position, rank_place, refused_at_steps, step_table
 from tools.diff_row.render.tables import Column, closeup, draw
@@ -48,10 +49,10 @@ def _dump(report: Report, width: int) -> Iterator[Text]:
     """Print what each rank of a job fed; the rest of the screen is about the microbatch with the arrow."""
     if (fed := report.fed) is None:
         return
-    differing = [each for each in fed.looked_at if not each.equal]
+    count, differing = len(fed.looked_at), [each for each in fed.looked_at if not each.equal]
     line = _verdict(is_equal=report.equal)
-    line.append(f"{visible(fed.folder)}: {_times(len(fed.looked_at), 'microbatch', 'es')} of ", "")
-    line.append(f"{_times(len({each.rank for each in fed.looked_at}), 'rank')} against the reference")
+    line.append(f"{visible(fed.folder)}: {count:,} microbatch{'es' if count > 1 else ''} of ", "")
+    line.append(f"{counted(len({each.rank for each in fed.looked_at}), 'rank')} against the reference")
     yield line.append("" if report.equal else f", {len(differing):,} differ")
     rest = [each for each in fed.looked_at if each.equal]
     listed = sorted(
@@ -360,10 +361,6 @@ def _next(report: Report, page: str | None) -> Text:
 
 def _count(value: int | None) -> str:
     return "–" if value is None else f"{value:,}"
-
-
-def _times(number: int, noun: str, plural: str = "s") -> str:
-    return f"{number:,} {noun}{plural if number > 1 else ''}"
 
 
 def _refused_steps(report: Report, width: int) -> Iterator[Text]:
