@@ -25,7 +25,7 @@ from production import exits
 from production.errors import PackproofError
 from tools.simulate.costs import costs_of
 from tools.simulate.layout import Job, draw_rows, first, read_rows
-from tools.simulate.picture import render_page
+from tools.simulate.page import render_page
 from tools.simulate.terminal import show
 from tools.simulate.walk import walk
 

@@ -1,4 +1,4 @@
-"""The picture of a walk: one self-contained HTML page with the load of every rank and who owns what, without a script."""
+"""Write a walk as one self-contained HTML page, without a script: the load of every rank, and who owns what."""
 
 from __future__ import annotations
 
