@@ -89,9 +89,11 @@ def _in_draws(mutant: LayoutMutant, check: str, seed: int) -> int:
 
 
 def _in_whole_run(mutant: LayoutMutant, seed: int) -> int:
-    """Return 1 if a whole run of four steps shows the fault, else 0."""
+    """Return 1 if four steps with the fault on every rank, stopped after the second, differ from the reference's run of them, else 0."""
     runs = importlib.import_module("equivalence.runner.whole_run_jobs")
-    result = runs.check_fault(mutant, seed=seed)
+    case = runs.short_case(mutant.path, mutant.layout, seed=seed)
+    case = runs.distributed(case) if mutant.is_distributed else case
+    result = runs.check_case(case, fault=mutant.name, expected=runs.sound_run(case)[1])
     _expect_no_other_failure(mutant, result)
     return 0 if result.equal else 1
 

@@ -19,7 +19,6 @@ from equivalence.checks.runs.whole_run import NAME, check_whole_run, whole
 from equivalence.errors import SuiteError
 from equivalence.expectations.run import ExpectedRun, expect_run
 from equivalence.generators.models import Layout, layouts
-from equivalence.mutants.layout_mutant import CP2, LayoutMutant
 from equivalence.runner.counters import Tally, differing
 from equivalence.runner.job import Job
 from equivalence.runner.step_runs import MODULES, seats
@@ -30,6 +29,7 @@ from production.parallel.sizes import ParallelSizes
 
 RUN_SECONDS = 600.0
 DP2 = Layout(sizes=ParallelSizes(), data_size=2)
+CP2 = Layout(sizes=ParallelSizes(context=2), data_size=1)
 ENTER = "equivalence.mutants.layout_faults:enter_alone"
 
 
@@ -110,13 +110,6 @@ def check_case(case: RunCase, *, fault: str | None = None, expected: ExpectedRun
             return _failed(case, failed.failure)
         except PackproofError as error:
             return _finding("what all ranks give", "one model's weights", str(error))
-
-
-def check_fault(mutant: LayoutMutant, *, seed: int) -> CheckResult:
-    """Run four steps with a fault on every rank, stopped after the second, against the reference's run of them."""
-    case = short_case(mutant.path, mutant.layout, seed=seed)
-    case = distributed(case) if mutant.is_distributed else case
-    return check_case(case, fault=mutant.name, expected=sound_run(case)[1])
 
 
 def short_case(path: str, layout: Layout, *, seed: int) -> RunCase:

@@ -43,7 +43,7 @@ class FedStep:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Report:
-    """What a command found."""
+    """Findings of one command, for every renderer."""
 
     row: Findings
     """The row itself: its sides, conversations and texts."""
