@@ -23,7 +23,7 @@ from equivalence.checks.kinds import named
 from equivalence.errors import InputError
 from equivalence.mutants.matrix import CHECKS, Kills, failures, kill_matrix
 from equivalence.report import html, kills, summary, terminal
-from equivalence.runner import jobs
+from equivalence.runner import job_runners
 from equivalence.runner.alone import checked
 from equivalence.runner.main import execute, sample_notes
 from equivalence.runner.outcome import Options
@@ -184,7 +184,9 @@ def _run(asked: Run, command: str, console: Console) -> int:
 def _replay(asked: Replay, console: Console) -> int:
     _quiet()
     case = store.read(asked.file)
-    sides = [jobs.subject(name) for name in _subjects(asked.subjects)] if store.kind_of(case).name == "rows" else []
+    sides = (
+        [job_runners.subject(name) for name in _subjects(asked.subjects)] if store.kind_of(case).name == "rows" else []
+    )
     results = checked(case, sides)
     for result in results:
         for finding in result.findings:

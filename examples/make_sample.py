@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from production.errors import PackproofError
-from tools.pack_rows.output import describe_output, json_bytes, manifest, manifest_path, write_atomically
+from production.files.cache import write_file
+from tools.pack_rows.output import describe_output, json_bytes, manifest, manifest_path
 from tools.pack_rows.packing import PackedConversation, Packing, PackSettings, pack_files, row_line
 
 HERE = Path(__file__).parent
@@ -141,7 +142,7 @@ def _select(path: Path, conversations: Sequence[Conversation], indices: Iterable
 
 def _write_lines(path: Path, conversations: Iterable[Conversation]) -> None:
     text = "".join(json.dumps(conversation, ensure_ascii=False) + "\n" for conversation in conversations)
-    write_atomically(path, text.encode())
+    write_file(path, text.encode())
 
 
 def _too_long(path: Path, files: Sequence[Path], packing: Packing) -> Path:
@@ -152,7 +153,7 @@ def _too_long(path: Path, files: Sequence[Path], packing: Packing) -> Path:
         )
     lines = [file.read_bytes().split(b"\n") for file in files]
     places = [refusal.place for refusal in packing.refused]
-    write_atomically(path, b"".join(lines[place.input][place.line - 1] + b"\n" for place in _spread(places, 6)))
+    write_file(path, b"".join(lines[place.input][place.line - 1] + b"\n" for place in _spread(places, 6)))
     return path
 
 
@@ -173,7 +174,7 @@ def _write_packed(sources: dict[str, Any], parts: dict[str, Packing]) -> None:
             headless.append(number)
         lines.append(line)
     content = b"".join(lines)
-    write_atomically(PACKED, content)
+    write_file(PACKED, content)
     report = {
         "format": "packproof-sample/1",
         "output": describe_output(PACKED.name, content),
@@ -187,7 +188,7 @@ def _write_packed(sources: dict[str, Any], parts: dict[str, Packing]) -> None:
         "overfull": _losses([row for name, row in special if name == "overfull"]),
         "parts": {name: manifest(packing) for name, packing in parts.items()},
     }
-    write_atomically(manifest_path(PACKED), json_bytes(report))
+    write_file(manifest_path(PACKED), json_bytes(report))
     print(f"{PACKED}: {len(rows)} rows, {len(content) / 1e6:.2f} MB")
 
 

@@ -8,7 +8,6 @@ import multiprocessing
 import os
 import signal
 import sys
-import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -18,6 +17,7 @@ from typing import Any
 import torch
 
 from production.errors import PackproofError
+from production.library_warnings import quiet_fork
 
 _PR_SET_PDEATHSIG = 1
 _function: Callable[[Any], Any] | None = None
@@ -54,8 +54,7 @@ def run_in_order[Task, Result](
     waiting: deque[tuple[Task, Future[Result]]] = deque()
     left = iter(tasks)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # of the fork, see above
+        with quiet_fork():
             for task in itertools.islice(left, 2 * processes):
                 waiting.append((task, pool.submit(_run, task)))
         while waiting:

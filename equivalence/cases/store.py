@@ -92,14 +92,14 @@ KINDS = (
         folder="runs",
         key="schedule",
         type="equivalence.trainers.production_run:TrainingCase",
-        check="equivalence.runner.run_jobs:check_saved",
+        check="equivalence.runner.trainer_jobs:check_saved",
     ),
     CaseKind(
         name="models",
         folder="models",
         key="masked",
         type="equivalence.cases.step:ModelCase",
-        check="equivalence.runner.layout_runs:check_saved",
+        check="equivalence.runner.step_runs:check_saved",
     ),
 )
 """All kinds, in the order of replay."""

@@ -11,15 +11,13 @@ import importlib.metadata
 import importlib.util
 import itertools
 import json
-import shutil
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from equivalence.cache import cache_root
+from equivalence.cache import cache_root, whole_folder
 from production.errors import PackproofError
 
 PACKAGE = "mistral-common"
@@ -131,16 +129,8 @@ def cached_tokenizer(name: str) -> Path:
     with _locked(root / f"{folder.name}.lock"):
         if folder.is_dir():
             return folder
-        scratch = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=root))
-        try:
-            build_tokenizer(name, scratch / name)
-            (scratch / name).replace(folder)
-        except OSError:
-            # A file system without working locks lets two builders through: the first rename wins, and both are equal.
-            if not folder.is_dir():
-                raise
-        finally:
-            shutil.rmtree(scratch, ignore_errors=True)
+        with whole_folder(folder) as half:  # a file system without working locks lets two builders through
+            build_tokenizer(name, half)
     return folder
 
 

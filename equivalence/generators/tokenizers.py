@@ -8,19 +8,18 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-import os
-import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 from transformers import __version__ as transformers_version
 
-from equivalence.cache import cache_root
+from equivalence.cache import cache_root, whole_folder
 from equivalence.generators.real_tokenizers import cached_tokenizer
+from equivalence.subjects.tokenizers import load_folder
 
 HUGE_ID = 128_000
 """Ids from here on count as huge; from 100,000 on, neighbouring ids are equal under the relative turn check."""
@@ -81,7 +80,7 @@ def folder(name: str) -> Path:
 @functools.cache
 def load(name: str) -> Any:
     """Load the tokenizer by name as a transformers tokenizer whose name_or_path is its folder; once in a process."""
-    return AutoTokenizer.from_pretrained(str(folder(name)), local_files_only=True)
+    return load_folder(folder(name))
 
 
 @functools.cache
@@ -95,14 +94,8 @@ def _made(name: str) -> Path:
     if not (place / "tokenizer_config.json").is_file():
         fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **recipe.special)
         fast.chat_template = recipe.chat_template
-        place.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=place.parent) as half:
-            fast.save_pretrained(str(Path(half) / "whole"))
-            try:
-                os.rename(Path(half) / "whole", place)  # noqa: PTH104 - atomic: another process may make the same
-            except OSError:
-                if not (place / "tokenizer_config.json").is_file():
-                    raise
+        with whole_folder(place) as half:
+            fast.save_pretrained(str(half))
     return place
 
 

@@ -6,7 +6,6 @@ A fault is run by the check that it names first; with `first_only`, by other che
 from __future__ import annotations
 
 import importlib
-import warnings
 from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import closing
@@ -16,14 +15,15 @@ from typing import Any
 from equivalence.cases.result import CheckResult
 from equivalence.checks.blame import RAISED
 from equivalence.errors import SuiteError
-from equivalence.mutants import layouts as faults
+from equivalence.mutants import layout_faults as faults
+from equivalence.mutants.layout_faults import LAYOUT_MUTANTS
 from equivalence.mutants.layout_mutant import LayoutMutant
-from equivalence.mutants.layouts import LAYOUT_MUTANTS
 from equivalence.mutants.matrix import Kills
 from equivalence.mutants.run_faults import WHOLE_RUN
 from equivalence.runner.counters import MODEL_CHECKS
 from equivalence.runner.plan import LAYOUT_CHECKS, SIZES, layout_jobs
 from equivalence.runner.search import CouldNotRun
+from production.library_warnings import quiet_fork
 
 CHECKS_OF_LAYOUTS = (*LAYOUT_CHECKS, *MODEL_CHECKS, WHOLE_RUN)
 """The checks of a run that a fault of the layout kind can show in. Runs of twenty steps are not asked: one takes as long as all faults together."""
@@ -42,9 +42,7 @@ def layout_kill_matrix(
     if workers == 1 or len(asked) == 1:
         yield from map(_kills, *zip(*asked, strict=True))
         return
-    with ProcessPoolExecutor(workers, mp_context=get_context("fork")) as pool, warnings.catch_warnings():
-        # Python warns of any fork beside threads; those of torch and the tokenizers' library are idle here.
-        warnings.filterwarnings("ignore", message=".*multi-threaded, use of fork", category=DeprecationWarning)
+    with ProcessPoolExecutor(workers, mp_context=get_context("fork")) as pool, quiet_fork():
         yield from pool.map(_kills, *zip(*asked, strict=True))
 
 
@@ -91,17 +89,18 @@ def _in_draws(mutant: LayoutMutant, check: str, seed: int) -> int:
 
 
 def _in_whole_run(mutant: LayoutMutant, seed: int) -> int:
-    """Return 1 if a whole run of four steps shows the fault, else 0."""
+    """Return 1 if four steps with the fault on every rank, stopped after the second, differ from the reference's run of them, else 0."""
     runs = importlib.import_module("equivalence.runner.whole_run_jobs")
     case = runs.short_case(mutant.path, mutant.layout, seed=seed)
-    result = runs.check_fault(mutant.name, runs.distributed(case) if mutant.is_distributed else case)
+    case = runs.distributed(case) if mutant.is_distributed else case
+    result = runs.check_case(case, fault=mutant.name, expected=runs.sound_run(case)[1])
     _expect_no_other_failure(mutant, result)
     return 0 if result.equal else 1
 
 
 def _in_steps(mutant: LayoutMutant, seed: int, *, first_only: bool) -> dict[str, int | None]:
     """Return the number of cases until one shows the fault, for each check of training steps, in the fault's layout."""
-    runs = importlib.import_module("equivalence.runner.layout_runs")
+    runs = importlib.import_module("equivalence.runner.step_runs")
     cases = importlib.import_module("equivalence.runner.step_jobs").tiny_cases(mutant.layout, seed=seed)
     if not cases:
         raise SuiteError(f"fault {mutant.name}: the smallest run has no training step in {mutant.layout.name}")

@@ -15,8 +15,8 @@ from equivalence.cases import store
 from equivalence.checks.blame import RAISED
 from equivalence.generators import tokenizers
 from equivalence.generators.faults.registry import classes
-from equivalence.mutants.rows import ROW_MUTANTS, Mutant
-from equivalence.runner import jobs
+from equivalence.mutants.row_faults import ROW_MUTANTS, Mutant
+from equivalence.runner import job_runners
 from equivalence.runner.job import Job
 from equivalence.runner.own_settings import own_settings
 from equivalence.runner.plan import SIZES, corpus_jobs, generated_jobs, own_jobs, sample_jobs
@@ -81,7 +81,7 @@ def _kills(name: str, sample: tuple[Path, int] | None, seed: int, first_only: bo
     for check in ("batches",) if mutant.is_of_batches else CHECKS:
         found[check] = 0
         for number, job in enumerate(_jobs(check, subjects, sample, seed), start=1):
-            tally = jobs.run(replace(job, shrink=False))
+            tally = job_runners.run(replace(job, shrink=False))
             if tally.errors:
                 raise RuntimeError(f"fault {name} could not run in {job.title}: {tally.errors[0]}")
             if raised := [each for each in tally.differences if each.first["class"] == RAISED]:

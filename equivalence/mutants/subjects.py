@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from equivalence.mutants.rows import ROW_MUTANTS, Mutant
+from equivalence.mutants.row_faults import ROW_MUTANTS, Mutant
 
 _BY_NAME = {mutant.name: mutant for mutant in ROW_MUTANTS}
 

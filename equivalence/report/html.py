@@ -5,33 +5,22 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import jinja2
-
 from equivalence.report.summary import alike, more_alike
+from equivalence.report.templates import environment
 from equivalence.report.terminal import alone_line
 from equivalence.subjects import PROMPT_FORMATS
-
-_HERE = Path(__file__).resolve().parent
 
 
 def write_html(summary: dict[str, Any], path: Path) -> None:
     """Render the document of `summary.summarise`."""
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(_HERE),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters["thousands"] = lambda number: f"{number:,}"
-    environment.filters["alone"] = alone_line
+    templates = environment("equivalence.report")
+    templates.filters["alone"] = alone_line
     kinds = alike(summary["differences"])
-    page = environment.get_template("report.html").render(
+    page = templates.get_template("report.html").render(
         formats=PROMPT_FORMATS,
         groups=_groups(summary),
         kinds=kinds,
         counted=[more_alike(summary, kind[0]) for kind in kinds],
-        style=(_HERE / "report.css").read_text(encoding="utf-8"),
         **summary,
     )
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -10,7 +10,6 @@ import contextlib
 import multiprocessing
 import os
 import signal
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
 
@@ -18,6 +17,7 @@ from equivalence.cases import store
 from equivalence.cases.result import CheckResult
 from equivalence.checks.blame import is_of_production, raised, told
 from equivalence.subjects.protocol import Subject
+from production.library_warnings import quiet_fork
 
 SECONDS = 60.0
 """Seconds that one replay may take."""
@@ -111,8 +111,6 @@ def _one(send: Connection, text: str, sides: tuple[Subject, ...]) -> None:
 
 def _fork(target: Callable[..., None], *arguments: object) -> multiprocessing.process.BaseProcess:
     process = _FORK.Process(target=target, args=arguments, daemon=False)
-    with warnings.catch_warnings():
-        # Python warns of any fork beside threads; those of torch and the tokenizers' library are idle here.
-        warnings.filterwarnings("ignore", message=".*multi-threaded, use of fork", category=DeprecationWarning)
+    with quiet_fork():
         process.start()
     return process

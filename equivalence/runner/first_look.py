@@ -10,7 +10,6 @@ import multiprocessing
 import os
 import signal
 import threading
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from multiprocessing.connection import Connection
@@ -18,9 +17,10 @@ from multiprocessing.synchronize import Event
 
 from equivalence.runner.counters import Tally
 from equivalence.runner.job import Job
-from equivalence.runner.jobs import run
+from equivalence.runner.job_runners import run
 from equivalence.runner.own_settings import OwnSettings
 from equivalence.runner.plan import own_jobs, recorded_jobs
+from production.library_warnings import quiet_fork
 
 WITHOUT = "megatron_lm"
 """The side that is left out: its import is what the first look does not wait for."""
@@ -64,9 +64,7 @@ def looking(jobs: Sequence[Job], ended: Ended) -> Iterator[list[Job]]:
     ours, theirs = _FORK.Pipe(duplex=False)
     stop = _FORK.Event()
     process = _FORK.Process(target=_look, args=(theirs, tuple(jobs), stop, os.getpid()))
-    with warnings.catch_warnings():
-        # Python warns of any fork beside threads; those of torch and the tokenizers' library are idle here.
-        warnings.filterwarnings("ignore", message=".*multi-threaded, use of fork", category=DeprecationWarning)
+    with quiet_fork():
         process.start()
     theirs.close()
     listener = threading.Thread(target=_listen, args=(ours, jobs, done, ended), name="packproof-first-look")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import itertools
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from equivalence.cases.row import RowCase
 from equivalence.errors import InputError, WorkerDiedError
 from equivalence.generators import tokenizers
 from equivalence.generators.faults.registry import classes
-from equivalence.runner import jobs, known
+from equivalence.runner import job_runners, known
 from equivalence.runner.alone import Replayer, replayer
 from equivalence.runner.counters import Tally
 from equivalence.runner.first_look import WITHOUT, first_jobs, looking
@@ -41,6 +40,7 @@ from equivalence.runner.pool import run_jobs
 from equivalence.runner.shown import enough, show
 from equivalence.runner.witnesses import witnesses
 from equivalence.workers import MOST_WORKERS
+from production.library_warnings import quiet_libraries
 from production.tokens.format_fit import format_misfits, misfit_text
 from production.tokens.prompts import FORMATS
 from reference.semantics import PRESETS
@@ -90,10 +90,10 @@ def execute(options: Options, progress: Progress) -> Outcome:
         listed = list(planned)
         outcome.planned, endless = sum(map(cost, listed)), iter(listed)
     for name in options.subjects:
-        jobs.release(name)
+        job_runners.release(name)
     known.begin()
     started = time.perf_counter()
-    with replayer([jobs.subject(name) for name in options.subjects]) as alone:
+    with replayer([job_runners.subject(name) for name in options.subjects]) as alone:
         try:
             # In batches, since an endless plan cannot be handed out at once.
             while not outcome.stopped and (some := list(itertools.islice(endless, 2000))):
@@ -104,7 +104,7 @@ def execute(options: Options, progress: Progress) -> Outcome:
             outcome.tally.errors.append(str(died))
     known.end()
     for name in options.subjects:
-        jobs.forget(name)
+        job_runners.forget(name)
     outcome.seconds = time.perf_counter() - started
     if not outcome.tally.rows and not outcome.interrupted and not outcome.tally.errors:
         index, count = options.shard
@@ -254,15 +254,14 @@ def _tokenizers_of(options: Options, size: Size) -> tuple[str, ...]:
 
 def _preload(options: Options) -> None:
     """Import what workers share before they fork: no thread may have worked yet."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of megatron-core, that CUDA and optional kernels are absent
+    with quiet_libraries():
         if options.holds_production:
             importlib.import_module("equivalence.runner.layout_jobs")
         if not options.restriction.is_any:  # recorded outcomes have settings of their own; megatron-core takes seconds
             importlib.import_module("equivalence.runner.recorded_jobs")
         if options.models:
             importlib.import_module("equivalence.runner.step_jobs").preload_models()
-            importlib.import_module("equivalence.runner.run_jobs").preload_training()
+            importlib.import_module("equivalence.runner.trainer_jobs").preload_training()
             importlib.import_module("equivalence.runner.whole_run_jobs").preload_whole_runs()
     classes()
 

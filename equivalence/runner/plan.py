@@ -69,7 +69,7 @@ class Size:
     models: Mapping[int, Steps]
     """Training steps of models, by the number of ranks."""
     trainer: Mapping[str, tuple[int, ...]]
-    """Runs of twenty steps: for each of `run_jobs.KINDS` the numbers of ranks whose layouts are all trained in; 0: a few of two ranks."""
+    """Runs of twenty steps: for each of `trainer_jobs.KINDS` the numbers of ranks whose layouts are all trained in; 0: a few of two ranks."""
     whole_runs: tuple[int, ...]
     """Whole runs of the training job on both paths: the numbers of ranks in whose layouts; 0: in dp 2 alone."""
     sample_witnessed: int

@@ -9,7 +9,6 @@ import gc
 import multiprocessing
 import os
 import signal
-import warnings
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
@@ -17,7 +16,8 @@ from concurrent.futures.process import BrokenProcessPool
 from equivalence.errors import WorkerDiedError
 from equivalence.runner.counters import Tally
 from equivalence.runner.job import Job
-from equivalence.runner.jobs import run
+from equivalence.runner.job_runners import run
+from production.library_warnings import quiet_fork
 
 POLL_SECONDS = 0.5
 
@@ -35,9 +35,7 @@ def run_jobs(jobs: Sequence[Job], workers: int) -> Iterator[tuple[Job, Tally] | 
         return
     executor = ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("fork"), initializer=_start)
     try:
-        with warnings.catch_warnings():
-            # Python warns of any fork beside threads; those of torch and the tokenizers' library are idle here.
-            warnings.filterwarnings("ignore", message=".*multi-threaded, use of fork", category=DeprecationWarning)
+        with quiet_fork():
             waiting: dict[Future[Tally], Job] = {executor.submit(run, job): job for job in jobs}
         while waiting:
             done, _ = wait(waiting, timeout=POLL_SECONDS, return_when=FIRST_COMPLETED)

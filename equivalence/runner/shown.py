@@ -6,7 +6,7 @@ import shlex
 from dataclasses import replace
 
 from equivalence.cases import store
-from equivalence.runner import jobs, known
+from equivalence.runner import job_runners, known
 from equivalence.runner.alone import Replayer
 from equivalence.runner.counters import Differing
 from equivalence.runner.job import Job
@@ -44,7 +44,7 @@ def enough(outcome: Outcome) -> bool:
 
 def _is_of_own(differing: Differing, outcome: Outcome) -> bool:
     return bool(
-        known.own_names(jobs.subject(name).name for name in outcome.options.subjects)
+        known.own_names(job_runners.subject(name).name for name in outcome.options.subjects)
         & {differing.left, differing.right}
     )
 
@@ -74,7 +74,7 @@ def _together(job: Job, options: Options) -> str:
 
 def _sides(differing: Differing, case: store.Case, options: Options) -> list[str]:
     """Return the two sides that differ, as they were asked for; all sides where one is a prediction or the case is not of a single row."""
-    asked = {jobs.subject(name).name: name for name in options.subjects}
+    asked = {job_runners.subject(name).name: name for name in options.subjects}
     sides = [asked[side] for side in (differing.left, differing.right) if side in asked]
     return sides if len(sides) == 2 and store.is_single_row(case) else list(options.subjects)
 

@@ -11,8 +11,8 @@ from equivalence.generators.models import AIMS, VARIES, Layout, draw_cases, feat
 from equivalence.runner import shrink
 from equivalence.runner.counters import Tally, differing
 from equivalence.runner.job import Job
-from equivalence.runner.layout_runs import WITNESS, Entered, Ran, check_case, plain_layout, preload_models, run_layout
 from equivalence.runner.plan import SIZES, model_jobs
+from equivalence.runner.step_runs import WITNESS, Entered, Ran, check_case, plain_layout, preload_models, run_layout
 from equivalence.trainers import megatron_step
 
 __all__ = ["cases_of", "preload_models", "run_drawn", "run_saved", "tiny_cases", "witness_facts"]

@@ -21,7 +21,7 @@ from equivalence.expectations.run import ExpectedRun, expect_run
 from equivalence.generators.models import Layout, layouts
 from equivalence.runner.counters import Tally, differing
 from equivalence.runner.job import Job
-from equivalence.runner.layout_runs import MODULES, seats
+from equivalence.runner.step_runs import MODULES, seats
 from equivalence.trainers.whole_run import TRAIN, Record, RunCase, RunOutcome, logged
 from equivalence.workers import CaseFailed, Failure, WorldNotOpened, open_world, preload
 from production.errors import PackproofError
@@ -30,7 +30,7 @@ from production.parallel.sizes import ParallelSizes
 RUN_SECONDS = 600.0
 DP2 = Layout(sizes=ParallelSizes(), data_size=2)
 CP2 = Layout(sizes=ParallelSizes(context=2), data_size=1)
-ENTER = "equivalence.mutants.layouts:enter_alone"
+ENTER = "equivalence.mutants.layout_faults:enter_alone"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -110,11 +110,6 @@ def check_case(case: RunCase, *, fault: str | None = None, expected: ExpectedRun
             return _failed(case, failed.failure)
         except PackproofError as error:
             return _finding("what all ranks give", "one model's weights", str(error))
-
-
-def check_fault(fault: str, case: RunCase) -> CheckResult:
-    """Run a case with a fault on every rank, against the reference's run of the case without it."""
-    return check_case(case, fault=fault, expected=sound_run(case)[1])
 
 
 def short_case(path: str, layout: Layout, *, seed: int) -> RunCase:

@@ -7,7 +7,7 @@ import platform
 from dataclasses import dataclass
 
 from equivalence.errors import InputError, WitnessError
-from equivalence.runner import jobs
+from equivalence.runner import job_runners
 
 LIBRARIES = ("megatron-core", "torch", "transformers", "tokenizers", "hypothesis", "packproof")
 
@@ -30,7 +30,7 @@ def witnesses(names: tuple[str, ...]) -> list[Witness]:
     found: list[Witness] = []
     for name in names:
         try:
-            subject = jobs.subject(name)
+            subject = job_runners.subject(name)
         except Exception as error:
             raise WitnessError(
                 f"the witness {name} cannot run: {type(error).__name__}: {error}; "

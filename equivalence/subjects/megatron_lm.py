@@ -11,7 +11,6 @@ import importlib.metadata
 import logging
 import tempfile
 import traceback
-import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,10 +21,9 @@ import torch
 
 from equivalence.subjects.protocol import MEGATRON_PRESETS, Batch, Messages, Refusal, Row, RowSettings
 from equivalence.subjects.tokenizers import folder_of
+from production.library_warnings import quiet_libraries
 
-with warnings.catch_warnings():
-    # On import megatron-core says a dozen times that CUDA and optional kernels are absent; nothing here needs them.
-    warnings.simplefilter("ignore")
+with quiet_libraries():
     from megatron.core import utils as core_utils
     from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
     from megatron.core.datasets.utils import Split
@@ -215,8 +213,7 @@ def _cached_dataset(folder: Path, settings: RowSettings) -> Any:
     tokenizer = _asked_tokenizer(
         folder, settings.prompt_format, settings.semantics, settings.pad_token, settings.assistant_prefix_len
     )
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of a pad id that another token has: the rows below are what is looked at
+    with quiet_libraries():  # of a pad id that another token has: the rows below are what is looked at
         config = GPTDatasetConfig(
             random_seed=0,
             sequence_length=settings.pack_length,

@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
-from equivalence.subjects.protocol import Batch, Messages, Row, RowSettings, as_refusal, as_row
+from equivalence.subjects.protocol import Batch, Messages, Row, RowSettings, as_batch, as_refusal, as_row
 from equivalence.subjects.tokenizers import as_transformers
 from production.errors import RowRefused
 from production.rows import batch as batches
@@ -38,19 +38,7 @@ class Production:
         """Return the batch of these rows without the guards of training: empty segments are collated too, as Megatron-LM does."""
         batch = batches.collate([_as_production(row, settings) for row in built])
         flat = batches.flatten(batch)
-        return Batch(
-            input_ids=batch.input_ids,
-            target_ids=batch.target_ids,
-            token_mask=batch.token_mask,
-            position_ids=batch.position_ids,
-            packed_cu_seqlens=batch.packed_cu_seqlens,
-            packed_cu_seqlens_lengths=batch.packed_cu_seqlens_lengths,
-            packed_max_seqlen=batch.packed_max_seqlen,
-            input_lengths=batch.input_lengths,
-            sample_mask=batch.sample_mask,
-            flat_cu_seqlens=flat.cu_seqlens,
-            flat_max_seqlen=flat.max_seqlen,
-        )
+        return as_batch(batch, flat_cu_seqlens=flat.cu_seqlens, flat_max_seqlen=flat.max_seqlen)
 
     def _builder(self, tokenizer: Any, settings: RowSettings) -> rows.RowBuilder:
         key = (id(tokenizer), settings)

@@ -122,6 +122,12 @@ def as_row(built: Any) -> Row:
     )
 
 
+def as_batch(collated: Any, *, flat_cu_seqlens: torch.Tensor, flat_max_seqlen: int) -> Batch:
+    """Return a collated batch of either side, whose fields have the same names, with its flattened boundaries."""
+    same = {name: getattr(collated, name) for name in BATCH_TENSORS if not name.startswith("flat_")}
+    return Batch(**same, flat_cu_seqlens=flat_cu_seqlens, flat_max_seqlen=flat_max_seqlen)
+
+
 def row_of(returned: Any) -> Row:
     """Return what a subject's `build_row` returned as a row: a Row, or a dict of tensors by the names of Row's fields.
 

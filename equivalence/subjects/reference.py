@@ -6,7 +6,7 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-from equivalence.subjects.protocol import Batch, Messages, Row, RowSettings, as_refusal, as_row
+from equivalence.subjects.protocol import Batch, Messages, Row, RowSettings, as_batch, as_refusal, as_row
 from equivalence.subjects.tokenizers import as_transformers
 from reference import batches, prompts, rows
 from reference.refusals import RowRefused
@@ -87,19 +87,7 @@ class Reference:
         del settings
         batch = batches.collate(built)  # type: ignore[arg-type]  # the same five fields
         flat, longest = batches.flatten_boundaries(batch)
-        return Batch(
-            input_ids=batch.input_ids,
-            target_ids=batch.target_ids,
-            token_mask=batch.token_mask,
-            position_ids=batch.position_ids,
-            packed_cu_seqlens=batch.packed_cu_seqlens,
-            packed_cu_seqlens_lengths=batch.packed_cu_seqlens_lengths,
-            packed_max_seqlen=batch.packed_max_seqlen,
-            input_lengths=batch.input_lengths,
-            sample_mask=batch.sample_mask,
-            flat_cu_seqlens=flat,
-            flat_max_seqlen=longest,
-        )
+        return as_batch(batch, flat_cu_seqlens=flat, flat_max_seqlen=longest)
 
 
 @functools.lru_cache(maxsize=32)

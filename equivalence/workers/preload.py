@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib
 import logging
-import warnings
+
+from production.library_warnings import quiet_libraries
 
 MEGATRON = (
     "megatron.core.parallel_state",
@@ -33,8 +34,7 @@ def preload(*modules: str, megatron: bool = True) -> None:
     """
     logger = logging.getLogger("torch.utils.cpp_extension")
     level = logger.level
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with quiet_libraries():
         logger.setLevel(logging.ERROR)  # "No CUDA runtime is found", which the CPU shim is for
         try:
             for name in ("torch.distributed", *(MEGATRON if megatron else ()), *modules):

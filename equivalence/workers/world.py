@@ -12,7 +12,6 @@ import sys
 import tempfile
 import threading
 import time
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection, Pipe
@@ -27,6 +26,7 @@ from equivalence.workers.rank import FINISHED, RAISED, Raised, RankSetup
 from equivalence.workers.seats import seats
 from equivalence.workers.waiting import Child, Deadlines, await_answers, dump_stacks, printed, report
 from equivalence.workers.worker import check_name
+from production.library_warnings import quiet_fork
 
 _parents_ends: set[Connection] = set()
 """Of all open worlds: a fork inherits them, and a rank that held another's would hide this process's end from it."""
@@ -126,9 +126,7 @@ class World:
         ours, theirs = Pipe()
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
-        with _forking, warnings.catch_warnings():
-            # Python warns of any fork beside threads; those of torch and the tokenizers' library are idle here.
-            warnings.filterwarnings("ignore", message=".*multi-threaded, use of fork", category=DeprecationWarning)
+        with _forking, quiet_fork():
             _parents_ends.add(ours)
             # Ctrl-C must neither reach the child before it is cut loose nor this process before it knows the child.
             blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})

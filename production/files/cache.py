@@ -39,3 +39,12 @@ def atomic_file(target: Path) -> Iterator[BinaryIO]:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def write_file(path: Path, content: bytes) -> Path:
+    """Write a file whole or not at all, onto the disk before it gets its name, and return its path."""
+    with atomic_file(path) as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    return path

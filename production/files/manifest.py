@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from production.errors import BadInput
-from production.files.cache import atomic_file
+from production.files.cache import write_file
 from production.files.compressed import compression_of
 from production.files.file_state import is_there, read_regular
 from production.files.head import stream_lines
@@ -99,12 +98,8 @@ def manifest_path(file: Path) -> Path:
 
 def write_manifest(file: Path, contents: Mapping[str, Any]) -> Path:
     """Write a manifest beside a packed file, whole or not at all, and return its path; raw UTF-8, indented for people."""
-    path = manifest_path(file)
-    with atomic_file(path) as out:
-        out.write((json.dumps({"format": FORMAT, **contents}, indent=1, ensure_ascii=False) + "\n").encode())
-        out.flush()
-        os.fsync(out.fileno())
-    return path
+    text = json.dumps({"format": FORMAT, **contents}, indent=1, ensure_ascii=False) + "\n"
+    return write_file(manifest_path(file), text.encode())
 
 
 def check_output(file: Path, manifest: Manifest, *, most_bytes: int) -> None:

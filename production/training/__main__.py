@@ -15,6 +15,7 @@ from pathlib import Path
 
 from production import exits
 from production.errors import PackproofError
+from production.library_warnings import quiet_process
 from production.training.admission import reasons_against
 from production.training.certificate import without_certificate
 from production.training.checkpoint.lock import FolderLocked
@@ -24,14 +25,13 @@ from production.training.data.fingerprint import ResumeRefused
 from production.training.distributed.environment import started_ranks
 from production.training.distributed.heartbeat import REPORTED_ELSEWHERE
 from production.training.dry_run import examine
-from production.training.library_warnings import quiet
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a job, or print its plan. Exit status: 0 the job is done, 1 the run failed, 2 the configuration was
     refused.
     """
-    quiet()
+    quiet_process()
     options = _parser().parse_intermixed_args(arguments)
     if options.print_config or options.dry_run:
         return exits.run(lambda _: _start(options), arguments)

@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from production import exits
 from production.errors import PackproofError
-from production.training.library_warnings import quiet
+from production.library_warnings import quiet_process
 
 if TYPE_CHECKING:  # it imports megatron-core
     from production.training.checkpoint.manifest import Manifest
@@ -119,7 +119,7 @@ def export_megatron_lm(checkpoint: Path, folder: Path) -> Path:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line. Exit status: 0 done, 2 the checkpoint cannot be exported."""
-    quiet()
+    quiet_process()
     return exits.run(_main, arguments)
 
 

@@ -22,10 +22,10 @@ from equivalence.recorded import outcomes
 from equivalence.runner import layout_jobs, recorded_jobs
 from equivalence.runner.alone import EQUAL, checked, replayer
 from equivalence.runner.job import Job
-from equivalence.runner.jobs import run
+from equivalence.runner.job_runners import run
 from equivalence.runner.plan import LAYOUT_CHECKS, SIZES
 from equivalence.runner.row_cases import entry_of, smallest_case
-from equivalence.runner.run_jobs import case_of
+from equivalence.runner.trainer_jobs import case_of
 from equivalence.subjects import load
 from equivalence.trainers.whole_run import RunCase
 from production.online import packing
@@ -245,9 +245,9 @@ def test_a_row_of_a_file_that_differs_saves_its_case(tmp_path, monkeypatch):
 
 def test_a_row_that_differs_only_as_read_from_its_file_names_the_file_instead(monkeypatch):
     """The other side's file reader is at fault: a case of the row's messages would be equal."""
-    from equivalence.runner import jobs
+    from equivalence.runner import job_runners
 
-    monkeypatch.setattr(jobs, "check_case", lambda *_: CheckResult(check="rows"))
+    monkeypatch.setattr(job_runners, "check_case", lambda *_: CheckResult(check="rows"))
     sabotaged(monkeypatch, lambda row: dataclasses.replace(row, max_seqlen=row.max_seqlen + 1))
     job = Job(
         kind="sample", subjects=ROWS, prompt_format="identity", semantics="strict", pack_length=64,

@@ -9,7 +9,7 @@ from equivalence.generators import row_facts, tokenizers
 from equivalence.generators.faults.registry import classes
 from equivalence.generators.rows import batches, hits, rows
 from equivalence.runner.job import Job
-from equivalence.runner.jobs import run
+from equivalence.runner.job_runners import run
 from equivalence.subjects import PROMPT_FORMATS, RowSettings
 
 QUIET = settings(

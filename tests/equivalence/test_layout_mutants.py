@@ -5,13 +5,13 @@ import torch
 
 from equivalence.checks.cuts import context_parallel
 from equivalence.errors import SuiteError
-from equivalence.mutants import layout_matrix, layouts
+from equivalence.mutants import layout_faults, layout_matrix
+from equivalence.mutants.layout_faults import LAYOUT_MUTANTS
 from equivalence.mutants.layout_matrix import CHECKS_OF_LAYOUTS, layout_kill_matrix
 from equivalence.mutants.layout_mutant import LayoutMutant
-from equivalence.mutants.layouts import LAYOUT_MUTANTS
 from equivalence.mutants.matrix import Kills, failures
 from equivalence.mutants.patches import replaced
-from equivalence.mutants.rows import ROW_MUTANTS
+from equivalence.mutants.row_faults import ROW_MUTANTS
 from equivalence.runner.counters import MODEL_CHECKS
 from equivalence.runner.plan import LAYOUT_CHECKS
 from production import loss
@@ -57,7 +57,7 @@ def put_in(monkeypatch, **fields):
     """A fault of this test's own, under the name `own`."""
     usual = {"story": "", "target": "production.loss:ONLINE_EPSILON", "wrong": lambda sound: sound, "first": "packing"}
     own = LayoutMutant(name="own", **(usual | fields))
-    monkeypatch.setattr(layouts, "LAYOUT_MUTANTS", (own,))
+    monkeypatch.setattr(layout_faults, "LAYOUT_MUTANTS", (own,))
     return own
 
 
@@ -127,4 +127,4 @@ def test_a_fault_replaces_something_and_leaves_nothing_behind(mutant):
 
 def test_an_unknown_fault_is_refused_with_those_that_there_are():
     with pytest.raises(ValueError, match="no fault is called 'nothing'; choose one of owner_off_by_one"):
-        layouts.find("nothing")
+        layout_faults.find("nothing")

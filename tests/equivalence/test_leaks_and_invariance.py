@@ -34,7 +34,7 @@ PATHS = dataclasses.replace(
 
 @pytest.fixture(scope="module", autouse=True)
 def preloaded():
-    from equivalence.runner.layout_runs import preload_models
+    from equivalence.runner.step_runs import preload_models
 
     preload_models()
 
@@ -95,7 +95,7 @@ def test_token_losses_that_another_layout_does_not_give_are_found(step):
 
 
 def test_r_model_12_the_order_of_microbatches_is_held():
-    from equivalence.runner.layout_runs import check_case
+    from equivalence.runner.step_runs import check_case
 
     found = check_case(dataclasses.replace(STEP, seed=1))
     assert [each.check for each in found] == ["models", "third_witness", "invariance", "invariance"]
@@ -105,7 +105,7 @@ def test_r_model_12_the_order_of_microbatches_is_held():
 
 @pytest.mark.parametrize("case", [LEAKS, PATHS], ids=lambda case: case.check)
 def test_r_model_13_and_r_meet_4_leaks_and_paths_find_nothing_in_production(case):
-    from equivalence.runner.layout_runs import check_case
+    from equivalence.runner.step_runs import check_case
 
     (found,) = check_case(case)
     assert found.equal, found.findings
@@ -113,7 +113,7 @@ def test_r_model_13_and_r_meet_4_leaks_and_paths_find_nothing_in_production(case
 
 
 def test_r_model_13_boundaries_that_attention_does_not_get_are_a_leak():
-    from equivalence.runner.layout_runs import check_case
+    from equivalence.runner.step_runs import check_case
 
     case = dataclasses.replace(LEAKS, shape=dataclasses.replace(SHAPE, depths=0))
     (found,) = check_case(case, entered=lambda sizes: ("model_targets:one_segment", sizes))
@@ -124,7 +124,7 @@ def test_r_model_13_boundaries_that_attention_does_not_get_are_a_leak():
 
 
 def test_r_meet_4_another_divisor_of_the_online_path_is_found():
-    from equivalence.runner.layout_runs import check_case
+    from equivalence.runner.step_runs import check_case
 
     (found,) = check_case(PATHS, entered=lambda sizes: ("model_targets:wrong_divisor", sizes))
     named = tensors(found)
@@ -133,8 +133,8 @@ def test_r_meet_4_another_divisor_of_the_online_path_is_found():
 
 
 def test_masks_of_other_depths_are_found_on_the_online_path():
-    from equivalence.mutants.layouts import entered
-    from equivalence.runner.layout_runs import check_case
+    from equivalence.mutants.layout_faults import entered
+    from equivalence.runner.step_runs import check_case
 
     (found,) = check_case(PATHS, entered=entered("online_mtp_mask_of_tokens"))
     named = tensors(found)
@@ -143,7 +143,7 @@ def test_masks_of_other_depths_are_found_on_the_online_path():
 
 
 def test_what_was_found_before_a_check_broke_is_not_lost(monkeypatch):
-    from equivalence.runner import layout_runs
+    from equivalence.runner import step_runs
 
     asked = []
 
@@ -151,10 +151,10 @@ def test_what_was_found_before_a_check_broke_is_not_lost(monkeypatch):
         asked.append(case)
         if len(asked) == 2:
             raise IndexError("a fault of the check")
-        return layout_runs.CheckResult(check="leaks")
+        return step_runs.CheckResult(check="leaks")
 
-    monkeypatch.setattr(layout_runs, "check_leaks", breaks_at_the_second)
-    ran = layout_runs.run_layout([LEAKS, LEAKS, LEAKS])
+    monkeypatch.setattr(step_runs, "check_leaks", breaks_at_the_second)
+    ran = step_runs.run_layout([LEAKS, LEAKS, LEAKS])
     assert next(ran).equal
     with pytest.raises(IndexError, match="a fault of the check"):
         next(ran)

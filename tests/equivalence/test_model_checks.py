@@ -29,7 +29,7 @@ CASE = ModelCase(
 @pytest.fixture(scope="module")
 def runs():
     """Production's and the third witness's outcome of CASE on one rank."""
-    from equivalence.runner.layout_runs import preload_models
+    from equivalence.runner.step_runs import preload_models
     from equivalence.workers import open_world
 
     preload_models()
@@ -118,8 +118,8 @@ def test_the_third_witness_is_held_to_the_bit(runs):
 def test_a_tie_is_counted_and_not_compared(runs):
     from equivalence.checks.steps.models import check_model, shapes_of
     from equivalence.expectations.step import expect
-    from equivalence.runner.layout_runs import Ran
     from equivalence.runner.step_jobs import count
+    from equivalence.runner.step_runs import Ran
     from equivalence.trainers.production_step import gradients
 
     expected = dataclasses.replace(expect(CASE, shapes_of(gradients(runs[0]))), router_gap=1e-9)
@@ -140,7 +140,7 @@ def test_a_tie_is_counted_and_not_compared(runs):
     ],
 )
 def test_a_rank_that_fails_is_a_failed_case_and_the_next_case_runs(tmp_path, fault, left, said):
-    from equivalence.runner.layout_runs import preload_models, run_layout
+    from equivalence.runner.step_runs import preload_models, run_layout
 
     preload_models()
     cases = [dataclasses.replace(CASE, sizes=ParallelSizes(context=2), seed=seed) for seed in (2, 4)]
@@ -157,25 +157,25 @@ def test_a_rank_that_fails_is_a_failed_case_and_the_next_case_runs(tmp_path, fau
 
 
 def test_no_rank_lives_while_what_is_expected_of_its_steps_is_computed(monkeypatch):
-    from equivalence.runner import layout_runs
+    from equivalence.runner import step_runs
     from equivalence.workers import seats as workers
 
-    layout_runs.preload_models()
+    step_runs.preload_models()
     living = []
-    own = layout_runs.expect
+    own = step_runs.expect
 
     def expect(case, shapes):
         living.append(sum(workers._taken.values()))
         return own(case, shapes)
 
-    monkeypatch.setattr(layout_runs, "expect", expect)
+    monkeypatch.setattr(step_runs, "expect", expect)
     cases = [dataclasses.replace(CASE, sizes=ParallelSizes(context=2), seed=seed) for seed in (2, 4)]
-    assert all(ran.equal for ran in layout_runs.run_layout(cases))
+    assert all(ran.equal for ran in step_runs.run_layout(cases))
     assert living == [0, 0]
 
 
 def test_a_rank_compiles_nothing():
-    from equivalence.runner.layout_runs import preload_models
+    from equivalence.runner.step_runs import preload_models
     from equivalence.workers import open_world
 
     preload_models()
@@ -262,8 +262,8 @@ def test_a_step_is_promoted_among_the_permanent_ones(tmp_path, monkeypatch):
     ids=lambda layout: layout.name,
 )
 def test_steps_of_the_smallest_run_are_equal_in_each_dimension(layout):
-    from equivalence.runner.layout_runs import preload_models, run_layout
     from equivalence.runner.step_jobs import tiny_cases
+    from equivalence.runner.step_runs import preload_models, run_layout
 
     preload_models()
     cases = tiny_cases(layout)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from equivalence.mutants.matrix import CHECKS, Kills, failures, kill_matrix
-from equivalence.mutants.rows import ROW_MUTANTS, Mutant
+from equivalence.mutants.row_faults import ROW_MUTANTS, Mutant
 from equivalence.subjects import load
 
 SAMPLE = (Path(__file__).parents[2] / "examples" / "packed" / "sample.jsonl.packed", 241)
@@ -33,11 +33,11 @@ def test_a_survivor_and_an_idle_check_are_failures():
 
 def test_production_without_a_fault_is_not_found(monkeypatch):
     sound = Mutant(name="shift_twice", story="")
-    monkeypatch.setattr("equivalence.mutants.rows.ROW_MUTANTS", (sound,))
+    monkeypatch.setattr("equivalence.mutants.row_faults.ROW_MUTANTS", (sound,))
     monkeypatch.setattr("equivalence.mutants.matrix.ROW_MUTANTS", (sound,))
     monkeypatch.setattr("equivalence.mutants.matrix.CHECKS", ("corpus", "smallest"))
     monkeypatch.setattr("equivalence.mutants.subjects._BY_NAME", {"shift_twice": sound})
-    monkeypatch.setattr("equivalence.runner.jobs.subject", load)  # the faulty one may be cached under this name
+    monkeypatch.setattr("equivalence.runner.job_runners.subject", load)  # the faulty one may be cached under this name
     (kills,) = kill_matrix([sound], sample=None)
     assert kills.survives
 

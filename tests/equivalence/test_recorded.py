@@ -19,7 +19,7 @@ from equivalence.checks.rows.recorded import (
 )
 from equivalence.errors import InputError
 from equivalence.recorded import outcomes
-from equivalence.runner.jobs import run as run_job
+from equivalence.runner.job_runners import run as run_job
 from equivalence.runner.plan import recorded_jobs
 from equivalence.runner.recorded_jobs import MOST_DIFFERING
 from equivalence.subjects import load

@@ -28,7 +28,7 @@ class Runs:
 
 @pytest.fixture(scope="module", autouse=True)
 def _preloaded():
-    from equivalence.runner.run_jobs import preload_training
+    from equivalence.runner.trainer_jobs import preload_training
 
     preload_training()
 
@@ -37,7 +37,7 @@ def _preloaded():
 def exact():
     """In float64, twenty steps."""
     from equivalence.checks.runs.trainer import expect_training, whole_weights
-    from equivalence.runner.run_jobs import case_of
+    from equivalence.runner.trainer_jobs import case_of
     from equivalence.trainers.production_run import TRAIN
     from equivalence.workers import open_world
 
@@ -80,7 +80,7 @@ def tensors(result):
 
 def test_twenty_steps_of_two_and_of_four_ranks_are_the_references_within_a_millionth_of_the_way(exact):
     from equivalence.checks.runs.trainer import check_trainer, trains_alike
-    from equivalence.runner.run_jobs import case_of
+    from equivalence.runner.trainer_jobs import case_of
     from equivalence.trainers.production_run import TRAIN
     from equivalence.workers import open_world
 
@@ -189,21 +189,21 @@ def test_r_train_10_without_clipping_two_replicas_train_to_the_bit_as_with_the_p
 
 
 def test_a_job_of_the_main_run_trains_in_all_its_layouts_and_counts_them(monkeypatch):
-    from equivalence.runner import run_jobs
+    from equivalence.runner import trainer_jobs
 
     job = Job(kind="trainer", subjects=(), aim="experts", seed=3)
-    all_of_two = run_jobs.layouts_of(dataclasses.replace(job, first=2))
+    all_of_two = trainer_jobs.layouts_of(dataclasses.replace(job, first=2))
     assert {each.name for each in all_of_two} == {"dp2 ep2", "cp2 ep2", "tp2 ep2"}
-    small = run_jobs.case_of
+    small = trainer_jobs.case_of
     monkeypatch.setattr(
-        run_jobs, "case_of", lambda *args, **options: dataclasses.replace(small(*args, **options), steps=2)
+        trainer_jobs, "case_of", lambda *args, **options: dataclasses.replace(small(*args, **options), steps=2)
     )
     tally = Tally()
-    run_jobs.run_drawn(job, tally)
+    trainer_jobs.run_drawn(job, tally)
     assert (tally.differences, tally.errors) == ([], [])
-    assert tally.equal["trainer", "any"] == len(run_jobs.FEW["experts"])
-    monkeypatch.setattr(run_jobs, "TRAIN", "trainer_targets:without_decay_groups")
-    run_jobs.run_drawn(job, tally)
+    assert tally.equal["trainer", "any"] == len(trainer_jobs.FEW["experts"])
+    monkeypatch.setattr(trainer_jobs, "TRAIN", "trainer_targets:without_decay_groups")
+    trainer_jobs.run_drawn(job, tally)
     assert [each.check for each in tally.differences] == ["trainer"]
     case = store.parse(tally.differences[0].case)
     assert (type(case).__name__, case.steps) == ("TrainingCase", 2)

@@ -11,7 +11,7 @@ from equivalence.mutants.rank_faults import ONE
 from equivalence.mutants.run_faults import RUN_MUTANTS, WHOLE_RUN
 from equivalence.runner.counters import Tally
 from equivalence.runner.job import Job
-from equivalence.runner.jobs import RUNNERS
+from equivalence.runner.job_runners import RUNNERS
 from equivalence.runner.plan import SIZES, whole_run_jobs
 
 pytestmark = [

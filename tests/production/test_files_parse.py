@@ -255,38 +255,6 @@ TOKENS = [
     b"\xed\xa0\x80",
     b"\\ud800",
     b"\\u006f",
-]
-TOKENS += [
-    b'"role": ""',
-    b'"a":1,',
-    b'"a" :1,',
-    b'"a\\\\":1,',
-    b", ",
-    b"\t",
-    b"\r",
-    b"1e999",
-    b"NaN",
-    b"null",
-    b"-",
-    b"\xef\xbb\xbf",
-]
-
-
-TOKENS = [
-    b'"',
-    b":",
-    b",",
-    b"{",
-    b"}",
-    b"[",
-    b"]",
-    b"\\",
-    b"0",
-    b"\x00",
-    b"\xff",
-    b"\xed\xa0\x80",
-    b"\\ud800",
-    b"\\u006f",
     b"e9",
 ]
 TOKENS += [

@@ -29,7 +29,7 @@ PACK_LENGTH = 64
 MODULES = (
     "production.training.trainer",
     "production.training.data.batch_dump",
-    "equivalence.runner.layout_runs",
+    "equivalence.runner.step_runs",
     "transformers.models.auto.tokenization_auto",
     "transformers.tokenization_utils_tokenizers",
     "rich.progress",

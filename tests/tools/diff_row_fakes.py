@@ -44,6 +44,8 @@ def raising(_):
 
 SAME = Side(lambda row: row)
 TOKEN = Side(changed("input_ids", 7, 99))
+ARABIC = Side(changed("input_ids", 7, 1280))
+"""A letter from right to left, under the tokenizer nemotron-mini."""
 POSITION = Side(changed("position_ids", 3, 5))
 MASK = Side(changed("token_mask", 2, 0.0))
 NAN = Side(changed("token_mask", 2, float("nan")))

@@ -64,7 +64,7 @@ def test_training_steps_in_the_jobs_layout_agree_with_every_witness(open_job):
 
 
 def test_a_fault_in_the_ranks_is_told_by_training_steps(open_job):
-    from equivalence.mutants.layouts import entered
+    from equivalence.mutants.layout_faults import entered
 
     result = check_layout(open_job(2, **CP), entered=entered("shift_across_segments"))
     assert result.status == "differs"
@@ -73,7 +73,7 @@ def test_a_fault_in_the_ranks_is_told_by_training_steps(open_job):
 
 
 def test_a_layout_that_loses_tokens_is_told_with_the_row(open_job):
-    from equivalence.mutants.layouts import find
+    from equivalence.mutants.layout_faults import find
 
     with find("owner_off_by_one").entered():
         result = check_layout(open_job(2, **CP), deadline=-NEVER)
@@ -227,7 +227,7 @@ def test_the_order_is_compared_at_both_ends_of_an_epoch_and_at_a_resume(open_job
 
 
 def test_a_wrong_order_is_told(open_job):
-    from equivalence.mutants.layouts import find
+    from equivalence.mutants.layout_faults import find
 
     target, _, progress = open_job(2, **{"policy.train_global_batch_size": 2, "sft.max_num_epochs": 3})
     with find("epochs_alike").entered():

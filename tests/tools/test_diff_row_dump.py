@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from equivalence.generators.tokenizers import load
 from equivalence.subjects import ROW_TENSORS, RowSettings
 from tools.diff_row.__main__ import main
-from tools.diff_row.dump.reader import Conventions, read_dump
+from tools.diff_row.dump.batch_reader import Conventions, read_dump
 from tools.diff_row.dump.writer import NAMES, write_dump
 from tools.diff_row.errors import BadInput
 from tools.diff_row.row.inspection import inspect

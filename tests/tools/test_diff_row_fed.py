@@ -430,3 +430,12 @@ def test_conversations_that_lie_elsewhere_now_are_read_there(run, chat, tmp_path
     assert run(moved, "--fed", folder)[0] == 0
     moved.write_text(moved.read_text().replace("stone", "storm"))
     assert run(moved, "--fed", folder)[0] == 1
+
+
+def test_the_page_of_a_bin_names_its_lines(run, chat, tmp_path):
+    folder = write_either(tmp_path, chat, "online")
+    html = tmp_path / "bin.html"
+    status, _, _ = run("--fed", folder, "--html", html)
+    assert status == 0
+    assert "microbatch 0, bin of " in html.read_text()
+    assert "line None" not in html.read_text()

@@ -17,9 +17,14 @@ from equivalence.generators.tokenizers import load
 from equivalence.subjects import Row, RowSettings
 from tools.diff_row.inputs import findings_of
 from tools.diff_row.render import page
+from tools.diff_row.report import Report
 from tools.diff_row.row.findings import Side, Source
 
 LONG = 262_144
+
+
+def rendered(shown):
+    return page.render_page(Report(row=shown))
 
 
 def findings(messages, sides, tokenizer="word", **settings):
@@ -82,7 +87,7 @@ def decode(found, name):
 
 def test_the_arrays_are_the_tensors_of_each_side():
     shown = findings(many(3), {"reference": REFERENCE, "leaky": LEAKY, "twice": SHIFTED, "nan": NAN})
-    found, _ = scripts(page.render_page(shown))
+    found, _ = scripts(rendered(shown))
     checked = 0
     for number, side in enumerate(shown.sides):
         for tensor in ("input_ids", "target_ids", "token_mask", "position_ids"):
@@ -98,7 +103,7 @@ def test_the_arrays_are_the_tensors_of_each_side():
 
 def test_flags_say_what_differs_where_padding_stands_and_boundaries_lie():
     shown = findings(many(2, (1, 1, 1)), {"a": REFERENCE, "b": UNPADDED}, pack_length=16, context_parallel_size=2)
-    found, _ = scripts(page.render_page(shown))
+    found, _ = scripts(rendered(shown))
     flags = decode(found, "flags")
     assert np.flatnonzero(flags & page.PADDED).tolist() == [3, *range(7, 16)]
     assert np.flatnonzero(flags & page.BOUNDARY).tolist() == [3, 4]
@@ -119,7 +124,7 @@ def test_ids_that_32_bits_cannot_hold_survive():
 
 
 def test_nothing_is_loaded_from_elsewhere():
-    html = page.render_page(findings(many(3), {"a": REFERENCE, "b": LEAKY}))
+    html = rendered(findings(many(3), {"a": REFERENCE, "b": LEAKY}))
     assert "http" not in html.replace("http-equiv", "")
     assert "default-src 'none'" in html
     _, tags = scripts(html)
@@ -130,7 +135,7 @@ def test_what_a_row_contains_is_never_markup():
     evil = "</script><script>alert(1)</script><img src=x onerror=alert(1)>\u2028\u202e\u0000{{ 7*7 }}"
     messages = [{"role": evil, "content": evil}, {"role": "assistant", "content": evil}]
     sides = {"a": REFERENCE, evil: TOKEN}
-    html = page.render_page(findings(messages, sides, tokenizer="nemotron-mini", pack_length=128))
+    html = rendered(findings(messages, sides, tokenizer="nemotron-mini", pack_length=128))
     found, tags = scripts(html)
     assert len([name for name in found if name.startswith("code")]) == 2
     assert not [tag for tag, attributes in tags if tag == "img" or "onerror" in attributes]
@@ -140,7 +145,7 @@ def test_what_a_row_contains_is_never_markup():
 
 
 def test_the_differences_are_a_table_for_who_cannot_see_the_canvas():
-    html = page.render_page(findings(many(30), {"a": REFERENCE, "b": LEAKY, "c": MASK}, pack_length=512))
+    html = rendered(findings(many(30), {"a": REFERENCE, "b": LEAKY, "c": MASK}, pack_length=512))
     assert 'href="#p9"' in html
     assert html.count("boundary label</td>") == 2 * 29 * 2
     assert html.count('<th scope="col"') > 10
@@ -148,7 +153,7 @@ def test_the_differences_are_a_table_for_who_cannot_see_the_canvas():
 
 def test_sides_that_share_a_difference_share_its_line():
     found = findings(many(2), {"reference": REFERENCE, "same": SAME, "shifted": SHIFTED})
-    table = page.render_page(found).split("<h2>Differences")[1].split("</table>")[0]
+    table = rendered(found).split("<h2>Differences")[1].split("</table>")[0]
     places = re.findall(r'<a href="#p(\d+)">', table)
     tensors = re.findall(r"</td><td>(\w+)</td>\s+<td><span", table)
     assert len(places) == len(set(zip(places, tensors, strict=True))) > 3
@@ -157,16 +162,16 @@ def test_sides_that_share_a_difference_share_its_line():
 
 
 def test_the_table_of_differences_ends_at_200():
-    html = page.render_page(findings(many(60), {"a": REFERENCE, "b": SHIFTED}, pack_length=512))
+    html = rendered(findings(many(60), {"a": REFERENCE, "b": SHIFTED}, pack_length=512))
     assert html.count("#p") <= 200 + 60 + 2
     assert "the first 200" in html
 
 
 def test_sides_of_several_lengths_and_a_dump_alone_have_a_page():
-    assert "Different" in page.render_page(findings(many(3), {"a": REFERENCE, "b": SHORT}))
+    assert "Different" in rendered(findings(many(3), {"a": REFERENCE, "b": SHORT}))
     row = REFERENCE.build_row(many(3), load("word"), RowSettings(pack_length=32, prompt_format="identity"))
     alone = findings_of([Side(name="dump", version="", row=row)], source=Source(dump="x.safetensors", dump_row=0))
-    assert "One side only" in page.render_page(alone)
+    assert "One side only" in rendered(alone)
 
 
 def test_a_long_row_is_a_small_page_made_in_seconds():
@@ -188,7 +193,7 @@ def test_a_long_row_is_a_small_page_made_in_seconds():
         source=Source(dump="x.safetensors", dump_row=0),
         tokenizer=load("nemotron-mini"),
     )
-    html = page.render_page(shown)
+    html = rendered(shown)
     assert len(html.encode()) < 10_000_000
     assert html.count("<") < 20_000
     found, _ = scripts(html)
@@ -197,7 +202,7 @@ def test_a_long_row_is_a_small_page_made_in_seconds():
 
 def test_the_script_reads_what_was_written(tmp_path: Path):
     shown = findings(many(3), {"a": REFERENCE, "b": LEAKY, "c": NAN})
-    found, _ = scripts(page.render_page(shown))
+    found, _ = scripts(rendered(shown))
     (tmp_path / "reader.js").write_text(found["code-0"])
     (tmp_path / "found.json").write_text(json.dumps(found))
     (tmp_path / "run.js").write_text(
@@ -238,7 +243,7 @@ def test_the_script_reads_what_was_written(tmp_path: Path):
 
 
 def test_the_drawing_script_names_only_what_the_page_has():
-    html = page.render_page(findings(many(2), {"a": REFERENCE, "b": SAME}))
+    html = rendered(findings(many(2), {"a": REFERENCE, "b": SAME}))
     found, tags = scripts(html)
     ids = {attributes["id"] for _, attributes in tags if "id" in attributes}
     asked = set(re.findall(r'element\("(\w+)"\)', found["code-1"])) - {"facts"}

@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 
 from production.parallel import context_parallel as production_context
 from tools.diff_row.rank.coordinates import find_place
+from tools.diff_row.rank.diff import differences_of
 
 FAULTS = "diff_row_rank_fakes"
 
@@ -280,3 +281,25 @@ def test_slice_and_weights_stand_on_one_screen(run, rows):
     assert "of the file (from 0)" in out
     alone = [each["step"] for each in described(run, *of(rows), *asked, "--no-sequence-parallel")[1]["steps"]]
     assert alone == ["row", "batch", "microbatch", "share", "weights"]
+
+
+def test_tensors_that_differ_alike_are_listed_in_the_order_of_the_step_and_not_of_a_set():
+    names = [f"tensor_{number}" for number in (7, 2, 9, 4, 0, 5, 8, 1)]
+    left, right = ({name: torch.zeros(size) for name in names} for size in (3, 2))
+    assert [each.tensor for each in differences_of("batch", 0, {"a": left, "b": right})] == names
+
+
+def test_an_option_of_a_dump_is_refused_without_one_and_so_are_names_that_nobody_knows(run, rows, tmp_path):
+    status, _, err = run(*of(rows), "--microbatch", 0)
+    assert (status, "--microbatch: only a job's dump has microbatches" in err) == (2, True)
+    status, _, err = run(*of(rows), "--cp", 2, "--write-dump", tmp_path / "x", "--dump-names", "theirs")
+    assert (status, "--dump-names theirs: choose one of" in err) == (2, True)
+
+
+def test_a_token_from_right_to_left_has_no_escape_on_the_screen_and_page_of_a_rank(run, tmp_path):
+    case, html = write_case(tmp_path, many(2), tokenizer="nemotron-mini", pack_length=64), tmp_path / "rank.html"
+    _, out, _ = run("--case", case, "--cp", 2, "--sides", "reference,diff_row_fakes:ARABIC", "--html", html)
+    assert "DIFFERENT first at step row in input_ids" in out
+    assert "1280 'ا\u200e'" in out
+    assert "\\u200e" not in out
+    assert "\\u200e" not in html.read_text().split("<script")[0]

@@ -13,7 +13,7 @@ from tools.simulate import walk as walk_module
 from tools.simulate.__main__ import main
 from tools.simulate.costs import costs_of
 from tools.simulate.layout import Job, draw_rows, read_rows
-from tools.simulate.picture import render_page
+from tools.simulate.page import render_page
 from tools.simulate.walk import MOST_FAULTS, walk
 
 

@@ -12,11 +12,11 @@ from pathlib import Path
 import torch
 from rich.console import Console
 from rich.table import Table
-from transformers import AutoTokenizer
 
 from equivalence.generators.real_tokenizers import cached_tokenizer
 from production.files.source import open_source
 from production.rows.builder import Row, RowBuilder, RowSettings
+from production.tokens.folder import load_folder
 from production.training.data.dataset import row_facts
 from production.training.data.row_cache import RowCache
 from tools.bench.contenders import megatron_lm_dataset
@@ -36,7 +36,7 @@ def cache(
     """
     torch.set_num_threads(1)
     folder = cached_tokenizer("nemotron-like") if tokenizer is None else tokenizer
-    found = AutoTokenizer.from_pretrained(folder)
+    found = load_folder(folder)
     settings = RowSettings(pack_length=pack_length)
     builder = RowBuilder(tokenizer=found, settings=settings)
     messages = full_rows(builder, data, pack_length, rows)

@@ -10,7 +10,6 @@ import logging
 import statistics
 import sys
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,9 +17,10 @@ from typing import Any
 import msgspec
 import numpy as np
 import torch
-from transformers import AutoTokenizer
 
+from production.library_warnings import quiet_libraries
 from production.rows.builder import Row, RowBuilder, RowSettings
+from production.tokens.folder import load_folder
 from production.tokens.prompts import FORMATS, render_messages, render_template, split_conversations
 from tools.bench.rows import Result
 
@@ -39,7 +39,7 @@ LONG_CHARACTERS = 1500
 def measure(task: dict[str, Any]) -> list[Result]:
     """Return the results of one task, for each kind of turns and each pack length."""
     torch.set_num_threads(task["threads"])
-    tokenizer = AutoTokenizer.from_pretrained(task["tokenizer"])
+    tokenizer = load_folder(Path(task["tokenizer"]))
     return [_Bench(task, tokenizer, kind, length).run() for kind in task["kinds"] for length in task["pack_lengths"]]
 
 
@@ -198,8 +198,7 @@ def _put_together(conversation: Messages) -> Messages:
 
 def megatron_lm_dataset(folder: str, prompt_format: str, pack_length: int, rows: list[Messages]) -> Any:
     """Return the installed SFTDataset over these rows."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of absent CUDA and optional kernels, on import
+    with quiet_libraries():
         from megatron.core.datasets.gpt_dataset import GPTDatasetConfig  # noqa: PLC0415
         from megatron.core.datasets.utils import Split  # noqa: PLC0415
         from megatron.core.tokenizers import MegatronTokenizer  # noqa: PLC0415

@@ -14,12 +14,12 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
-from transformers import AutoTokenizer
 
 from equivalence.generators.real_tokenizers import cached_tokenizer
 from production.files.source import open_source
 from production.rows.batch import BatchSettings
 from production.rows.builder import RowBuilder, RowSettings
+from production.tokens.folder import load_folder
 from production.training.data.dataset import PackedData
 from production.training.data.loader import Loader, LoaderSettings
 from production.training.data.order import Order
@@ -48,7 +48,7 @@ def loader(
     `data` is a packed file whose rows are put together until they fill `pack_length`; `tokenizer` a folder.
     """
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    found = AutoTokenizer.from_pretrained(cached_tokenizer("nemotron-like") if tokenizer is None else tokenizer)
+    found = load_folder(cached_tokenizer("nemotron-like") if tokenizer is None else tokenizer)
     settings = RowSettings(pack_length=pack_length)
     builder = RowBuilder(tokenizer=found, settings=settings)
     rows = full_rows(builder, data, pack_length, steps * global_batch_size)

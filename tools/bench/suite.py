@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import resource
 import time
-import warnings
 from collections import Counter
 from dataclasses import dataclass
 
@@ -21,6 +20,7 @@ from rich.table import Table
 from equivalence.runner.counters import Tally
 from equivalence.runner.plan import LAYOUT_CHECKS, NEVER_SMALL, SIZES, Steps, model_jobs
 from equivalence.runner.pool import default_workers, run_jobs
+from production.library_warnings import quiet_libraries
 
 DATA_AIM = 100.0
 STEP_AIMS = {2: 2.0, 4: 0.7, 8: 0.5}
@@ -61,9 +61,8 @@ def suite(
     differs: a wrong suite has no speed.
     """
     torch.set_num_threads(1)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of megatron-core, that CUDA and optional kernels are absent
-        from equivalence.runner.layout_runs import preload_models  # noqa: PLC0415 - megatron-core, which other benchmarks do without
+    with quiet_libraries():
+        from equivalence.runner.step_runs import preload_models  # noqa: PLC0415 - megatron-core, which other benchmarks do without
 
         preload_models()
     measured = [_data(examples), *(_steps(size, layouts, cases, workers or default_workers()) for size in worlds)]

@@ -26,9 +26,9 @@ from equivalence.subjects import BUILT_IN, Subject
 from equivalence.subjects import load as load_subject
 from production import exits
 from production.errors import PackproofError
+from production.library_warnings import quiet_process
 from production.training.certificate import fingerprints
 from production.training.config import Job, load
-from production.training.library_warnings import quiet
 from tools.check.certificate import certificate, write_json, write_text
 from tools.check.config_part import check_config
 from tools.check.file_part import check_file
@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _main(arguments: Sequence[str] | None) -> int:
-    quiet()
+    quiet_process()
     torch.set_num_threads(1)  # ranks are forked from here, and a fork copies no threads
     options = _options(arguments)
     console = Console() if sys.stdout.isatty() else Console(width=110)

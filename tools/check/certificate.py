@@ -10,7 +10,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from production.files.cache import atomic_file
+from production.files.cache import write_file
 from production.training.certificate import FORMAT
 from production.training.metrics.versions import versions
 from tools.check.result import PARTS, PartResult, Verdict, summary_of
@@ -60,9 +60,7 @@ def write_json(certified: Mapping[str, Any], folder: Path) -> Path:
 
 def write_text(path: Path, text: str) -> Path:
     """Write a file whole or not at all, and return its path."""
-    with atomic_file(path) as file:
-        file.write(text.encode("utf-8", errors="backslashreplace"))
-    return path
+    return write_file(path, text.encode("utf-8", errors="backslashreplace"))
 
 
 def _part(result: PartResult) -> dict[str, Any]:

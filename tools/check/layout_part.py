@@ -10,7 +10,7 @@ from typing import Any
 from equivalence.cases.result import CheckResult
 from equivalence.cases.step import ModelCase
 from equivalence.generators.models import domain_factor
-from equivalence.runner.layout_runs import Entered, check_case, has_witness, plain_layout, preload_models
+from equivalence.runner.step_runs import Entered, check_case, has_witness, plain_layout, preload_models
 from equivalence.trainers.production_step import given
 from production.errors import BadInput, PackproofError, RowRefused
 from production.rows.builder import Row, RowBuilder

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Iterator
 
@@ -96,16 +97,4 @@ def _places(rows: tuple[int, ...], settings: OrderSettings) -> Iterator[tuple[st
 
 
 def _case(rows: tuple[int, ...], settings: OrderSettings, consumed_steps: int) -> OrderCase:
-    return OrderCase(
-        rows=rows,
-        kind=settings.kind,
-        last_batch=settings.last_batch,
-        global_batch_size=settings.global_batch_size,
-        data_parallel_size=settings.data_parallel_size,
-        seed=settings.seed,
-        max_epochs=settings.max_epochs,
-        weights=settings.weights,
-        steps=STEPS,
-        consumed_steps=consumed_steps,
-        run_steps=settings.run_steps,
-    )
+    return OrderCase(rows=rows, steps=STEPS, consumed_steps=consumed_steps, **dataclasses.asdict(settings))

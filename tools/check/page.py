@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from importlib.resources import files
 from typing import Any
 
-import jinja2
-
+from equivalence.report.templates import environment
 from tools.check.result import PARTS
 from tools.inspect_rows.inspection import Histogram
 from tools.inspect_rows.page import NARROW, picture
@@ -38,16 +36,11 @@ _COUNTS = {
 
 def render_page(certified: Mapping[str, Any]) -> str:
     """Return the page of a certificate, which needs no network and no script."""
-    environment = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    environment.filters["thousands"] = lambda number: f"{number:,}"
-    template = environment.from_string(files("tools.check").joinpath("page.html").read_text(encoding="utf-8"))
+    template = environment("tools.check").get_template("page.html")
     file_part = certified["parts"].get("file")
     scans = file_part["numbers"].get("scans", []) if file_part else []
     return template.render(
         made=certified,
-        style=files("equivalence.report").joinpath("report.css").read_text(encoding="utf-8"),
         badge=_BADGES.get(certified["verdict"], "bad"),
         titles=PARTS,
         scans=[{**scan, "plots": _plots(scan), "table": _counts(scan)} for scan in scans],

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
@@ -26,6 +25,7 @@ from equivalence.subjects.protocol import RowSettings
 from equivalence.trainers import megatron_step
 from equivalence.trainers.megatron_log import Written, router_losses
 from production.errors import PackproofError
+from production.library_warnings import quiet_libraries
 from production.model.model import build_model
 from production.parallel.multi_token_feed import rolls_from_tables
 from production.parallel.sizes import RankCoordinates
@@ -188,8 +188,7 @@ class Baseline:
         return found
 
     def _read(self, job: Job, tokenizer: Any) -> Iterator[dict[str, torch.Tensor]]:
-        with warnings.catch_warnings():  # it says on import what optional parts are absent
-            warnings.simplefilter("ignore")
+        with quiet_libraries():
             from megatron.training.datasets.data_samplers import MegatronPretrainingSampler  # noqa: PLC0415 - seconds
         path, settings = baseline_rows(job)
         assert job.sft.max_num_steps is not None

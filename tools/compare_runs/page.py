@@ -5,11 +5,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from functools import partial
-from importlib.resources import files
 from pathlib import Path
 
-import jinja2
-
+from equivalence.report.templates import environment
 from production.training.metrics.plot import WIDTH, Line, draw
 from tools.compare_runs import words
 from tools.compare_runs.aligned import paired_values
@@ -28,13 +26,9 @@ NARROW, NARROW_BELOW = 400, "44rem"
 
 def write_page(comparison: Comparison, path: Path, *, broken: Sequence[str] = ()) -> None:
     """Write the page; `broken` are the limits that do not hold."""
-    environment = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    template = environment.from_string(files("tools.compare_runs").joinpath("page.html").read_text(encoding="utf-8"))
+    template = environment("tools.compare_runs").get_template("page.html")
     page = template.render(
         comparison=comparison,
-        style=files("equivalence.report").joinpath("report.css").read_text(encoding="utf-8"),
         times=words.time_rows(comparison),
         bound=words.bound(comparison),
         rows=words.difference_rows(comparison),

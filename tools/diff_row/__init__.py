@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from tools.diff_row.dump.reader import Dump, read_dump
+from tools.diff_row.dump.batch_reader import Dump, read_dump
 from tools.diff_row.dump.writer import write_dump
 from tools.diff_row.render.page import render_page
+from tools.diff_row.report import Report
 from tools.diff_row.row.findings import Findings, compare
 
-__all__ = ["Dump", "Findings", "compare", "read_dump", "render_page", "write_dump"]
+__all__ = ["Dump", "Findings", "Report", "compare", "read_dump", "render_page", "write_dump"]

@@ -26,22 +26,17 @@ from safetensors import SafetensorError
 
 from equivalence.subjects import split_names
 from production import exits
-from tools.diff_row.dump.reader import Conventions, field_of
-from tools.diff_row.dump.writer import NAMES, write_dump
+from tools.diff_row.dump.batch_reader import Conventions, field_of
+from tools.diff_row.dump.writer import NAMES, write_dump, write_steps
+from tools.diff_row.dump_report import find_fed
 from tools.diff_row.errors import BadInput
 from tools.diff_row.inputs import Request, find
 from tools.diff_row.notes import token_notes
-from tools.diff_row.rank.compare_dump import find_fed
-from tools.diff_row.rank.output import as_json as ranks_as_json
-from tools.diff_row.rank.output import write_steps
-from tools.diff_row.rank.page import render_rank_page
-from tools.diff_row.rank.request import RankRequest, find_rank
-from tools.diff_row.rank.steps import RankFindings
-from tools.diff_row.rank.terminal import show_fed, show_rank
+from tools.diff_row.rank_report import RankRequest, find_rank
 from tools.diff_row.render.json_output import as_json
 from tools.diff_row.render.page import render_page
 from tools.diff_row.render.terminal import show
-from tools.diff_row.row.findings import Findings
+from tools.diff_row.report import Report
 from tools.diff_row.sides import end_external
 
 
@@ -215,22 +210,21 @@ def _main(arguments: Sequence[str] | None) -> int:
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     output = asked.output
     try:
-        if (way := _rank_request(asked)).is_asked:
-            return _show_rank(asked, way)
-        findings = find(_request(asked))
-        _tell(findings, asked)
+        report = _find(asked)
+        for note in token_notes(report.row, asked.row.chat_key):
+            print(f"note: {note}", file=sys.stderr)
         if output.html is not None:
-            _write_page(output.html, findings)
+            _write("--html", output.html, report, lambda path: path.write_text(render_page(report), encoding="utf-8"))
         if output.write_dump is not None:
-            _write_dump(output, findings)
+            _write_dump(output, output.write_dump, report)
     except BadInput as error:
         print(f"packproof-diff-row: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     if output.json:
-        print(as_json(findings))
+        print(as_json(report))
     else:
-        show(findings, _console(), page=None if output.html is None else str(output.html))
-    return 0 if findings.equal else 1
+        show(report, _console(), page=None if output.html is None else str(output.html))
+    return 0 if report.equal else 1
 
 
 def _console() -> Console:
@@ -238,30 +232,12 @@ def _console() -> Console:
     return Console(width=min(console.width, 120) if console.is_terminal or "COLUMNS" in os.environ else PIPED_WIDTH)
 
 
-def _tell(findings: Findings, asked: Arguments) -> None:
-    """Print what the row's tokens are that its author may not have meant. Raises BadInput."""
-    for note in token_notes(findings, asked.row.chat_key):
-        print(f"note: {note}", file=sys.stderr)
-
-
-def _show_rank(asked: Arguments, request: RankRequest) -> int:
-    """Show a row on one rank, or the dump of each rank of a job; return the exit status. Raises BadInput."""
-    output = asked.output
-    fed = None if request.fed is None else find_fed(request, asked.rank.microbatch)
-    findings = find_rank(request) if fed is None else fed.shown
-    _tell(findings.row, asked)
-    if output.html is not None:
-        _write(output.html, "--html", findings.row, lambda: render_rank_page(findings, fed))
-    if output.write_dump is not None:
-        _write_steps(output.write_dump, findings)
-    page = None if output.html is None else str(output.html)
-    if output.json:
-        print(ranks_as_json(findings, fed))
-    elif fed is not None:
-        show_fed(fed, _console(), page=page)
-    else:
-        show_rank(findings, _console(), page=page)
-    return 0 if (findings if fed is None else fed).equal else 1
+def _find(asked: Arguments) -> Report:
+    """Return the report that was asked for: of a row, of its way to a rank, or of a job's dump. Raises BadInput."""
+    request = RankRequest(row=_request(asked), **vars(asked.rank))
+    if request.fed is not None:
+        return find_fed(request)
+    return find_rank(request) if request.is_asked else Report(row=find(request.row))
 
 
 def _request(asked: Arguments) -> Request:
@@ -298,57 +274,26 @@ def _mapped(pairs: Sequence[str]) -> dict[str, str]:
     return mapped
 
 
-def _rank_request(asked: Arguments) -> RankRequest:
-    names = (
-        "tp",
-        "cp",
-        "dp",
-        "pp",
-        "rank",
-        "depth",
-        "stop_at",
-        "at",
-        "global_batch_size",
-        "fed",
-        "layout",
-        "sequence_parallel",
-    )
-    return RankRequest(row=_request(asked), **{name: getattr(asked.rank, name) for name in names})
-
-
-def _write_page(path: Path, findings: Findings) -> None:
-    _write(path, "--html", findings, lambda: render_page(findings))
-
-
-def _write(path: Path, option: str, findings: Findings, render: Callable[[], str]) -> None:
-    if not findings.built:
-        raise BadInput(f"{option} {path}: no side built the row, so there is no token to show")
+def _write(option: str, path: Path, report: Report, write: Callable[[Path], object]) -> None:
+    if not report.row.built:
+        lacks = "no token to show" if option == "--html" else "nothing to write"
+        raise BadInput(f"{option} {path}: no side built the row, so there is {lacks}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(render(), encoding="utf-8")
-    except OSError as error:
-        raise BadInput(f"{option} {path} cannot be written ({error.strerror}): choose another place") from error
-
-
-def _write_steps(path: Path, findings: RankFindings) -> None:
-    if not findings.row.built:
-        raise BadInput(f"--write-dump {path}: no side built the row, so there is nothing to write")
-    try:
-        write_steps(path, findings)
+        write(path)
     except (OSError, SafetensorError) as error:
-        raise BadInput(f"--write-dump {path} cannot be written ({error}): choose another place") from error
+        why = getattr(error, "strerror", None) or error
+        raise BadInput(f"{option} {path} cannot be written ({why}): choose another place") from error
 
 
-def _write_dump(output: OutputOptions, findings: Findings) -> None:
-    assert output.write_dump is not None
+def _write_dump(output: OutputOptions, path: Path, report: Report) -> None:
     if output.dump_names not in NAMES:
         raise BadInput(f"--dump-names {output.dump_names}: choose one of {', '.join(NAMES)}")
-    if not findings.built:
-        raise BadInput(f"--write-dump {output.write_dump}: no side built the row, so there is nothing to write")
-    try:
-        write_dump(output.write_dump, [findings.built[0].row], names=output.dump_names)
-    except (OSError, SafetensorError) as error:
-        raise BadInput(f"--write-dump {output.write_dump} cannot be written ({error}): choose another place") from error
+    rank, row = report.rank, report.row
+    if rank is not None:
+        _write("--write-dump", path, report, lambda to: write_steps(to, rank))
+    else:
+        _write("--write-dump", path, report, lambda to: write_dump(to, [row.built[0].row], names=output.dump_names))
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from equivalence.subjects.tokenizers import load_folder
 from production.errors import PackproofError
 from production.files.file_state import is_there
 from production.files.manifest import read_manifest
-from tools.diff_row.dump.reader import LABELS, Conventions, Dump, read_dump
+from tools.diff_row.dump.batch_reader import LABELS, Conventions, Dump, read_dump
 from tools.diff_row.dump.search import Match, find_row
 from tools.diff_row.errors import BadInput
 from tools.diff_row.row.findings import Findings, Side, Source, compare

@@ -25,6 +25,7 @@ from tools.diff_row.errors import BadInput
 from tools.diff_row.inputs import findings_of
 from tools.diff_row.render.page import render_page
 from tools.diff_row.render.terminal import show
+from tools.diff_row.report import Report
 from tools.diff_row.row.findings import Findings, Side, Source
 from tools.diff_row.sides import version_of
 
@@ -98,7 +99,7 @@ def _findings(messages: Messages, settings: RowSettings, faulty: RowSettings, ro
 
 def _draw_terminal(findings: Findings, asked: Arguments) -> None:
     console = Console(record=True, width=100, file=io.StringIO(), force_terminal=True, color_system="truecolor")
-    show(findings, console)
+    show(Report(row=findings), console)
     svg = console.export_svg(title=f"packproof-diff-row {SAMPLE} --row {findings.source.row} …", theme=MONOKAI)
     svg = re.sub(r"@font-face \{.*?\}", "", svg, flags=re.DOTALL).replace("Fira Code", "Noto Sans Mono")
     found = re.search(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', svg)
@@ -109,7 +110,7 @@ def _draw_terminal(findings: Findings, asked: Arguments) -> None:
 
 
 def _draw_page(findings: Findings, asked: Arguments) -> None:
-    _shoot(render_page(findings), asked.out / "diff_row_page.png", 1280, 860, asked)
+    _shoot(render_page(Report(row=findings)), asked.out / "diff_row_page.png", 1280, 860, asked)
 
 
 def _shoot(html: str, picture: Path, width: int, height: int, asked: Arguments) -> None:

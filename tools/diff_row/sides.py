@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import importlib.metadata
-import warnings
 from typing import Any, cast
 
 from equivalence.subjects import BUILT_IN, EXTERNAL, RowSettings, Subject, load
+from production.library_warnings import quiet_libraries
 from tools.diff_row.errors import BadInput
 
 
@@ -21,8 +21,7 @@ def subject_named(name: str) -> Subject:
     if name in _EXTERNAL:
         return _EXTERNAL[name]
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # witnesses warn on import of what they lack; it is not about this row
+        with quiet_libraries():
             subject = load(name)
     except (ValueError, ImportError) as error:
         raise BadInput(f"side {name!r}: {error}") from error

@@ -47,6 +47,12 @@ class TokenTexts:
                 self._known[token] = visible(name) if token in self._special else quoted(name, text)
 
 
+def value_and_text(tensor: str, value: object, texts: TokenTexts) -> tuple[str, str]:
+    """Return a value of a tensor, whole where it is whole, and the text of its token, empty for what is no id; both are visible."""
+    text = texts.text(value) if tensor in ("input_ids", "target_ids") and isinstance(value, int) else ""
+    return visible(str(int(value) if isinstance(value, float) and value.is_integer() else value)), text
+
+
 def quoted(name: str | None, text: str) -> str:
     """Return a token of text in quotes. Part of a character, which has no text, is shown as bytes."""
     if name is None:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from production.errors import PackproofError
-from production.training.library_warnings import quiet
+from production.library_warnings import quiet_process
 from tools.from_megatron_lm.job_yaml import yaml_text
 from tools.from_megatron_lm.reading import Arguments, read_text, read_words
 from tools.from_megatron_lm.translate import translate
@@ -20,7 +20,7 @@ CANNOT_RUN = 2
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the YAML. Exit status: 0 all arguments have a place, 2 some argument is refused, and no YAML is written."""
-    quiet()
+    quiet_process()
     words = list(sys.argv[1:] if argv is None else argv)
     own, behind = (words[: words.index("--")], words[words.index("--") + 1 :]) if "--" in words else (words, None)
     options = _parser().parse_args(own)

@@ -8,13 +8,13 @@ import enum
 import functools
 import re
 import shlex
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
 from production.errors import PackproofError
+from production.library_warnings import quiet_libraries
 from tools.from_megatron_lm.arguments import DERIVED
 
 _BEGIN, _END = "------------------------ arguments ------------------------", "end of arguments"
@@ -53,8 +53,7 @@ class _Parser(argparse.ArgumentParser):
 @functools.cache
 def parser() -> argparse.ArgumentParser:
     """Return the installed Megatron-LM's own parser."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with quiet_libraries():
         from megatron.training.arguments import add_megatron_arguments  # noqa: PLC0415 - takes seconds to import
 
     made: argparse.ArgumentParser = add_megatron_arguments(_Parser(allow_abbrev=False, add_help=False))

@@ -9,7 +9,8 @@ import math
 from pathlib import Path
 from typing import Any
 
-from production.tokens.folder import folder_fault
+from production.errors import PackproofError
+from production.tokens.folder import folder_fault, load_folder
 from production.training.config.megatron_options import option_defaults
 from production.training.data.tokenizer import rows_needed
 from tools.from_megatron_lm.arguments import BOTH, FILLED_IN, ONLY_ONE, PASSED_ON, REFUSED, SILENT, WITHOUT_EFFECT
@@ -425,15 +426,10 @@ def _tokens_of(folder: Any) -> tuple[int | None, str]:
         return None, f"--tokenizer-model {folder} is not a folder on this machine"
     if (fault := folder_fault(Path(folder))) is not None:
         return None, f"--tokenizer-model {folder} cannot be loaded: {fault}"
-    from transformers import AutoTokenizer  # noqa: PLC0415 - takes seconds to import
-
     try:
-        return rows_needed(AutoTokenizer.from_pretrained(folder, local_files_only=True)), ""
-    except Exception as error:  # noqa: BLE001 - a damaged tokenizer.json raises Exception itself
-        return (
-            None,
-            f"--tokenizer-model {folder} cannot be loaded: {str(error).splitlines()[0] if str(error) else type(error).__name__}",
-        )
+        return rows_needed(load_folder(Path(folder))), ""
+    except PackproofError as error:
+        return None, f"--tokenizer-model {folder} cannot be loaded: {error.what}"
 
 
 def _words(value: Any) -> str:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from importlib.resources import files
 from pathlib import Path
 
-import jinja2
-
+from equivalence.report.templates import environment
 from production.files.cache import atomic_file
 from production.training.metrics.plot import WIDTH, draw_bars
 from tools.inspect_rows import terminal
@@ -18,14 +16,9 @@ NARROW, NARROW_BELOW = 400, "44rem"
 
 def write_page(found: Inspection, path: Path) -> None:
     """Write the page, whole or not at all."""
-    environment = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    environment.filters["thousands"] = lambda number: f"{number:,}"
-    template = environment.from_string(files("tools.inspect_rows").joinpath("page.html").read_text(encoding="utf-8"))
+    template = environment("tools.inspect_rows").get_template("page.html")
     page = template.render(
         found=found,
-        style=files("equivalence.report").joinpath("report.css").read_text(encoding="utf-8"),
         verdict=terminal.verdict(found),
         totals=list(terminal.totals(found)),
         worst=list(terminal.worst_rows(found)),

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from tools.counted import counted
+from tools.pack_rows.chat_lines import read_conversations
 from tools.pack_rows.conversation import Conversation, Refusal
-from tools.pack_rows.conversations import read_conversations
 from tools.pack_rows.inputs import Chunk, InputFile
 from tools.pack_rows.lengths import LengthMeter, Measured
 from tools.pack_rows.settings import PackSettings

@@ -5,7 +5,6 @@ import importlib.metadata
 import json
 import os
 import platform
-import tempfile
 from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
@@ -117,24 +116,6 @@ def json_bytes(value: object) -> bytes:
     return (json.dumps(value, indent=1, ensure_ascii=False) + "\n").encode()
 
 
-def write_atomically(path: Path, content: bytes) -> None:
-    """Write `content` to `path` so that no reader ever sees half of it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, scratch = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        umask = os.umask(0)
-        os.umask(umask)
-        Path(scratch).chmod(0o666 & ~umask)  # mkstemp's 0600 would keep the job's other users out
-        Path(scratch).replace(path)
-    except BaseException:
-        Path(scratch).unlink(missing_ok=True)
-        raise
-
-
 def _line_ranges(places: Iterable[SourceLocation]) -> str:
     """Return lines as text, `3, 7-12`, with the piece after a stroke where a conversation was split: `9/1`."""
     runs: list[list[SourceLocation]] = []
@@ -155,7 +136,6 @@ __all__ = [
     "json_bytes",
     "manifest",
     "manifest_path",
-    "write_atomically",
     "write_rows",
 ]
 

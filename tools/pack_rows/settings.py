@@ -7,7 +7,7 @@ from typing import Literal
 
 from production.errors import PackproofError
 from production.semantics import DEFAULT_PRESET, parse
-from tools.pack_rows.conversations import MiddleSystem, MissingSystem
+from tools.pack_rows.chat_lines import MiddleSystem, MissingSystem
 from tools.pack_rows.layouts import Layout
 from tools.pack_rows.lengths import PromptFormat
 from tools.pack_rows.rows import Algorithm

@@ -8,6 +8,7 @@ ranks, and what multi-token prediction, attention and experts send. Exit status:
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 import time
 from collections.abc import Sequence
@@ -24,7 +25,7 @@ from production import exits
 from production.errors import PackproofError
 from tools.simulate.costs import costs_of
 from tools.simulate.layout import Job, draw_rows, first, read_rows
-from tools.simulate.picture import render_page
+from tools.simulate.page import render_page
 from tools.simulate.terminal import show
 from tools.simulate.walk import walk
 
@@ -105,23 +106,8 @@ def _main(argv: Sequence[str] | None) -> int:
 
 
 def _job(options: Arguments, rows: int) -> Job:
-    return Job(
-        tp=options.tp,
-        cp=options.cp,
-        ep=options.ep,
-        dp=options.dp,
-        pp=options.pp,
-        pack_length=options.pack_length,
-        rows=rows if options.rows is None else options.rows,
-        layout=options.layout,
-        sequence_parallel=options.sequence_parallel,
-        depths=options.depths,
-        hidden=options.hidden,
-        kv_heads=options.kv_heads,
-        head_dim=options.head_dim,
-        topk=options.topk,
-        value_bytes=options.value_bytes,
-    )
+    same = {each.name: getattr(options, each.name) for each in dataclasses.fields(Job)}
+    return Job(**same | {"rows": rows if options.rows is None else options.rows})
 
 
 if __name__ == "__main__":

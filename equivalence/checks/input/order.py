@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -14,6 +13,7 @@ from equivalence.cases.order import OrderCase
 from equivalence.cases.result import CheckResult
 from equivalence.checks.cuts.pairs import Side, compare_sides
 from production.errors import PackproofError
+from production.library_warnings import quiet_libraries
 from production.training.data.order import Order, Sample
 from production.training.order_settings import OrderSettings
 from reference import batches, order
@@ -188,8 +188,7 @@ def _blended(weights: Sequence[float], count: int) -> tuple[Any, Any]:
 
 
 def _samplers() -> Any:
-    with warnings.catch_warnings():  # it says on import what optional parts are absent
-        warnings.simplefilter("ignore")
+    with quiet_libraries():
         from megatron.training.datasets import data_samplers  # noqa: PLC0415 - seconds, and only this witness needs it
 
     return data_samplers

@@ -6,13 +6,12 @@ import functools
 import hashlib
 import json
 import shutil
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import transformers
 
-from equivalence.cache import cache_root
+from equivalence.cache import cache_root, whole_folder
 from equivalence.subjects.tokenizers import folder_of
 
 _CONFIG, _TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
@@ -40,18 +39,11 @@ def _portable(folder: Path) -> Path:
     place = cache_root() / "tokenizers" / f"portable-{digest.hexdigest()[:16]}"
     if place.is_dir():  # it appears by one rename, so what is there is whole
         return place
-    place.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=place.parent) as scratch:
-        half = Path(scratch) / "whole"
+    with whole_folder(place) as half:
         half.mkdir()
         for path in files:
             shutil.copyfile(path, half / path.name)
         (half / _CONFIG).write_text(json.dumps(_config_of_both(config, folder), indent=2), encoding="utf-8")
-        try:
-            half.rename(place)
-        except OSError:
-            if not place.is_dir():  # another process made the same
-                raise
     return place
 
 

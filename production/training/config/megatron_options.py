@@ -4,19 +4,18 @@ annotation.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import enum
 import functools
 import math
 import types
 import typing
-import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import torch
 
+from production.library_warnings import quiet_libraries
 from production.training.config.refusal import ConfigRefused
 
 Kind = Literal["transformer", "optimizer", "distributed_data_parallel_config"]
@@ -38,7 +37,7 @@ def option_fields(kind: Kind) -> dict[str, Any]:
 def option_class(kind: Kind) -> Any:
     """Return megatron-core's class for `kind`."""
     # Imported here: megatron-core takes seconds, and its absence of kernels is no news to who reads a configuration.
-    with quiet():
+    with quiet_libraries():
         from megatron.core.distributed import DistributedDataParallelConfig  # noqa: PLC0415
         from megatron.core.optimizer import OptimizerConfig  # noqa: PLC0415
         from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: PLC0415
@@ -48,14 +47,6 @@ def option_class(kind: Kind) -> Any:
         "optimizer": OptimizerConfig,
         "distributed_data_parallel_config": DistributedDataParallelConfig,
     }[kind]
-
-
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Silence megatron-core's warnings of absent kernels at import and at each configuration; nothing runs here."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
 
 
 def check_option(kind: Kind, name: str, value: Any, *, key: str, where: str) -> None:

@@ -17,7 +17,6 @@ import socket
 import threading
 import time
 import traceback
-import warnings
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -26,6 +25,7 @@ import numpy as np
 import torch
 
 from production.errors import PackproofError
+from production.library_warnings import quiet_fork
 from production.training.data.dataset import Recipe, Wire
 from production.training.data.order import Sample
 
@@ -59,8 +59,7 @@ class WorkerProcess:
         os.environ.update(own)
         parent = os.getpid()
         try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside threads, see above
+            with quiet_fork():
                 self.pid = os.fork()
             if not self.pid:
                 _run(recipe, theirs, self.socket, parent)

@@ -13,11 +13,11 @@ from torch import distributed
 from torch._C._distributed_c10d import HashStore
 
 from production.errors import PackproofError
+from production.library_warnings import quiet_process
 from production.model.device.shim import cpu_shim
 from production.parallel.sizes import ParallelSizes, RankCoordinates, parallel
 from production.training.distributed.environment import started_ranks, threads
 from production.training.distributed.heartbeat import report_lost_ranks
-from production.training.library_warnings import quiet
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +43,7 @@ def launched(
     heartbeat.RankLost where a rank vanishes while this one waits for it.
     """
     is_cuda = _is_cuda(device)
-    quiet()
+    quiet_process()
     with contextlib.ExitStack() as undo:
         if not is_cuda:
             torch.set_num_threads(threads())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 
@@ -55,21 +55,9 @@ def draw(
     x_ticks = x_ticks[:: math.ceil(len(x_ticks) * TICK_ROOM / (width - LEFT - RIGHT))]
     legend, below = _legend([line for line in lines if line.name], title, width)
     frame = _Frame(x_low=x_low, x_high=x_high, y_low=y_ticks[0], y_high=y_ticks[-1], width=width, top=TOP + below)
-    size = f'viewBox="0 0 {width} {frame.height}"'
-    return "\n".join(
-        [
-            f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" aria-label="{escape(title)}" class="packproof-lines">',
-            _STYLE,
-            f'<rect class="back" width="{width}" height="{frame.height}"/>',
-            f'<text class="title" x="{LEFT}" y="20">{escape(title)}</text>',
-            *_axes(frame, x_ticks, y_ticks),
-            f'<text x="{(LEFT + width - RIGHT) / 2:g}" y="{frame.height - 8}" text-anchor="middle">{escape(x_title)}</text>',
-            f'<text transform="translate(14 {(frame.top + frame.bottom) / 2:g}) rotate(-90)" text-anchor="middle">{escape(y_title)}</text>',
-            *itertools.chain.from_iterable(_strokes(line, frame) for line in lines),
-            *legend,
-            "</svg>\n",
-        ]
-    )
+    marks = [(frame.x(x), f"{x:g}") for x in x_ticks]
+    strokes = itertools.chain.from_iterable(_strokes(line, frame) for line in lines)
+    return _figure(frame, [*strokes, *legend], marks, y_ticks, title=title, x_title=x_title, y_title=y_title)
 
 
 def draw_bars(
@@ -96,24 +84,31 @@ def draw_bars(
         for at, value in enumerate(values)
         if value
     )
+    return _figure(frame, bars, marks, y_ticks, title=title, x_title=x_title, y_title=y_title)
+
+
+def _figure(
+    frame: _Frame,
+    drawn: Iterable[str],
+    x_marks: Sequence[tuple[float, str]],
+    y_ticks: Sequence[float],
+    *,
+    title: str,
+    x_title: str,
+    y_title: str,
+) -> str:
+    """Return the whole `<svg>` element; `x_marks` are places on the axis, in pixels, and what is written there."""
+    size = f'viewBox="0 0 {frame.width} {frame.height}"'
     return "\n".join(
         [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {HEIGHT}" role="img" aria-label="{escape(title)}" class="packproof-lines">',
+            f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" aria-label="{escape(title)}" class="packproof-lines">',
             _STYLE,
-            f'<rect class="back" width="{width}" height="{HEIGHT}"/>',
+            f'<rect class="back" width="{frame.width}" height="{frame.height}"/>',
             f'<text class="title" x="{LEFT}" y="20">{escape(title)}</text>',
-            *_axes(frame, [], y_ticks),
-            *(
-                f'<line class="tick" x1="{x:.1f}" x2="{x:.1f}" y1="{frame.bottom}" y2="{frame.bottom + 4}"/>'
-                for x, _ in marks
-            ),
-            *(
-                f'<text x="{x:.1f}" y="{frame.bottom + 17}" text-anchor="middle">{escape(label)}</text>'
-                for x, label in marks
-            ),
-            f'<text x="{(LEFT + width - RIGHT) / 2:g}" y="{HEIGHT - 8}" text-anchor="middle">{escape(x_title)}</text>',
+            *_axes(frame, x_marks, y_ticks),
+            f'<text x="{(LEFT + frame.right) / 2:g}" y="{frame.height - 8}" text-anchor="middle">{escape(x_title)}</text>',
             f'<text transform="translate(14 {(frame.top + frame.bottom) / 2:g}) rotate(-90)" text-anchor="middle">{escape(y_title)}</text>',
-            *bars,
+            *drawn,
             "</svg>\n",
         ]
     )
@@ -163,15 +158,14 @@ class _Frame:
         return self.bottom - share * (self.bottom - self.top)
 
 
-def _axes(frame: _Frame, x_ticks: Sequence[float], y_ticks: Sequence[float]) -> Iterator[str]:
+def _axes(frame: _Frame, x_marks: Sequence[tuple[float, str]], y_ticks: Sequence[float]) -> Iterator[str]:
     for value in y_ticks:
         y = frame.y(value)
         yield f'<line class="grid" x1="{LEFT}" x2="{frame.right}" y1="{y:.1f}" y2="{y:.1f}"/>'
         yield f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{_number(value, y_ticks)}</text>'
-    for value in x_ticks:
-        x = frame.x(value)
+    for x, text in x_marks:
         yield f'<line class="tick" x1="{x:.1f}" x2="{x:.1f}" y1="{frame.bottom}" y2="{frame.bottom + 4}"/>'
-        yield f'<text x="{x:.1f}" y="{frame.bottom + 17}" text-anchor="middle">{value:g}</text>'
+        yield f'<text x="{x:.1f}" y="{frame.bottom + 17}" text-anchor="middle">{escape(text)}</text>'
 
 
 def _number(value: float, among: Sequence[float]) -> str:

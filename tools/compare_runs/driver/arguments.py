@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from production.errors import PackproofError
+from production.library_warnings import quiet_libraries
 from production.model.model import transformer_config
 from production.training.config import Job, ddp_options, load, multi_token_depths, optimizer_options, sizes
-from production.training.config.megatron_options import option_defaults, quiet
+from production.training.config.megatron_options import option_defaults
 from production.training.config.settings import model_settings, order_settings, row_settings
 from tools.compare_runs.driver.source import SCRIPT
 from tools.from_megatron_lm.arguments import PASSED_ON
@@ -127,7 +128,7 @@ def round_trip_differences(job: Job, arguments: Sequence[str], *, vocab_size: in
     with tempfile.TemporaryDirectory(prefix="packproof-driver-") as folder:
         back = job_of(arguments, Path(folder))
     data_parallel_size = sizes(job).data(world_size)
-    with quiet():
+    with quiet_libraries():
         wanted, found = (
             what_is_trained(each, vocab_size=vocab_size, data_parallel_size=data_parallel_size) for each in (job, back)
         )

@@ -12,7 +12,6 @@ import contextlib
 import math
 import runpy
 import sys
-import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +21,7 @@ from unittest import mock
 import torch
 
 from equivalence.workers import Worker
+from production.library_warnings import quiet_libraries
 from production.model.device.shim import cpu_shim
 from production.training.config import Job
 from production.training.export import stored_weights
@@ -59,7 +59,7 @@ def drive(payload: DriverRun, worker: Worker) -> Series:
         log = undo.enter_context(Path(payload.log).open("a", buffering=1, encoding="utf-8"))
         undo.enter_context(contextlib.redirect_stdout(log))
         undo.enter_context(contextlib.redirect_stderr(log))
-        undo.enter_context(warnings.catch_warnings(action="ignore"))
+        undo.enter_context(quiet_libraries())
         undo.enter_context(_deterministic())
         undo.enter_context(standing_in())
         undo.enter_context(_beside_the_installed_megatron(payload.source))

@@ -1,6 +1,7 @@
-"""Writes a dumped batch: the tensors that a job fed in one step, in one safetensors file.
+"""Writes tensors as safetensors: a dumped batch, and every step of the way of a row to a rank.
 
-A training job calls `write_dump` where its batch is ready; `tools.diff_row.dump.reader` reads the file for `--dump`.
+A training job calls `write_dump` where its batch is ready; `tools.diff_row.dump.batch_reader` reads the file for `--dump`. In the file of
+`write_steps` tensors are called `STEP/SIDE/TENSOR`; `STEP/origin` are the positions of the row that its places hold.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from safetensors.torch import save_file
 
 from equivalence.subjects import Row
 from tools.diff_row.errors import BadInput
+from tools.diff_row.rank.steps import RankFindings, Refused
 
 NAMES = {
     "packproof": {
@@ -51,9 +53,28 @@ def write_dump(
             raise BadInput(f"the batch for {path} holds no tensor: give a mapping from names to tensors")
     else:
         tensors = _stack(batch, names)
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    host = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
-    save_file(host, str(path), metadata={"packproof": "a dumped batch", "names": names})
+    _save(Path(path), tensors, {"packproof": "a dumped batch", "names": names})
+
+
+def write_steps(path: Path, findings: RankFindings) -> None:
+    """Write every tensor of every side at every step to one safetensors file. Raises OSError."""
+    tensors: dict[str, torch.Tensor] = {}
+    for step in findings.steps:
+        name = step.label.replace(", ", "_").replace(" ", "_")
+        if step.origin is not None:
+            tensors[f"{name}/origin"] = step.origin
+        for side, has in step.sides.items():
+            if not isinstance(has, Refused):
+                tensors |= {f"{name}/{side}/{tensor}": value for tensor, value in has.items()}
+    _save(path, tensors, {"packproof": "the way of a row to a rank", "rank": str(findings.place.rank)})
+
+
+def _save(path: Path, tensors: Mapping[str, torch.Tensor], metadata: dict[str, str]) -> None:
+    """Write copies: views of one memory cannot be saved, and at cp 1 a share is a view of its row."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_file(
+        {name: each.detach().cpu().contiguous().clone() for name, each in tensors.items()}, str(path), metadata=metadata
+    )
 
 
 def _stack(rows: Sequence[Row], names: str) -> dict[str, torch.Tensor]:

@@ -5,7 +5,6 @@ Any other side without a `cut_row` of its own uses the reference's backend, so t
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,11 +13,12 @@ import torch
 
 from equivalence.subjects import Row
 from production.errors import BatchRefused
+from production.library_warnings import quiet_libraries
 from reference import batches as reference_batches
 from reference import context_parallel as reference_context
 from reference import microbatches as reference
 from reference.refusals import RowRefused
-from tools.diff_row.rank.coordinates import problem
+from tools.diff_row.errors import problem
 from tools.diff_row.rank.steps import TENSORS, Has, Refused
 
 Way = Mapping[str, Has]
@@ -94,8 +94,7 @@ def _reference_tensors(made: reference.Microbatch) -> dict[str, torch.Tensor]:
 
 def _production(row: Row, cut: Cut) -> Way:
     """Cut by `production.parallel.microbatches.process_microbatch`, once for the whole row and once for the rank."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # megatron-core's import says what it lacks
+    with quiet_libraries():
         from production.parallel import microbatches as production  # noqa: PLC0415 - heavy, and needed only here
         from production.parallel.context_parallel import shard_index  # noqa: PLC0415
 
@@ -140,8 +139,7 @@ def _production_tensors(made: Any, name: str, deeper: str) -> dict[str, Has]:
 
 def _megatron(row: Row, cut: Cut) -> Way:
     """Cut by megatron-core's roll of the whole row and the index of its rotary embedding, in pure torch."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with quiet_libraries():
         from megatron.core.packed_seq_params import PackedSeqParams  # noqa: PLC0415
         from megatron.core.transformer.multi_token_prediction import roll_tensor  # noqa: PLC0415
         from megatron.core.utils import flatten_batch_for_packed_sequences  # noqa: PLC0415

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tools.diff_row.errors import BadInput
+from tools.diff_row.errors import problem
 
 MOST_RANKS = 1 << 20
 """Ranks of the largest layout that is followed."""
@@ -103,8 +103,3 @@ def find_place(*, tp: int, cp: int, dp: int, pp: int, rank: int, sequence_parall
             fix=f"give a rank from 0 to {ranks - 1}, which counts tp fastest, then cp, dp, pp slowest",
         )
     return RankPlace(rank=rank, tp=tp, cp=cp, dp=dp, pp=pp, sequence_parallel=sequence_parallel)
-
-
-def problem(what: str, *, where: str, fix: str) -> BadInput:
-    """Return a refusal with fault, place and fix."""
-    return BadInput(f"{where}: {what}. To fix it: {fix}")

@@ -33,7 +33,8 @@ def differences_of(
             found += _refusals(base, left, side, right)
             continue
         own = _positions(right)
-        for tensor in sorted(left.keys() & right.keys(), key=lambda each: ORDER.index(each) if each in ORDER else 99):
+        both = [tensor for tensor in left if tensor in right]  # in the order of the left side, not of a set
+        for tensor in sorted(both, key=_order):
             different = _compared(base, left[tensor], side, right[tensor], tensor, origin, own)
             if different is None:
                 continue
@@ -50,8 +51,11 @@ def first_place(found: StepDifference) -> tuple[float, int]:
     """Return the sort key of a step's differences: a refusal first, then the index of the share, which explains the rest, then the place."""
     if found.tensor in ("refusal", "positions"):
         return (-1.0, 0)
-    order = ORDER.index(found.tensor) if found.tensor in ORDER else len(ORDER)
-    return (float("inf") if found.place is None else found.place, order)
+    return (float("inf") if found.place is None else found.place, _order(found.tensor))
+
+
+def _order(tensor: str) -> int:
+    return ORDER.index(tensor) if tensor in ORDER else len(ORDER)
 
 
 def _refusals(base: str, left: Has, side: str, right: Has) -> list[StepDifference]:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
 from tools.diff_row.rank.coordinates import RankPlace
 from tools.diff_row.row.findings import Findings
+from tools.diff_row.row.layout import boundaries
 
 STOPS = ("row", "batch", "microbatch", "depth", "share", "slice", "weights")
 """Steps at which `--stop-at` can stop, in order."""
@@ -37,6 +40,8 @@ class Refused:
 
 
 Has = Mapping[str, torch.Tensor] | Refused
+Value = int | float
+Verdict = Literal["none", "refused", "different", "equal"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,9 +91,21 @@ class Step:
         return f"{self.name}, depth {self.depth}" if self.depth else self.name
 
     @property
-    def refused(self) -> bool:
-        """True if a side refuses at this step."""
-        return any(isinstance(has, Refused) and has.kind is not None for has in self.sides.values())
+    def shape(self) -> str:
+        """Shape of the tensors that the step is about, such as `[24]`; `–` if no side has any."""
+        has = next((has for has in self.sides.values() if not isinstance(has, Refused)), None)
+        if has is None:
+            return "–"
+        tensor = has.get("input_ids", next(iter(has.values())))
+        return "[" + ", ".join(f"{size:,}" for size in tensor.shape) + "]"
+
+    def verdict(self, side: str) -> tuple[Verdict, int]:
+        """Return how a side compares with the first one, and how many of its values differ."""
+        has = self.sides.get(side)
+        if has is None or isinstance(has, Refused):
+            return ("none" if has is None or has.kind is None else "refused"), 0
+        count = sum(each.count for each in self.differences if each.right == side)
+        return ("different" if count else "equal"), count
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -130,6 +147,97 @@ class RankFindings:
         return {side: labels for side, labels in found.items() if labels}
 
     @property
+    def owned(self) -> str:
+        """Number of positions that the rank owns, and which of each segment; empty without a share."""
+        if self.share is None or self.share.origin is None:
+            return ""
+        text, cp, rank = (
+            f"{len(self.share.origin):,} of {self.row.length:,} positions",
+            self.place.cp,
+            self.place.context_rank,
+        )
+        if cp == 1:
+            return text
+        if self.layout != "zigzag":
+            return f"{text}: one run of the row ({self.layout})"
+        return f"{text}: chunks {rank} and {2 * cp - 1 - rank} of the {2 * cp} of each segment"
+
+    @property
     def share(self) -> Step | None:
         """Step that holds the positions of this rank; None if the trace ended before."""
         return next((step for step in self.steps if step.name == "share" and step.origin is not None), None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnedSegment:
+    """Segment of the row, with the parts that the rank owns."""
+
+    number: int
+    start: int
+    end: int
+    runs: tuple[tuple[int, int], ...]
+    """[start, end) in positions of the row, in the order in which the rank holds them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Followed:
+    """One position of the row at one step."""
+
+    step: Step
+    place: int | None
+    """Index in the tensors of the step; None if this rank does not have the position."""
+    values: Mapping[str, Mapping[str, Value]]
+    """Side to tensor to value there."""
+
+
+def owned_runs(findings: RankFindings) -> list[OwnedSegment]:
+    """Return the runs by the first side's share; empty without a share."""
+    share = findings.share
+    if share is None or share.origin is None or not findings.row.built:
+        return []
+    origin = share.origin
+    breaks = (origin.diff() != 1).nonzero().reshape(-1) + 1
+    starts, ends = [0, *breaks.tolist()], [*breaks.tolist(), len(origin)]
+    runs = [(int(origin[a]), int(origin[b - 1]) + 1) for a, b in zip(starts, ends, strict=True) if b > a]
+    edges = boundaries(findings.row.built[0].row)
+    found = []
+    for number, (start, end) in enumerate(itertools.pairwise(edges)):
+        inside = [(max(a, start), min(b, end)) for a, b in runs if a < end and b > start]
+        found.append(OwnedSegment(number=number, start=start, end=end, runs=tuple(inside)))
+    return found
+
+
+def follow(findings: RankFindings) -> list[Followed]:
+    """Return the position `findings.at` at every step that has places; empty if none is followed."""
+    if findings.at is None:
+        return []
+    found = []
+    for step in findings.steps:
+        if step.origin is None:
+            continue
+        places = (step.origin == findings.at).nonzero().reshape(-1)
+        place = int(places[0]) if len(places) else None
+        values = {} if place is None else {side: _at(has, place) for side, has in step.sides.items()}
+        found.append(Followed(step=step, place=place, values=values))
+    return found
+
+
+def value_at(tensor: torch.Tensor, place: int) -> Value | None:
+    """Return a value of a flat tensor, whole where it is whole; None beyond its end."""
+    flat = tensor.reshape(-1)
+    if place >= len(flat):
+        return None
+    value = flat[place].item()
+    return int(value) if float(value).is_integer() else float(value)
+
+
+def _at(has: Mapping[str, torch.Tensor] | Refused, place: int) -> Mapping[str, Value]:
+    if isinstance(has, Refused):
+        return {}
+    by_place = [name for name in has if name not in ("cu_seqlens", "max_seqlen")]
+    values = {name: value_at(has[name], place) for name in sorted(by_place, key=_order)}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _order(name: str) -> int:
+    return TENSORS.index(name) if name in TENSORS else len(TENSORS)

@@ -10,8 +10,9 @@ import numpy as np
 import torch
 
 from equivalence.subjects import BATCH_TENSORS, ROW_TENSORS, Row, RowSettings
+from tools.diff_row.errors import problem
 from tools.diff_row.rank.backends import Cut, Way, walk
-from tools.diff_row.rank.coordinates import RankPlace, problem
+from tools.diff_row.rank.coordinates import RankPlace
 from tools.diff_row.rank.diff import differences_of, first_place
 from tools.diff_row.rank.steps import STOPS, TENSORS, Has, RankFindings, Refused, Step, StepDifference
 from tools.diff_row.row.findings import Findings, Side, compare
@@ -66,11 +67,6 @@ def travel(
         at=_followed(steps, at, row),
         notes=tuple(notes),
     )
-
-
-def with_step(findings: RankFindings, step: Step) -> RankFindings:
-    """Return the findings with one more step."""
-    return dataclasses.replace(findings, steps=(*findings.steps, step))
 
 
 def _row_step(row: Findings) -> Step:

@@ -14,8 +14,8 @@ import torch
 
 from equivalence.subjects import Row
 from reference import loss as reference
+from tools.diff_row.errors import problem
 from tools.diff_row.rank.backends import Cut, walk
-from tools.diff_row.rank.coordinates import problem
 from tools.diff_row.rank.steps import Has, RankFindings, Refused, Step, StepDifference
 
 ROUNDINGS = 16

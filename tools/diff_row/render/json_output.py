@@ -1,4 +1,6 @@
-"""`--json`: everything the screen shows, for machines. The schema is stable; a change of it raises SCHEMA.
+"""`--json`: everything the screen shows, for machines. The schemas are stable; a change of one raises its number.
+
+A row, schema `packproof.diff_row/1`:
 
 - `schema`: `packproof.diff_row/1`; `equal`: whether the exit status is 0.
 - `source`: file, row (from 0), line (from 1), case, dump, dump_row (from 0), bin (pairs of file and line: the conversations of a
@@ -14,6 +16,16 @@
   differs as a whole: max_seqlen, a count of the report, a shape, a refusal).
 - `differing`, by tensor: count (positions at which any two sides differ), first (at most 200 of them).
 
+A rank, schema `packproof.diff_row.ranks/1`:
+
+- `equal`; `row` (as above); `place` (rank, tp, cp, dp, pp, the rank's place in each, stage); `layout`, `depths`, `ways` (side to who
+  made its share), `notes`; `first`: the first step that differs.
+- `segments`, a list: number, start, end, runs (pairs [start, end) of positions that the rank owns).
+- `steps`, a list: step, depth, about, rules, note, sides (tensor to dtype and shape, or kind and message of a refusal), equal,
+  differences (left, right, tensor, count, place, position, right_position, left_value, right_value, cause).
+- `followed`, a list: what each side has of one position at each step.
+- With `--fed` also `fed`: folder, normalization, looked_at (rank, microbatch, file, row from 0, line from 1, equal, first).
+
 A number that is not finite, such as a poisoned mask, stands as text: `"nan"`.
 """
 
@@ -24,15 +36,25 @@ import json
 import math
 from typing import Any
 
+from tools.diff_row.rank.steps import ABOUT, Followed, RankFindings, Refused, Step, follow, owned_runs
 from tools.diff_row.render.context_window import context_window
+from tools.diff_row.report import Report
 from tools.diff_row.row.findings import MOST_LISTED, RULES, Findings, Side
 
 SCHEMA = "packproof.diff_row/1"
+RANK_SCHEMA = "packproof.diff_row.ranks/1"
 
 
-def as_json(findings: Findings) -> str:
-    """Return the findings as JSON text, ASCII only, so that no terminal or log can garble it."""
-    return json.dumps(finite(describe(findings)), indent=1, ensure_ascii=True, allow_nan=False, default=str)
+def as_json(report: Report) -> str:
+    """Return the report as JSON text, ASCII only, so that no terminal or log can garble it."""
+    described = describe(report.row) if report.rank is None else _rank(report.rank) | {"equal": report.equal}
+    if report.fed is not None:
+        described["fed"] = {
+            "folder": report.fed.folder,
+            "normalization": report.fed.normalization,
+            "looked_at": [dataclasses.asdict(each) for each in report.fed.looked_at],
+        }
+    return json.dumps(finite(described), indent=1, ensure_ascii=True, allow_nan=False, default=str)
 
 
 def describe(findings: Findings) -> dict[str, Any]:
@@ -111,6 +133,65 @@ def _first(findings: Findings) -> dict[str, Any] | None:
             }
             for near in context_window(findings, first.position)
         ],
+    }
+
+
+def _rank(findings: RankFindings) -> dict[str, Any]:
+    """Return the way of a row to a rank as plain values."""
+    place = findings.place
+    return {
+        "schema": RANK_SCHEMA,
+        "equal": findings.equal,
+        "row": describe(findings.row),
+        "place": dataclasses.asdict(place)
+        | {
+            "tensor_rank": place.tensor_rank,
+            "context_rank": place.context_rank,
+            "data_rank": place.data_rank,
+            "pipeline_rank": place.pipeline_rank,
+            "stage": place.stage,
+        },
+        "layout": findings.layout,
+        "depths": findings.depths,
+        "ways": dict(findings.ways),
+        "notes": list(findings.notes),
+        "segments": [
+            {"number": each.number, "start": each.start, "end": each.end, "runs": [list(run) for run in each.runs]}
+            for each in owned_runs(findings)
+        ],
+        "first": None if findings.first is None else findings.first.label,
+        "steps": [_step(step) for step in findings.steps],
+        "followed": [_followed(each) for each in follow(findings)],
+    }
+
+
+def _step(step: Step) -> dict[str, Any]:
+    about, rules = ABOUT[step.name]
+    return {
+        "step": step.name,
+        "depth": step.depth,
+        "about": about,
+        "rules": rules,
+        "note": step.note,
+        "equal": not step.differences,
+        "sides": {
+            side: {"kind": has.kind, "message": has.message}
+            if isinstance(has, Refused)
+            else {
+                name: {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
+                for name, tensor in has.items()
+            }
+            for side, has in step.sides.items()
+        },
+        "differences": [dataclasses.asdict(each) for each in step.differences],
+    }
+
+
+def _followed(followed: Followed) -> dict[str, Any]:
+    return {
+        "step": followed.step.label,
+        "place": followed.place,
+        "values": {side: dict(values) for side, values in followed.values.items()},
     }
 
 

@@ -1,7 +1,7 @@
 """`--html`: one self-contained page with every token of the row as a coloured cell, drawn on a canvas.
 
-Arrays travel deflated in base64, sides after the first as their difference to it: two sides of 262,144 tokens are
-about 2 MB. Nothing that the row contains is ever markup: texts travel inside the arrays or escaped.
+A rank's page has the rank's head above, and a choice of steps. Arrays travel deflated in base64, sides after the first as their
+difference to it: two sides of 262,144 tokens are about 2 MB, a rank with one depth about 6 MB. Nothing that the row contains is ever markup: texts travel inside the arrays or escaped.
 """
 
 from __future__ import annotations
@@ -11,8 +11,6 @@ import functools
 import json
 import zlib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from importlib.resources import files
 from typing import Any
 
 import jinja2
@@ -20,8 +18,11 @@ import numpy as np
 import numpy.typing as npt
 from markupsafe import Markup
 
+from equivalence.report.templates import environment, read_text
+from tools.diff_row.render.rank_head import first_shown, rank_head
+from tools.diff_row.report import Report
 from tools.diff_row.row.findings import MOST_LISTED, RULES, TOKEN_TENSORS, Findings, Found, boundary_set
-from tools.diff_row.tokens import visible
+from tools.diff_row.tokens import value_and_text, visible
 
 Values = npt.NDArray[Any]
 
@@ -32,57 +33,46 @@ BOUNDARY = 64
 """Bit of `flags`: some side has a boundary before this position."""
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class View:
-    """Findings whose positions are places in a part of the row, as one of several that a page can show."""
-
-    label: str
-    """Name in the list of views."""
-    findings: Findings
-    origin: Values | None
-    """[n] the position in the row of each place; None where they are the same."""
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Part:
-    """Parts of a page beyond the row's own: a part of its head, and views to choose from."""
-
-    head: Markup
-    views: Sequence[View]
-    shown: int
-    """The view that is shown first: that of the findings."""
-    equal: bool
-    """The verdict of the whole page."""
-
-
-def render_page(findings: Findings, part: Part | None = None) -> str:
+def render_page(report: Report) -> str:
     """Render the page as text. Raises ValueError if no side built the row."""
-    if not findings.built:
+    if not report.row.built:
         raise ValueError("no side built the row, so a page has no token to show")
+    findings, shown = report.row, 0
+    views: list[dict[str, Any]] = []
     blobs: dict[str, str] = {}
-    if part is None:
+    if report.rank is None:
         facts, blobs = _facts(findings)
     else:
-        views = []
-        for number, view in enumerate(part.views):
-            one, arrays = _facts(view.findings, origin=view.origin)
-            views.append(one | {"prefix": f"{number}-", "label": view.label})
+        steps = [step for step in report.rank.steps if step.view is not None]
+        shown = first_shown(steps)
+        for number, step in enumerate(steps):
+            assert step.view is not None
+            origin = None if step.name != "share" or step.origin is None else step.origin.numpy()
+            view, arrays = _facts(step.view, origin=origin)
+            views.append(view | {"prefix": f"{number}-", "label": step.label})
             blobs |= {f"{number}-{name}": blob for name, blob in arrays.items()}
-        facts = {"views": views, "shown": part.shown}
-    template = environment().get_template("page.html")
-    return template.render(
-        findings=findings,
-        part=part,
-        equal=findings.equal if part is None else part.equal,
-        source=findings.source,
-        letters=findings.letters,
-        rules=RULES,
-        differing_positions=len(_union(findings)),
-        listed=[_line(alike, findings) for alike in _alike(findings.listed)],
-        is_cut=len(findings.listed) == MOST_LISTED,
-        facts=Markup(_script_json(facts)),  # noqa: S704 - _script_json leaves no character that could end the script
-        blobs=blobs,
-        **{name: Markup(read_part(file)) for name, file in _PARTS.items()},  # noqa: S704 - our own files
+            findings = step.view if number == shown else findings
+        facts = {"views": views, "shown": shown}
+    return (
+        _environment()
+        .get_template("page.html")
+        .render(
+            findings=findings,
+            views=views,
+            shown=shown,
+            rank=None if report.rank is None else rank_head(report.rank),
+            fed=report.fed,
+            equal=report.equal,
+            source=findings.source,
+            letters=findings.letters,
+            rules=RULES,
+            differing_positions=len(_union(findings)),
+            listed=[_line(alike, findings) for alike in _alike(findings.listed)],
+            is_cut=len(findings.listed) == MOST_LISTED,
+            facts=Markup(_script_json(facts)),  # noqa: S704 - _script_json leaves no character that could end the script
+            blobs=blobs,
+            **{name: Markup(read_text(__package__, file)) for name, file in _PARTS.items()},  # noqa: S704 - our own files
+        )
     )
 
 
@@ -107,24 +97,12 @@ _PARTS = {"style": "page.css", "data_script": "page_data.js", "script": "page.js
 
 
 @functools.cache
-def environment() -> jinja2.Environment:
-    """Return the environment of the templates beside this module, which escapes everything."""
-    made = jinja2.Environment(
-        loader=jinja2.FunctionLoader(read_part),
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=jinja2.StrictUndefined,
-    )
+def _environment() -> jinja2.Environment:
+    """Return the environment of the templates beside this module."""
+    made = environment(__package__)
     made.filters["visible"] = lambda value: visible(str(value))
     made.filters["count"] = lambda value: "–" if value is None else f"{value:,}"
     return made
-
-
-@functools.cache
-def read_part(name: str) -> str:
-    """Read a file beside this module."""
-    return (files(__package__) / name).read_text(encoding="utf-8")
 
 
 def _script_json(value: object) -> str:
@@ -223,16 +201,11 @@ def _line(alike: Sequence[Found], findings: Findings) -> dict[str, Any]:
             for side in findings.built
             if side.row.input_ids is not None and found.position < side.row.input_ids.numel()
         )
-    is_id = found.tensor in ("input_ids", "target_ids")
     values = [
-        (
-            name,
-            int(value) if isinstance(value, float) and value.is_integer() else value,
-            findings.texts.text(value) if is_id and isinstance(value, int) else "",
-        )
-        for name, value in (
-            (", ".join(dict.fromkeys(each.left for each in alike)), found.left_value),
-            (", ".join(dict.fromkeys(each.right for each in alike)), found.right_value),
+        (", ".join(dict.fromkeys(names)), *value_and_text(found.tensor, value, findings.texts))
+        for names, value in (
+            ([each.left for each in alike], found.left_value),
+            ([each.right for each in alike], found.right_value),
         )
     ]
     where = "" if found.position is None else findings.map.place(found.position)

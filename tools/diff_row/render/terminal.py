@@ -1,4 +1,4 @@
-"""The screen: one row, its conversations, the first difference with its neighbourhood, and what differs in all.
+"""The screen of a report: a row, its conversations and the first difference; with a rank, its place and every step; with a dump, all ranks.
 
 Plain text where it is piped: whatever a colour says is also said by a sign (▶ the place, * a value that differs).
 """
@@ -10,11 +10,14 @@ from collections.abc import Iterator, Mapping
 from rich.console import Console
 from rich.text import Text
 
-from tools.diff_row.render.columns import Column, draw
-from tools.diff_row.render.detail_table import closeup
-from tools.diff_row.row.findings import RULES, Findings, Pair
+from tools.counted import counted
+from tools.diff_row.rank.steps import RankFindings, StepDifference
+from tools.diff_row.render.rank_tables import followed_position, rank_place, refused_at_steps, step_table
+from tools.diff_row.render.tables import Column, closeup, draw
+from tools.diff_row.report import Report
+from tools.diff_row.row.findings import RULES, Findings, Found, Pair
 from tools.diff_row.row.layout import Conversation
-from tools.diff_row.tokens import fit, visible
+from tools.diff_row.tokens import fit, value_and_text, visible
 
 STATES = {
     "kept": "green",
@@ -25,21 +28,59 @@ STATES = {
     "not built": "dim",
 }
 MOST_CONVERSATIONS = 6
+MOST_TENSORS = 10
+"""Largest number of tensors of the first differing step whose cause is printed."""
+MOST_FED = 12
+"""Microbatches of a dump that are listed."""
 
 
-def show(findings: Findings, console: Console, *, page: str | None = None) -> None:
+def show(report: Report, console: Console, *, page: str | None = None) -> None:
     """Print the screen. `page` is where the page of all tokens was written, if it was."""
-    for part in (header, _conversations, _losses, refusals, _first, flaws, _counts):
-        lines = list(part(findings, console.width))
+    for part in _ROW if report.rank is None else _RANK:
+        lines = list(part(report, console.width))
         for line in lines:
             console.print(line, no_wrap=False, soft_wrap=False, highlight=False)
-        if lines and part is not _conversations:
+        if lines:
             console.print()
-    console.print(_next(findings, page), highlight=False)
+    console.print(_next(report, page), highlight=False)
 
 
-def header(findings: Findings, width: int) -> Iterator[Text]:
+def _dump(report: Report, width: int) -> Iterator[Text]:
+    """Print what each rank of a job fed; the rest of the screen is about the microbatch with the arrow."""
+    if (fed := report.fed) is None:
+        return
+    count, differing = len(fed.looked_at), [each for each in fed.looked_at if not each.equal]
+    line = _verdict(is_equal=report.equal)
+    line.append(f"{visible(fed.folder)}: {count:,} microbatch{'es' if count > 1 else ''} of ", "")
+    line.append(f"{counted(len({each.rank for each in fed.looked_at}), 'rank')} against the reference")
+    yield line.append("" if report.equal else f", {len(differing):,} differ")
+    rest = [each for each in fed.looked_at if each.equal]
+    listed = sorted(
+        [*differing[:MOST_FED], *rest[: max(0, MOST_FED - len(differing))]], key=lambda e: (e.rank, e.microbatch)
+    )
+    columns = [
+        Column(title="rank", right=True),
+        Column(title="microbatch", right=True),
+        Column(title="row"),
+        Column(title="first difference"),
+    ]
+    lines: list[list[Text] | str] = [
+        [
+            Text(f"{'▶ ' if each is fed.shown else ''}{each.rank}", "bold" if each is fed.shown else ""),
+            Text(str(each.microbatch)),
+            Text(f"{visible(each.file)} {each.told}"),
+            Text(each.first or "equal", "bold red" if each.first else "green"),
+        ]
+        for each in listed
+    ]
+    if len(fed.looked_at) > len(listed):
+        lines.append(f"… {len(fed.looked_at) - len(listed):,} more")
+    yield from draw(columns, lines, width)
+
+
+def _header(report: Report, _width: int) -> Iterator[Text]:
     """Print the source of the row, its settings, and the sides with their letters."""
+    findings = report.row
     source, settings = findings.source, findings.settings
     what = Text()
     if source.file is not None:
@@ -70,10 +111,24 @@ def header(findings: Findings, width: int) -> Iterator[Text]:
         sides.append(f" ({side.version})" if side.version else "", "dim")
         sides.append("   ")
     yield sides
-    del width
+    ways = {} if report.rank is None else report.rank.ways
+    for name, who in ways.items():
+        if name not in (who, "megatron_lm", "fed"):
+            yield Text(f"       {visible(name)} builds the row; from there on it goes the {who}'s way", "dim")
 
 
-def _conversations(findings: Findings, width: int) -> Iterator[Text]:
+def _conversations(report: Report, width: int) -> Iterator[Text]:
+    """Print the conversations, and the report's counts that are not zero, of the first side that counts; the table below shows differing counts."""
+    findings = report.row
+    yield from _table_of_conversations(findings, width)
+    counting = next((side for side in findings.built if side.row.report is not None), None)
+    if counting is not None and counting.row.report is not None:
+        differs = any(tensor.startswith("report.") for pair in findings.pairs for tensor in pair.counts)
+        line = Text(f"report of {visible(counting.name)}  " if differs else "report  ", "dim")
+        yield line.append(" · ".join(f"{name} {value:,}" for name, value in counting.row.report.items() if value), "")
+
+
+def _table_of_conversations(findings: Findings, width: int) -> Iterator[Text]:
     shown = pick(findings)
     if not shown:
         return
@@ -128,20 +183,9 @@ def pick(findings: Findings) -> list[Conversation]:
     return [every[number] for number in sorted(chosen)]
 
 
-def _losses(findings: Findings, width: int) -> Iterator[Text]:
-    """Print the report's counts that are not zero, of the first side that counts; the table below shows differing counts."""
-    counting = [side for side in findings.built if side.row.report is not None]
-    if counting:
-        report = counting[0].row.report
-        assert report is not None
-        differs = any(tensor.startswith("report.") for pair in findings.pairs for tensor in pair.counts)
-        line = Text(f"report of {visible(counting[0].name)}  " if differs else "report  ", "dim")
-        yield line.append(" · ".join(f"{name} {value:,}" for name, value in report.items() if value), "")
-    del width
-
-
-def refusals(findings: Findings, width: int) -> Iterator[Text]:
+def _refusals(report: Report, width: int) -> Iterator[Text]:
     """Print the sides that refuse the row, and the results of the others."""
+    findings = report.row
     refused = [side for side in findings.sides if side.row.refusal is not None]
     for side in refused:
         refusal = side.row.refusal
@@ -166,7 +210,8 @@ def refusals(findings: Findings, width: int) -> Iterator[Text]:
         yield line
 
 
-def _first(findings: Findings, width: int) -> Iterator[Text]:
+def _first(report: Report, width: int) -> Iterator[Text]:
+    findings = report.row
     first = findings.first
     if first is None:
         if len(findings.sides) > 1:
@@ -179,28 +224,68 @@ def _first(findings: Findings, width: int) -> Iterator[Text]:
         return
     if first.tensor == "refusal":
         return
-    line = Text("DIFFERENT ", "bold red")
-    line.append(first.kind.replace("_", " "), "bold")
-    line.append(f" in {first.tensor}")
+    line = _verdict(is_equal=False).append(first.kind.replace("_", " "), "bold").append(f" in {first.tensor}")
     if first.position is not None:
         line.append(f" at position {first.position:,}", "bold")
         line.append(f"  (conversation {findings.map.place(first.position)})" if len(findings.map.turn_at) else "")
     yield line
-    values = Text("          ")
-    for number, (name, value) in enumerate(((first.left, first.left_value), (first.right, first.right_value))):
-        values.append(" ≠ " if number else "", "bold red")
-        values.append(f"{visible(name)} ")
-        values.append(_value(value), "bold")
-        if first.tensor in ("input_ids", "target_ids") and isinstance(value, int):
-            values.append(f" {findings.texts.text(value)}", "dim")
-    yield values
+    yield _both_values(first, findings)
     if first.position is not None:
         yield from closeup(findings, first.position, width)
 
 
+def _first_step(report: Report, width: int) -> Iterator[Text]:
+    """Print the first step at which sides differ, what is there, and the places around it."""
+    assert report.rank is not None
+    findings, step = report.rank, report.rank.first
+    if step is None:
+        if findings.steps and len(report.row.sides) > 1:
+            names = " = ".join(visible(side.name) for side in report.row.sides)
+            line = _verdict(is_equal=True).append(
+                f"{names}: every tensor at every step up to {findings.steps[-1].label}"
+            )
+            yield line.append(_uncompared(findings))
+        return
+    found = step.differences[0]
+    line = _verdict(is_equal=False).append(f"first at step {step.label}", "bold").append(f" in {found.tensor}")
+    line.append("" if found.place is None else f" at place {found.place:,}", "bold")
+    yield line.append("" if found.position is None else f" = position {found.position:,} of the row", "bold")
+    where = "" if found.position is None else report.row.map.place(found.position)
+    yield _both_values(found, report.row).append(f"  (conversation {where})" if where else "")
+    for each in step.differences[:MOST_TENSORS]:
+        line = Text(f"          {each.tensor}", "").append(f" {each.count:,} differ", "red")
+        line.append(f" in {visible(each.right)}", "dim")
+        yield line.append(f": {each.cause}", "bold" if each.cause != "differs" else "dim")
+    if len(step.differences) > MOST_TENSORS:
+        yield Text(f"          … {len(step.differences) - MOST_TENSORS} tensors more", "dim")
+    if step.view is not None and found.place is not None and found.place < step.view.length:
+        yield Text("")
+        origin = None if step.origin is None or step.name == "row" else step.origin.tolist()
+        yield from closeup(step.view, found.place, width, origin=origin)
+
+
+def _uncompared(findings: RankFindings) -> str:
+    """Name the steps that a side does not have, at which it is not compared."""
+    told = [f"{visible(name)} has no {', '.join(labels)}" for name, labels in findings.without.items()]
+    return f" ({'; '.join(told)}: not compared there)" if told else ""
+
+
+def _verdict(*, is_equal: bool) -> Text:
+    return Text("EQUAL ", "bold green") if is_equal else Text("DIFFERENT ", "bold red")
+
+
+def _both_values(found: Found | StepDifference, findings: Findings) -> Text:
+    line = Text("          ")
+    for number, (name, value) in enumerate(((found.left, found.left_value), (found.right, found.right_value))):
+        plain, text = value_and_text(found.tensor, value, findings.texts)
+        line.append(" ≠ " if number else "", "bold red").append(f"{visible(name)} ").append(plain, "bold")
+        line.append(f" {text}" if text else "", "dim")
+    return line
+
+
 def _equal(findings: Findings) -> Iterator[Text]:
     names = " = ".join(visible(side.name) for side in findings.sides)
-    line = Text("EQUAL ", "bold green")
+    line = _verdict(is_equal=True)
     if not findings.built:
         yield line.append(f"{names}: all refuse the row alike")
         return
@@ -213,8 +298,9 @@ def _equal(findings: Findings) -> Iterator[Text]:
     yield Text(f"      {counts}")
 
 
-def flaws(findings: Findings, width: int) -> Iterator[Text]:
+def _flaws(report: Report, _width: int) -> Iterator[Text]:
     """Print the flaws of a side's row in words."""
+    findings = report.row
     for side in findings.sides:
         found = findings.flaws.get(side.name, ())
         if side.name == "dump" and all(flaw.note for flaw in found):
@@ -224,10 +310,10 @@ def flaws(findings: Findings, width: int) -> Iterator[Text]:
             where = "" if flaw.position is None else f", first at position {flaw.position:,}"
             times = "" if flaw.count == 1 and flaw.position is None else f"  {flaw.count:,} times{where}"
             yield line.append(f"{visible(side.name)}: {flaw.what}{times}", "").append(f"  ({flaw.rule})", "dim")
-    del width
 
 
-def _counts(findings: Findings, width: int) -> Iterator[Text]:
+def _counts(report: Report, width: int) -> Iterator[Text]:
+    findings = report.row
     if not any(pair.counts for pair in findings.pairs):
         return
     lines: list[list[Text] | str] = []
@@ -237,7 +323,7 @@ def _counts(findings: Findings, width: int) -> Iterator[Text]:
         for number, (tensor, classes) in enumerate(counts.items()):
             kinds = ", ".join(f"{kind.replace('_', ' ')} {count:,}" for kind, count in classes.items())
             if tensor in fields:
-                kinds = " ≠ ".join(map(_value, fields[tensor]))
+                kinds = " ≠ ".join(value_and_text(tensor, value, findings.texts)[0] for value in fields[tensor])
             total = Text(f"{sum(classes.values()):,}", "bold red")
             lines.append([Text("" if number else names), Text(tensor), total, Text(kinds)])
     columns = [Column(title="sides"), Column(title="tensor"), Column(title="differ", right=True), Column(title="class")]
@@ -265,16 +351,27 @@ def _names(pair: Pair, findings: Findings) -> str:
     return f"{left} {'≠' if pair.counts else '='} {right}"
 
 
-def _next(findings: Findings, page: str | None) -> Text:
+def _next(report: Report, page: str | None) -> Text:
     line = Text("next  ", "dim")
-    if findings.first is not None:
-        line.append(f"docs/SPEC.md {RULES.get(findings.first.kind, '#targets-and-turns, #row')}; ")
-    return line.append(f"all tokens: {page}" if page else "all tokens: the same command with --html FILE")
+    tokens = "all tokens" if report.rank is None else "all tokens of each step"
+    if report.rank is None and report.row.first is not None:
+        line.append(f"docs/SPEC.md {RULES.get(report.row.first.kind, '#targets-and-turns, #row')}; ")
+    return line.append(f"{tokens}: {page}" if page else f"{tokens}: the same command with --html FILE")
 
 
 def _count(value: int | None) -> str:
     return "–" if value is None else f"{value:,}"
 
 
-def _value(value: object) -> str:
-    return visible(f"{int(value)}" if isinstance(value, float) and value.is_integer() else str(value))
+def _refused_steps(report: Report, width: int) -> Iterator[Text]:
+    """Print the sides that refuse the row or a step of its way, and the flaws of the row."""
+    yield from _refusals(report, width)
+    assert report.rank is not None
+    yield from refused_at_steps(report.rank)
+    yield from _flaws(report, width)
+
+
+_ROW = (_header, _conversations, _refusals, _first, _flaws, _counts)
+"""Parts of the screen of a row, in order, with an empty line between them."""
+_RANK = (_dump, _header, rank_place, step_table, _refused_steps, _first_step, followed_position)
+"""Parts of the screen of a rank."""

@@ -8,8 +8,8 @@ import importlib.util
 from collections.abc import Iterator
 from typing import Any
 
+from production.library_warnings import quiet_libraries
 from production.training.config.checks.setup import Setup
-from production.training.config.megatron_options import quiet
 from production.training.config.refusal import SetupRefused
 
 _TRANSFORMER = "policy.megatron_cfg.transformer"
@@ -31,7 +31,7 @@ def check_pattern(setup: Setup) -> Iterator[SetupRefused]:
     pattern = setup.job.model.hybrid_layer_pattern
     if pattern is None:
         return
-    with quiet():
+    with quiet_libraries():
         from megatron.core.models.hybrid.hybrid_layer_allocation import parse_hybrid_pattern  # noqa: PLC0415 - heavy
     try:
         parsed = parse_hybrid_pattern(pattern)
@@ -56,7 +56,7 @@ def check_pattern(setup: Setup) -> Iterator[SetupRefused]:
 
 def check_stages(setup: Setup, config: Any) -> Iterator[SetupRefused]:
     """Refuse a division of a GPT's layers among stages that megatron-core or this schedule cannot run (R-SETUP-18)."""
-    with quiet():
+    with quiet_libraries():
         from megatron.core.transformer.transformer_block import get_num_layers_to_build  # noqa: PLC0415 - heavy
     key = f"{_TRANSFORMER}.pipeline_model_parallel_layout"
     stages = config.pipeline_model_parallel_size
@@ -76,7 +76,7 @@ def check_stages(setup: Setup, config: Any) -> Iterator[SetupRefused]:
 
 
 def _check_letters(setup: Setup, pattern: str) -> Iterator[SetupRefused]:
-    with quiet():
+    with quiet_libraries():
         from production.model.device.layer_specs import TORCH_LETTERS, TRANSFORMER_ENGINE_LETTERS  # noqa: PLC0415 - heavy
     letters = set(pattern) - set("|/")
     absent = letters - set(TORCH_LETTERS + TRANSFORMER_ENGINE_LETTERS)

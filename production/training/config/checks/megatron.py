@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from production.errors import PackproofError
+from production.library_warnings import quiet_libraries
 from production.training.config.checks.layers import check_stages
 from production.training.config.checks.setup import Setup
-from production.training.config.megatron_options import Kind, converted, dtype, option_class, quiet
+from production.training.config.megatron_options import Kind, converted, dtype, option_class
 from production.training.config.refusal import SetupRefused
 from production.training.config.schema.job import Job
 from production.training.config.settings import (
@@ -155,7 +156,7 @@ def check_megatron(setup: Setup) -> Iterator[SetupRefused]:
     The refusal's kind is `not_installed` where only a kernel that this machine lacks stands against the
     configuration.
     """
-    with quiet():
+    with quiet_libraries():
         from production.model.model import transformer_config  # noqa: PLC0415 - imports megatron-core's models
 
     def of_the_model(job: Job) -> Any:
@@ -164,7 +165,7 @@ def check_megatron(setup: Setup) -> Iterator[SetupRefused]:
     refused = list(_made(setup, "transformer", of_the_model))
     yield from refused
     if not refused:
-        with quiet():
+        with quiet_libraries():
             yield from check_stages(setup, of_the_model(setup.job))
     yield from _made(setup, "optimizer", lambda job: option_class("optimizer")(**optimizer_options(job)))
     ddp: Kind = "distributed_data_parallel_config"
@@ -190,7 +191,7 @@ def _made(setup: Setup, kind: Kind, make: Callable[[Job], Any]) -> Iterator[Setu
 
 def _error(make: Callable[[Job], Any], job: Job) -> Exception | None:
     try:
-        with quiet():
+        with quiet_libraries():
             make(job)
     except Exception as error:  # noqa: BLE001 - whatever its own checks stumble over is a value that it cannot take
         return error

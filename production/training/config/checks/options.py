@@ -7,9 +7,10 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterator, Mapping
 
+from production.library_warnings import quiet_libraries
 from production.training.config.checks.setup import Setup
 from production.training.config.keys import PASSED_ON
-from production.training.config.megatron_options import Kind, converted, option_defaults, quiet
+from production.training.config.megatron_options import Kind, converted, option_defaults
 from production.training.config.refusal import SetupRefused, nearest
 from production.training.config.settings import uses_distributed_optimizer
 from production.training.config.unsupported_options import (
@@ -29,7 +30,7 @@ _TRANSFORMER_ENGINE = ("transformer_engine", "Transformer Engine (the extra `te`
 
 def check_unsupported(setup: Setup) -> Iterator[SetupRefused]:
     """Refuse options that turn on a part which this job does not have (R-SETUP-7)."""
-    with quiet():
+    with quiet_libraries():
         from production.model.model import NOT_BUILT  # noqa: PLC0415 - imports megatron-core's models
 
     for kind in PASSED_ON:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,57 +18,21 @@ import msgspec
 from equivalence.subjects import BATCH_TENSORS, Row
 from production.errors import PackproofError
 from production.files.source import open_source
-from tools.diff_row.errors import BadInput
+from tools.diff_row.dump.bins import ReferenceBins
+from tools.diff_row.dump.step_reader import Dumped, ranks_of, read_rank
+from tools.diff_row.errors import BadInput, problem
 from tools.diff_row.inputs import Beside, load_named
-from tools.diff_row.rank.bins import ReferenceBins
-from tools.diff_row.rank.coordinates import problem
-from tools.diff_row.rank.dump_reader import Dumped, ranks_of, read_rank
-from tools.diff_row.rank.request import RankRequest, checked
 from tools.diff_row.rank.steps import RankFindings
 from tools.diff_row.rank.trace import travel
+from tools.diff_row.rank_report import RankRequest, checked
+from tools.diff_row.report import ComparedMicrobatch, FedStep, Report
 from tools.diff_row.row.findings import Side
 
 FED = "fed"
 """The side that the dump is."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class ComparedMicrobatch:
-    """One microbatch of one rank, and how it compares."""
-
-    rank: int
-    microbatch: int
-    file: str
-    row: int | None
-    """In its file, from 0; None for a bin."""
-    line: int | None
-    """In its file, from 1; None for a bin."""
-    told: str
-    """Place of the row, or of the bin's conversations, in words."""
-    equal: bool
-    first: str
-    """The first step and tensor that differ; empty if all is equal."""
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class FedFindings:
-    """A dumped step."""
-
-    folder: str
-    normalization: str
-    looked_at: tuple[ComparedMicrobatch, ...]
-    """Every microbatch of every rank that was compared."""
-    shown: RankFindings
-    """The first that differs, else the first."""
-    shown_as: ComparedMicrobatch
-
-    @property
-    def equal(self) -> bool:
-        """True if all ranks fed the reference's tensors."""
-        return all(each.equal for each in self.looked_at)
-
-
-def find_fed(request: RankRequest, microbatch: int | None = None) -> FedFindings:
+def find_fed(request: RankRequest) -> Report:
     """Compare the dump's ranks (or the one of `--rank`), all microbatches or one. Raises BadInput."""
     assert request.fed is not None
     _check(request)
@@ -92,19 +56,14 @@ def find_fed(request: RankRequest, microbatch: int | None = None) -> FedFindings
                 where=str(request.fed),
                 fix="dump the step again, into an empty folder",
             )
-        for number, found in maker.compared(dumped, microbatch):
+        for number, found in maker.compared(dumped, request.microbatch):
             each = _told(found, rank, number)
             looked_at.append(each)
             if shown is None or (shown[0].equal and not each.equal):
                 shown = (each, found)
     assert shown is not None  # a rank has microbatches
-    return FedFindings(
-        folder=str(request.fed),
-        normalization=normalization,
-        looked_at=tuple(looked_at),
-        shown=shown[1],
-        shown_as=shown[0],
-    )
+    step = FedStep(folder=str(request.fed), normalization=normalization, looked_at=tuple(looked_at), shown=shown[0])
+    return Report(row=shown[1].row, rank=shown[1], fed=step)
 
 
 def _check_all_there(folder: Path, ranks: Sequence[int], size: int) -> None:

@@ -1,21 +1,16 @@
-"""`--html` of a row's way to a rank: the row's page with the rank's head above it and a choice of steps, each token a cell.
-
-Each step that has the four tensors carries its own arrays, deflated: a row of 262,144 tokens with one depth is about 6 MB.
-"""
+"""Collect what the page of a rank says above the tokens: the rank among all, what it owns of the row, and every step."""
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from markupsafe import Markup
 
-from tools.diff_row.rank.compare_dump import FedFindings
 from tools.diff_row.rank.coordinates import RankPlace, find_place
-from tools.diff_row.rank.ownership import owned_runs
-from tools.diff_row.rank.steps import ABOUT, RankFindings, Refused, Step, StepDifference
-from tools.diff_row.render.page import Part, View, environment, render_page
+from tools.diff_row.rank.steps import ABOUT, RankFindings, Refused, Step, StepDifference, owned_runs
+from tools.diff_row.tokens import value_and_text
 
 MOST_RANKS = 512
 """Ranks that are drawn."""
@@ -23,45 +18,23 @@ MOST_RUNS = 4000
 """Runs of the row that are drawn."""
 
 
-def render_rank_page(findings: RankFindings, fed: FedFindings | None = None) -> str:
-    """Return the page as text. Raises ValueError if no side built the row."""
-    steps = [step for step in findings.steps if step.view is not None]
-    shown = next((n for n, step in enumerate(steps) if step.differences), None)
-    if shown is None:
-        shown = next((n for n, step in enumerate(steps) if step.name == "share"), len(steps) - 1)
-    views = [
-        View(
-            label=step.label,
-            findings=step.view,
-            origin=None if step.name != "share" or step.origin is None else step.origin.numpy(),
-        )
-        for step in steps
-        if step.view is not None
-    ]
-    head = environment().get_template("rank.html").render(**_head(findings, fed))
-    equal = findings.equal if fed is None else fed.equal
-    part = Part(head=Markup(head), views=views, shown=shown, equal=equal)  # noqa: S704 - rendered with everything escaped
-    return render_page(views[shown].findings if views else findings.row, part if views else None)
+def first_shown(steps: Sequence[Step]) -> int:
+    """Return the index of the step that the page shows first: the first that differs, else the share, else the last."""
+    wanted = next((step for step in steps if step.differences), None) or next(
+        (step for step in steps if step.name == "share"), steps[-1]
+    )
+    return steps.index(wanted)
 
 
-def _head(findings: RankFindings, fed: FedFindings | None) -> dict[str, Any]:
+def rank_head(findings: RankFindings) -> dict[str, Any]:
+    """Return what the page says of the rank above the tokens."""
     place = findings.place
     strip, edges = _strip(findings)
-    share = findings.share
-    owned = ""
-    if share is not None and share.origin is not None:
-        owned = f"{len(share.origin):,} of {findings.row.length:,} positions"
-        if findings.layout == "zigzag" and place.cp > 1:
-            chunks = 2 * place.cp
-            owned += (
-                f": chunks {place.context_rank} and {chunks - 1 - place.context_rank} of the {chunks} of each segment"
-            )
     return {
         "place": place,
         **_grid(place),
-        "owned": owned,
+        "owned": findings.owned,
         "notes": findings.notes,
-        "fed": fed,
         "strip": strip,
         "edges": edges,
         "has_slices": place.tp > 1 and place.sequence_parallel,
@@ -127,12 +100,11 @@ def _strip(findings: RankFindings) -> tuple[list[dict[str, Any]], list[float]]:
 def _step(step: Step, findings: RankFindings) -> dict[str, Any]:
     names = [side.name for side in findings.row.sides]
     about, rules = ABOUT[step.name]
-    shapes = [next(iter(has.values())) for has in step.sides.values() if not isinstance(has, Refused)]
     refusals = {has.message for has in step.sides.values() if isinstance(has, Refused) and has.kind is not None}
     return {
         "label": step.label,
         "first": step is findings.first,
-        "holds": "[" + ", ".join(f"{size:,}" for size in shapes[0].shape) + "]" if shapes else "–",
+        "holds": step.shape,
         "marks": [_mark(step, name, names[0]) for name in names],
         "about": f"{about}; {step.note}" if step.note else about,
         "rules": rules,
@@ -142,15 +114,9 @@ def _step(step: Step, findings: RankFindings) -> dict[str, Any]:
 
 
 def _mark(step: Step, name: str, base: str) -> dict[str, str]:
-    has = step.sides.get(name)
-    if has is None or (isinstance(has, Refused) and has.kind is None):
-        return {"kind": "none", "text": "–"}
-    if isinstance(has, Refused):
-        return {"kind": "refused", "text": "refused"}
-    count = sum(each.count for each in step.differences if each.right == name)
-    if count:
-        return {"kind": "different", "text": f"≠ {count:,}"}
-    return {"kind": "equal", "text": "·" if name == base else "equal"}
+    verdict, count = step.verdict(name)
+    equal = "·" if name == base else "equal"
+    return {"kind": verdict, "text": {"none": "–", "different": f"≠ {count:,}", "equal": equal}.get(verdict, verdict)}
 
 
 def _line(found: StepDifference, findings: RankFindings) -> dict[str, Any]:
@@ -158,17 +124,16 @@ def _line(found: StepDifference, findings: RankFindings) -> dict[str, Any]:
     if found.position is not None:
         told = findings.row.map.place(found.position)
         where += f" = position {found.position:,} of the row" + (f" (conversation {told})" if told else "")
-    is_id = found.tensor in ("input_ids", "target_ids")
-    values = [
-        f"{value} {findings.row.texts.text(value)}" if is_id and isinstance(value, int) else str(value)
+    left, right = (
+        " ".join(filter(None, value_and_text(found.tensor, value, findings.row.texts)))
         for value in (found.left_value, found.right_value)
-    ]
+    )
     return {
         "tensor": found.tensor,
         "count": found.count,
         "side": found.right,
         "where": where,
-        "left": values[0],
-        "right": values[1],
+        "left": left,
+        "right": right,
         "cause": "" if found.cause == "differs" else found.cause,
     }

@@ -305,10 +305,10 @@ def _models(job: Job, sides: list[Subject], tally: Tally) -> None:
 
 def _trainer(job: Job, sides: list[Subject], tally: Tally) -> None:
     del sides
-    from equivalence.runner import run_jobs  # noqa: PLC0415
+    from equivalence.runner import trainer_jobs  # noqa: PLC0415
 
     with attributed(tally, job.title, check="trainer"):
-        run_jobs.run_drawn(job, tally)
+        trainer_jobs.run_drawn(job, tally)
 
 
 def _whole_run(job: Job, sides: list[Subject], tally: Tally) -> None:

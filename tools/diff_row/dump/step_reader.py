@@ -14,8 +14,9 @@ from msgspec import Meta
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from tools.diff_row.dump.reader import RANK_FILE
-from tools.diff_row.rank.coordinates import RankPlace, find_place, problem
+from tools.diff_row.dump.batch_reader import RANK_FILE
+from tools.diff_row.errors import problem
+from tools.diff_row.rank.coordinates import RankPlace, find_place
 from tools.diff_row.rank.steps import TENSORS
 
 Size = Annotated[int, Meta(ge=1)]

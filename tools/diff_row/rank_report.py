@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from production.parallel.context_parallel import LAYOUTS
+from tools.diff_row.errors import problem
 from tools.diff_row.inputs import Request, build_rows, find, subject_of
-from tools.diff_row.rank.coordinates import RankPlace, find_place, problem
-from tools.diff_row.rank.steps import STOPS, RankFindings
-from tools.diff_row.rank.trace import travel, with_step
+from tools.diff_row.rank.coordinates import RankPlace, find_place
+from tools.diff_row.rank.steps import STOPS
+from tools.diff_row.rank.trace import travel
 from tools.diff_row.rank.weights import GlobalBatch, weights_step
+from tools.diff_row.report import Report
 
 _MOST_DEPTHS = 1024
 
@@ -39,15 +41,17 @@ class RankRequest:
     """Rows of the global batch, for weights; dp if not given."""
     fed: Path | None = None
     """Folder of a job's dump of a step."""
+    microbatch: int | None = None
+    """Of the dump; None for all."""
 
     @property
     def is_asked(self) -> bool:
         """True if any option was given."""
         given = (self.tp, self.cp, self.dp, self.pp, self.rank, self.depth, self.stop_at, self.at, self.fed)
-        return any(each is not None for each in (*given, self.global_batch_size))
+        return any(each is not None for each in (*given, self.global_batch_size, self.microbatch))
 
 
-def find_rank(request: RankRequest) -> RankFindings:
+def find_rank(request: RankRequest) -> Report:
     """Follow the row to the rank. Raises BadInput."""
     place = find_place(
         tp=_or(request.tp, 1),
@@ -57,6 +61,10 @@ def find_rank(request: RankRequest) -> RankFindings:
         rank=request.rank or 0,
         sequence_parallel=request.sequence_parallel,
     )
+    if request.microbatch is not None:
+        raise problem(
+            "only a job's dump has microbatches", where="--microbatch", fix="give --fed FOLDER, or leave it out"
+        )
     depths, stop_at = checked(request)
     size = request.global_batch_size
     if size is not None and stop_at != "weights":
@@ -75,10 +83,10 @@ def find_rank(request: RankRequest) -> RankFindings:
         at=request.at,
         notes=_notes(request, place, row.settings.context_parallel_size if row.settings else None),
     )
-    if stop_at != "weights" or found.share is None:
-        return found
-    batch = _global_batch(request, place, subjects)
-    return with_step(found, weights_step(found, batch, subjects, depths_left_out=depths > 0))
+    if stop_at == "weights" and found.share is not None:
+        weights = weights_step(found, _global_batch(request, place, subjects), subjects, depths_left_out=depths > 0)
+        found = replace(found, steps=(*found.steps, weights))
+    return Report(row=row, rank=found)
 
 
 def checked(request: RankRequest) -> tuple[int, str]:

@@ -9,7 +9,7 @@ A fault is entered on every rank before its first case by another `entered`: a f
 `enter` and `entry`. `enter` names a context manager `module:function(entry, worker)` that puts the fault in, enters
 `equivalence.trainers.production_step.layout(sizes, worker)` and yields what that yields:
 
-    run_layout(cases, entered=lambda sizes: ("equivalence.mutants.layouts:enter", ("shift_twice", sizes)))
+    run_layout(cases, entered=lambda sizes: ("equivalence.mutants.layout_faults:enter", ("shift_twice", sizes)))
 
 `tiny_cases(sizes, data_size)` are the cases of that layout in the smallest run. A rank that raises, dies or hangs is a finding of its
 case, with its stack; the next case gets a new world.

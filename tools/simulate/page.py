@@ -1,14 +1,12 @@
-"""The picture of a walk: one self-contained HTML page with the load of every rank and who owns what, without a script."""
+"""Write a walk as one self-contained HTML page, without a script: the load of every rank, and who owns what."""
 
 from __future__ import annotations
 
 import colorsys
 import itertools
-from importlib.resources import files
 from typing import Any
 
-import jinja2
-
+from equivalence.report.templates import environment
 from production.parallel.context_parallel import find_layout
 from tools.simulate.costs import Costs
 from tools.simulate.terminal import span
@@ -22,11 +20,7 @@ MOST_ROWS = 64
 
 def render_page(found: Walk, costs: Costs) -> str:
     """Return the page as text."""
-    environment = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    environment.filters["thousands"] = lambda number: f"{number:,}"
-    template = environment.from_string(files("tools.simulate").joinpath("page.html").read_text(encoding="utf-8"))
+    template = environment("tools.simulate").get_template("page.html")
     job = found.job
     return template.render(
         job=job,

@@ -37,8 +37,8 @@ def find(name: str) -> LayoutMutant:
 
 
 def entered(name: str) -> Callable[[ParallelSizes], tuple[str, Any]]:
-    """Return the `entered` argument of `layout_runs.run_layout` for worlds whose ranks all have the fault."""
-    return lambda sizes: ("equivalence.mutants.layouts:enter", (name, sizes))
+    """Return the `entered` argument of `step_runs.run_layout` for worlds whose ranks all have the fault."""
+    return lambda sizes: ("equivalence.mutants.layout_faults:enter", (name, sizes))
 
 
 @contextmanager

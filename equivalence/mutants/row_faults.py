@@ -1,4 +1,4 @@
-"""Define faults of the row kind: production with one fault, each a subject of its own (`equivalence.mutants.rows:NAME`).
+"""Define faults of the row kind: production with one fault, each a subject of its own (`equivalence.mutants.row_faults:NAME`).
 
 A fault changes production's input or its built row, so it stays one fault whatever production looks like inside.
 """

@@ -22,7 +22,7 @@ from equivalence.checks.runs.trainer import (
 from equivalence.generators.models import Layout, layouts
 from equivalence.runner.counters import Tally, differing
 from equivalence.runner.job import Job
-from equivalence.runner.layout_runs import MODULES, failed_case, plain_layout, seats
+from equivalence.runner.step_runs import MODULES, failed_case, plain_layout, seats
 from equivalence.subjects.protocol import Subject
 from equivalence.trainers.production_run import TRAIN, TrainingCase, TrainingOutcome
 from equivalence.workers import CaseFailed, World, WorldNotOpened, open_world, preload

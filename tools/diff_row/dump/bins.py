@@ -17,8 +17,8 @@ from equivalence.subjects.reference import adapt
 from reference import chat, context_parallel, packing, prompts
 from reference import microbatches as reference
 from reference.refusals import RowRefused
-from tools.diff_row.rank.coordinates import problem
-from tools.diff_row.rank.dump_reader import Dumped
+from tools.diff_row.dump.step_reader import Dumped
+from tools.diff_row.errors import problem
 from tools.diff_row.rank.steps import TENSORS, Has
 from tools.diff_row.row.findings import Findings, Side, Source, compare
 from tools.diff_row.row.layout import Ints, map_conversations

@@ -1,20 +1,62 @@
-"""The neighbourhood of a position as columns: what the screen shows of the first difference."""
+"""Draw the tables of the screen: columns by their width on a terminal, and the surroundings of a position in such columns.
+
+rich's own table has no lines that run across its columns.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from rich.cells import cell_len
 from rich.text import Text
 
-from tools.diff_row.render.columns import GAP, Column, draw
 from tools.diff_row.render.context_window import ContextPosition, context_window, groups
 from tools.diff_row.row.findings import TOKEN_TENSORS, Findings
 from tools.diff_row.tokens import fit, visible
 
+GAP = 2
 SHORTEST = 8
 """Columns that a token's text has at least."""
 SHORT = {"input_ids": "id", "target_ids": "target", "token_mask": "mask", "position_ids": "pos"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Column:
+    """A column, as wide as its widest cell."""
+
+    title: str
+    right: bool = False
+    """Whether cells are aligned to the right."""
+
+    def needed(self, cells: Sequence[Text]) -> int:
+        """Return the width that the column needs."""
+        return max([cell_len(self.title), *(cell_len(cell.plain) for cell in cells)])
+
+
+def draw(columns: Sequence[Column], lines: Sequence[list[Text] | str], width: int) -> Iterator[Text]:
+    """Draw a header, then one line for each row; a text among the rows spans all columns (a text that begins with `─` is extended)."""
+    cells = [line for line in lines if not isinstance(line, str)]
+    widths = [column.needed([line[n] for line in cells]) for n, column in enumerate(columns)]
+    total = min(width, sum(widths) + GAP * len(widths))
+    yield _row([Text(column.title, "dim underline") for column in columns], columns, widths)
+    for line in lines:
+        if isinstance(line, str):
+            filled = line + "─" * max(0, total - cell_len(line)) if line.startswith("─") else " " * GAP + line
+            yield Text(filled, "cyan" if line.startswith("─") else "dim")
+        else:
+            yield _row(line, columns, widths)
+
+
+def _row(cells: Sequence[Text], columns: Sequence[Column], widths: Sequence[int]) -> Text:
+    row = Text()
+    for cell, column, width in zip(cells, columns, widths, strict=True):
+        fill = " " * (width - cell_len(cell.plain))
+        row.append(" " * GAP)
+        row.append(fill if column.right else "")
+        row.append_text(cell)
+        row.append("" if column.right or column is columns[-1] else fill)
+    return row
 
 
 def closeup(findings: Findings, position: int, width: int, *, origin: Sequence[int] | None = None) -> Iterator[Text]:
