@@ -1,7 +1,7 @@
 """Render conversations through a tokenizer's chat template, at half of what `apply_chat_template` takes and with the same text.
 
 `apply_chat_template` copies each value of each message three times before it renders, and jinja's sandbox asks of each
-`text.strip()` whether that is safe. Both are left out where their outcome is known: for messages of a role and a
+method of text whether it is safe. Both are left out where their outcome is known: for messages of a role and a
 content that are text, with the versions of the libraries whose code was read for it. Everything else goes the whole way.
 
 Reference: `reference/prompts.py`, R-RENDER-4.
