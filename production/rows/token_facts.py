@@ -108,6 +108,7 @@ class ControlTokens:
         # A token's first characters are looked for at once; the bracket alone begins too much of a web page.
         begins = {text[: min(3, self._lengths[-1])] for text in self._texts}
         self._first = re.compile("|".join(sorted(map(re.escape, begins)))) if begins else None
+        self._characters = sorted({text[0] for text in self._texts})
 
     def find(self, text: str) -> list[str]:
         """Return the control tokens in a text, in order, the longest at a place."""
@@ -126,8 +127,11 @@ class ControlTokens:
 
     def count(self, messages: Sequence[Message]) -> int:
         """Return the number of control tokens in the contents of these messages."""
-        contents = (message.get("content") for message in messages)
-        return sum(len(self.find(content)) for content in contents if isinstance(content, str))
+        contents = [content for message in messages if isinstance(content := message.get("content"), str)]
+        together = "\n".join(contents)  # most messages have none of the characters with which control tokens begin
+        if not any(character in together for character in self._characters):
+            return 0
+        return sum(len(self.find(content)) for content in contents)
 
 
 def holds_several(messages: Sequence[Message]) -> bool:
@@ -154,9 +158,12 @@ def removed_switches(messages: Sequence[Message], prompt_format: str) -> int:
     """Return how many messages lose `/think` or `/no_think` from their content, also within a word (R-RENDER-1)."""
     if prompt_format != "nemotron-nano-v2":
         return 0
-    return sum(
-        message.get("role") in ("system", "user")
-        and isinstance(content := message.get("content"), str)
-        and ("/think" in content or "/no_think" in content)
+    contents = [
+        content
         for message in messages
-    )
+        if message.get("role") in ("system", "user") and isinstance(content := message.get("content"), str)
+    ]
+    together = "\n".join(contents)
+    if "/think" not in together and "/no_think" not in together:  # neither spans a line
+        return 0
+    return sum("/think" in content or "/no_think" in content for content in contents)

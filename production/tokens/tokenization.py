@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from production.errors import RowRefused
-from production.tokens.prompts import Conversation, PromptFormat, RowMessages, render_messages, render_template
+from production.tokens.chat_template import ChatTemplate
+from production.tokens.prompts import Conversation, PromptFormat, RowMessages, render_messages
 from production.tokens.text_splits import HardBoundaries
 
 _HEADER = "<SPECIAL_11>Assistant\n"
@@ -59,8 +60,9 @@ class Planner:
     def __init__(
         self, *, tokenizer: Any, prompt_format: PromptFormat, is_masked: bool, boundaries: HardBoundaries
     ) -> None:
-        self._tokenizer = tokenizer
         self._format = prompt_format
+        self._template = ChatTemplate(tokenizer) if prompt_format.render is None else None
+        self._ends_lines = boundaries.ends_lines
         self._plan_into = self._choose(is_masked, boundaries)
         self.is_built_up = self._plan_into in (self._plan_whole_and_turns, self._plan_h_aligned)
         """Whether conversations and turns are each assembled from texts; if not, texts are the one or the other as
@@ -96,7 +98,8 @@ class Planner:
 
     def _plan_template(self, plan: Plan, conversation: Conversation, number: int) -> int:
         """Plan the conversation's texts; return their characters, as the following methods do."""
-        text = render_template(conversation, self._tokenizer, number)
+        assert self._template is not None
+        text = self._template.render(conversation, number)
         plan.add(text)
         plan.whole_counts.append(1)
         return len(text)
@@ -128,7 +131,8 @@ class Planner:
     def _plan_h_aligned(self, plan: Plan, conversation: Conversation, number: int) -> int:
         """Cut before each system and user turn and before the header at a user turn's end; an answer may merge with that header.
 
-        So an answer is encoded twice, behind its header and alone, and everything else once.
+        So an answer is encoded twice, behind its header and alone, and everything else once. Where the pre-tokenizer provably ends
+        the header's line (`HardBoundaries.ends_lines`), an answer behind its header is encoded once, too.
         """
         pieces: list[int] = []
         texts = render_messages(conversation, self._format, number)
@@ -136,7 +140,9 @@ class Planner:
             role = message["role"]
             if role == "assistant":
                 plan.turns.append(plan.add(text))
-                if pieces:
+                if self._ends_lines and pieces and plan.texts[pieces[-1]] == _HEADER and _is_visible(text[0]):
+                    pieces.append(plan.turns[-1])
+                elif pieces:
                     pieces[-1] = plan.add(plan.texts[pieces[-1]] + text)
                 else:
                     pieces.append(plan.turns[-1])
@@ -151,3 +157,8 @@ class Planner:
         plan.whole += pieces
         plan.whole_counts.append(len(pieces))
         return sum(map(len, texts))
+
+
+def _is_visible(character: str) -> bool:
+    """Return whether a character is surely no white space to any library; a few that are none are not seen to be."""
+    return "!" <= character <= "~" or character.isalnum()

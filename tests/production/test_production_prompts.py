@@ -21,7 +21,7 @@ from production.tokens.prompts import (
     render_template,
     split_conversations,
 )
-from production.tokens.text_splits import HardBoundaries
+from production.tokens.text_splits import ENDS_LINES, HardBoundaries
 
 SYSTEM, TURN, END = "<SPECIAL_10>", "<SPECIAL_11>", "<SPECIAL_12>"
 SPECIALS = ["<unk>", "<s>", "</s>", "<SPECIAL_233>", SYSTEM, TURN, END, "<SPECIAL_999>"]
@@ -41,8 +41,8 @@ def byte_level(*extra, merges=(("Ċ", "Ċ"), ("Ċ", "a"), ("a", "b"), ("b", "Ċ"
     return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", unk_token="<unk>")
 
 
-def changed(change, **how):
-    tokenizer = byte_level(**how)
+def changed(change, tokenizer=None, **how):
+    tokenizer = byte_level(**how) if tokenizer is None else tokenizer
     change(tokenizer.backend_tokenizer)
     return tokenizer
 
@@ -307,6 +307,68 @@ def test_where_a_text_shows_that_it_does_not_cut_the_proof_says_no(name):
 
     assert encode(before + TURN + after) != [*encode(before), tokenizer.convert_tokens_to_ids(TURN), *encode(after)]
     assert not HardBoundaries(tokenizer).holds(TURN)
+
+
+HEADER = f"{TURN}Assistant\n"
+
+
+def split_by(pattern, *extra):
+    def change(backend):
+        split = pre_tokenizers.Split(Regex(pattern), "isolated")
+        bytes_only = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        backend.pre_tokenizer = pre_tokenizers.Sequence([split, bytes_only])
+
+    tokenizer = byte_level(*extra, merges=(("Ċ", "/"), ("Ċ", "Ċ"), ("t", "Ċ"), ("Ċ", "a"), ("a", "b"), ("b", "Ċ")))
+    change(tokenizer.backend_tokenizer)
+    return tokenizer
+
+
+@pytest.mark.parametrize("pattern", sorted(ENDS_LINES))
+def test_a_text_behind_a_headers_line_is_encoded_as_it_is_alone(pattern):
+    """R-ENCODE-1: an answer of nemotron-h-aligned is encoded once."""
+    tokenizer = split_by(pattern, AddedToken("ab", normalized=False, rstrip=True, single_word=True))
+    assert HardBoundaries(tokenizer).ends_lines
+    seen = set()
+
+    def encode(text):
+        return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    @settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+    @given(
+        st.one_of(texts, st.text(max_size=6)), st.sampled_from(["", "/", "'s", "\u0301", "1", ".\n/", "\u200b", "Aa"])
+    )
+    def holds(text, first):
+        answer = (first + text).strip()
+        if answer:
+            seen.add(answer)
+            assert encode(HEADER + answer) == encode(HEADER) + encode(answer)
+
+    holds()
+    assert len(seen) > 60
+    white = "\n" + "a"  # what is left out: an answer that begins with white space
+    assert encode(HEADER + white) != encode(HEADER) + encode(white)
+
+
+TEKKEN = next(pattern for pattern in ENDS_LINES if "Lm" in pattern)
+JOINS_LINES = {
+    "another pattern": lambda: split_by(r"Assistant\n/"),
+    "a normalizer": lambda: changed(
+        lambda b: setattr(b, "normalizer", normalizers.Replace("\n/", "a")), tokenizer=split_by(TEKKEN)
+    ),
+    "a token over the newline": lambda: split_by(TEKKEN, AddedToken("\n/", normalized=False)),
+    "a token that takes white space": lambda: split_by(TEKKEN, AddedToken("/", normalized=False, lstrip=True)),
+}
+
+
+@pytest.mark.parametrize("name", JOINS_LINES)
+def test_where_an_answer_may_merge_with_its_header_the_proof_says_no(name):
+    tokenizer = JOINS_LINES[name]()
+
+    def encode(text):
+        return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    assert encode(f"{HEADER}/b") != encode(HEADER) + encode("/b")
+    assert not HardBoundaries(tokenizer).ends_lines
 
 
 class OwnPreTokenizer:

@@ -19,7 +19,7 @@ from production.tokens.prompts import FORMATS, TURN_ROLES, split_conversations
 from tools.inspect_rows import scan as module
 from tools.inspect_rows import terminal
 from tools.inspect_rows.__main__ import main
-from tools.inspect_rows.duplicates import RECORD, DuplicateFinder, hash_messages
+from tools.inspect_rows.duplicates import RECORD, DuplicateFinder, hash_messages, hash_row
 from tools.inspect_rows.fix import Fixer, changes_of
 from tools.inspect_rows.scan import scan
 
@@ -189,6 +189,44 @@ def test_duplicates_are_found_whatever_the_order_of_keys(write, tokenizer):
     )
     assert hash_messages([{"role": "a", "content": "b"}]) == hash_messages([{"content": "b", "role": "a"}])
     assert hash_messages([{"role": "a", "content": "b"}]) != hash_messages([{"role": "b", "content": "a"}])
+
+
+def test_a_row_and_its_conversations_are_hashed_as_messages_are():
+    row = [{"role": role, "content": f'{role} é "x"'} for role in ("user", "system", "assistant", "system", "system")]
+    assert hash_row(row) == (hash_messages(row), list(map(hash_messages, (row[:1], row[1:3], row[3:4], row[4:]))))
+    assert hash_row(row[1:3]) == (hash_messages(row[1:3]), [hash_messages(row[1:3])])
+
+
+@pytest.mark.parametrize("pack_length", [40, 512, 2048])
+@pytest.mark.parametrize("context_parallel_size", [1, 2])
+def test_rows_are_counted_alike_alone_and_in_a_group(write, tokenizer, monkeypatch, pack_length, context_parallel_size):
+    """The counts of a group come from arrays over all its rows, so that no row may touch another's."""
+    empty = [("system", ""), ("user", ""), ("assistant", "x")]
+    odd = [("system", "<unk> s"), ("user", "/think <SPECIAL_11>"), ("assistant", "a b <unk>")]
+    long = [("system", "s"), ("user", "word " * 60), ("assistant", "answer " * 700)]
+    tool = [("system", "s"), ("tool", "t"), ("user", "u")]
+    refused = [("system", "s"), ("assistant", "a")]
+    rows = [
+        CHAT * 9,
+        odd,
+        long + CHAT,
+        CHAT + long + CHAT,
+        refused,
+        tool + CHAT,
+        empty * 3,
+        CHAT,
+        odd + refused,
+        long * 2,
+    ]
+    path = write(*rows, raw=b"no row\n")
+    settings = RowSettings(pack_length=pack_length, context_parallel_size=context_parallel_size)
+    together = without_time(inspect(path, tokenizer, settings))
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "GROUP_TOKENS", 1)
+        alone = without_time(inspect(path, tokenizer, settings))
+    assert together == alone
+    assert together["counts"]["rows_built"] >= 7
+    assert together["counts"]["rows_refused"] >= 2
 
 
 def test_duplicates_on_disk_are_those_in_memory(tmp_path):

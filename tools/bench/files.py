@@ -5,22 +5,26 @@ The machine may be shared: all contenders take turns, and ratios are medians of 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import multiprocessing
 import os
 import statistics
+import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import psutil
+from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
+from production.errors import PackproofError
 from production.files.source import open_source
 from production.online.packing import PACKERS, pack
 from production.rows.builder import BuiltRow, RowBuilder, RowSettings
@@ -70,21 +74,64 @@ def pack_chats(*, copies: int = 8, rounds: int = 3, processes: tuple[int, ...] =
         return _compare("pack", act, texts, rounds, processes)
 
 
-def packers(*, sequences: int = 1_000_000, capacity: int = 2_048, seed: int = 0) -> list[tuple[str, float, float]]:
-    """Pack lengths drawn from the sample's own, by every packer: seconds of processor time, and how full the bins are."""
-    lengths = np.random.default_rng(seed).choice(_sample_lengths(capacity), sequences).tolist()
+def packers(
+    *,
+    sequences: int = 1_000_000,
+    capacity: int = 2_048,
+    seed: int = 0,
+    trl: Path | None = None,
+    axolotl: Path | None = None,
+) -> list[tuple[str, float, float]]:
+    """Pack lengths drawn from the sample's own, by every packer: seconds of processor time, and how full the bins are.
+
+    `trl` and `axolotl` are Python interpreters of environments in which these are installed; their packers then pack the
+    same lengths. PackproofError where a package is not there.
+    """
+    lengths = np.random.default_rng(seed).choice(_sample_lengths(capacity), sequences)
     table = Table(title=f"{sequences:,} lengths of the sample's, capacity {capacity:,}")
-    for column in ("packer", "seconds", "bins", "fill"):
+    for column in ("packer", "seconds", "bins", "fill", "lost"):
         table.add_column(column, justify="left" if column == "packer" else "right")
     found = []
+
+    def show(name: str, seconds: float, bins: int, tokens: int, lost: int) -> None:
+        fill = tokens / (bins * capacity)
+        found.append((name, seconds, fill))
+        table.add_row(name, f"{seconds:.2f}", f"{bins:,}", f"{fill:.2%}", f"{lost:,}")
+
+    as_list = lengths.tolist()
     for name in (*PACKERS, "first_fit_shuffle"):
         start = time.process_time()
-        bins = pack(lengths, capacity, algorithm=name, seed=seed if name == "first_fit_shuffle" else None)
-        seconds, fill = time.process_time() - start, sum(lengths) / (len(bins) * capacity)
-        found.append((name, seconds, fill))
-        table.add_row(name, f"{seconds:.2f}", f"{len(bins):,}", f"{fill:.2%}")
+        bins = pack(as_list, capacity, algorithm=name, seed=seed if name == "first_fit_shuffle" else None)
+        seconds = time.process_time() - start
+        held = np.bincount([index for each in bins for index in each], minlength=sequences)
+        show(name, seconds, len(bins), int(held @ lengths), int(np.count_nonzero(held != 1)))
+    for name, python in (("trl", trl), ("axolotl", axolotl)):
+        if python is not None:
+            other = _packed_by(name, python, lengths, capacity)
+            show(name, other["seconds"], other["bins"], other["tokens"], other["lost"])
     Console().print(table)
     return found
+
+
+def _packed_by(name: str, python: Path, lengths: NDArray[np.int64], capacity: int) -> dict[str, Any]:
+    """Return what another project's packer makes of the lengths, in its own environment."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "lengths.npy"
+        np.save(path, lengths)
+        command = [str(python), str(Path(__file__).with_name("packers_of_others.py")), name, str(path), str(capacity)]
+        try:
+            done = subprocess.run(command, check=False, capture_output=True, text=True)  # noqa: S603 - named by the user
+        except OSError as error:
+            done = subprocess.CompletedProcess(command, 127, "", str(error))
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        raise PackproofError(
+            what=f"{name} does not pack there: {last}",
+            where=str(python),
+            fix=f"python -m venv {name}-env && {name}-env/bin/pip install {name}, and give --{name} {name}-env/bin/python",
+        )
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return result
 
 
 def inspect_memory(*, megabytes: int = 300, processes: int = 2) -> float:
@@ -129,12 +176,13 @@ def _compare(
 ) -> list[dict[str, float]]:
     tokenizer = load_folder(TOKENIZER)
     times: dict[int, list[tuple[float, float]]] = {count: [] for count in processes}
-    for _ in range(rounds):
-        for count in processes:
-            bare = _bare(tokenizer, texts, count)
-            start = time.perf_counter()
-            act(count)
-            times[count].append((bare, time.perf_counter() - start))
+    with _without_threads():
+        for _ in range(rounds):
+            for count in processes:
+                bare = _bare(tokenizer, texts, count)
+                start = time.perf_counter()
+                act(count)
+                times[count].append((bare, time.perf_counter() - start))
     console, table = Console(), Table(title=f"{name}: medians of {rounds} rounds")
     for column in ("processes", "bare seconds", "seconds", "of the bare tokenizer", "over one process"):
         table.add_column(column, justify="right")
@@ -150,27 +198,33 @@ def _compare(
     return results
 
 
-def _bare(tokenizer: Any, texts: list[list[str]], processes: int) -> float:
-    """Return the seconds in which as many processes encode the texts of each row, and do nothing else."""
+@contextlib.contextmanager
+def _without_threads() -> Iterator[None]:
+    """Switch the tokenizer's own threads off: one process is to use one core, as each of two does."""
     before = os.environ.get("TOKENIZERS_PARALLELISM")
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     try:
-        encode = tokenizer.backend_tokenizer.encode_batch_fast
-        start = time.perf_counter()
-        workers = [
-            multiprocessing.get_context("fork").Process(target=_encode, args=(encode, texts[rank::processes]))
-            for rank in range(processes)
-        ]
-        for worker in workers:
-            worker.start()
-        for worker in workers:
-            worker.join()
-        return time.perf_counter() - start
+        yield
     finally:
         if before is None:
             os.environ.pop("TOKENIZERS_PARALLELISM")
         else:
             os.environ["TOKENIZERS_PARALLELISM"] = before
+
+
+def _bare(tokenizer: Any, texts: list[list[str]], processes: int) -> float:
+    """Return the seconds in which as many processes encode the texts of each row, and do nothing else."""
+    encode = tokenizer.backend_tokenizer.encode_batch_fast
+    start = time.perf_counter()
+    workers = [
+        multiprocessing.get_context("fork").Process(target=_encode, args=(encode, texts[rank::processes]))
+        for rank in range(processes)
+    ]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    return time.perf_counter() - start
 
 
 def _encode(encode: Any, rows: list[list[str]]) -> None:

@@ -8,6 +8,7 @@ their hash is below 1e-22.
 from __future__ import annotations
 
 import heapq
+import itertools
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -30,7 +31,22 @@ _encode = msgspec.json.Encoder(order="sorted").encode
 
 def hash_messages(messages: Sequence[Any]) -> tuple[int, int]:
     """Return the hash of messages, high and low 64 bits; the order of keys does not count."""
-    digest = xxhash.xxh3_128_intdigest(_encode(messages))
+    return _hash(_encode(messages))
+
+
+def hash_row(messages: Sequence[Any]) -> tuple[tuple[int, int], list[tuple[int, int]]]:
+    """Return the hash of a row, and that of each of its conversations; each message is encoded once."""
+    starts = [index for index, message in enumerate(messages) if message["role"] == "system" and index]
+    if not starts:
+        alone = hash_messages(messages)
+        return alone, [alone]
+    encoded = [_encode(messages[start:end]) for start, end in itertools.pairwise([0, *starts, len(messages)])]
+    row = b"[" + b",".join(each[1:-1] for each in encoded) + b"]"
+    return _hash(row), list(map(_hash, encoded))
+
+
+def _hash(encoded: bytes) -> tuple[int, int]:
+    digest = xxhash.xxh3_128_intdigest(encoded)
     return digest >> 64, digest & ((1 << 64) - 1)
 
 

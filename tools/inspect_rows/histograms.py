@@ -62,7 +62,7 @@ class HistogramCounter:
         if not len(values):
             return
         places = np.searchsorted(self.bins.edges, values, side="right") - 1
-        np.add.at(self.counts, np.clip(places, 0, len(self.counts) - 1), 1)
+        self.counts += np.bincount(np.clip(places, 0, len(self.counts) - 1), minlength=len(self.counts))
         self.count += len(values)
         self._total += int(np.rint(np.asarray(values, dtype=np.float64) * _PARTS).astype(np.int64).sum())
         self.least = min(self.least, float(values.min()))

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tools.inspect_rows.duplicates import RECORD
 from tools.inspect_rows.histograms import BINS, HistogramCounter
 from tools.inspect_rows.inspection import Finding, Severity
 
@@ -43,8 +42,9 @@ class Part:
     context_parallel: NDArray[np.int64] = field(default_factory=lambda: np.zeros((len(SIZES), 5), dtype=np.int64))
     """[sizes, 5]: indivisible conversations, rows with one, padding, rows that lose, tokens lost."""
     presets: dict[str, PresetCounter] = field(default_factory=dict)
-    row_hashes: NDArray[Any] = field(default_factory=lambda: np.empty(0, dtype=RECORD))
-    conversation_hashes: NDArray[Any] = field(default_factory=lambda: np.empty(0, dtype=RECORD))
+    row_hashes: list[NDArray[Any]] = field(default_factory=list)
+    """Records of `duplicates.RECORD`, a group of rows each."""
+    conversation_hashes: list[NDArray[Any]] = field(default_factory=list)
     edges: dict[str, list[int]] = field(default_factory=dict)
     longest: tuple[int, int] = (-1, -1)
     """Tokens and row of the row with the most conversation tokens."""

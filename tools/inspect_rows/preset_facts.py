@@ -6,14 +6,13 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
 from production.errors import RowRefused
 from production.rows.builder import BuiltRow, Row, RowBuilder, RowSettings, find_pad
 from production.semantics import PRESETS, Semantics
 from production.tokens.prompts import TURN_ROLES
-from production.tokens.turn_tokens import IGNORE_INDEX
+from tools.inspect_rows.group_facts import GroupFacts
 from tools.inspect_rows.part import Part, PresetCounter
 
 _TENSORS = ("input_ids", "target_ids", "token_mask", "position_ids", "cu_seqlens")
@@ -25,20 +24,31 @@ class PresetComparison:
     def __init__(self, *, tokenizer: Any, settings: RowSettings) -> None:
         self._settings = settings
         self._knows_pad = find_pad(tokenizer, settings).is_known
-        self._pad = find_pad(tokenizer, settings).id
+        self._rebuilt: dict[tuple[str, ...], frozenset[str]] = {}
         self._builders = {
             name: RowBuilder(tokenizer=tokenizer, settings=dataclasses.replace(settings, semantics=semantics))
             for name, semantics in PRESETS.items()
         }
 
     def count(
-        self, messages: Sequence[Any], row: BuiltRow | RowRefused, *, is_odd: bool, part: Part, number: int
+        self,
+        messages: Sequence[Any],
+        row: BuiltRow | RowRefused,
+        *,
+        is_odd: bool,
+        part: Part,
+        number: int,
+        facts: GroupFacts | None,
+        index: int,
     ) -> None:
-        """Count this row under every preset; `is_odd` says that turns alone are not the turns in their conversation."""
-        fields = self._fields_that_matter(messages, row, is_odd=is_odd)
-        for name, semantics in PRESETS.items():
+        """Count this row under every preset; `is_odd` says that turns alone are not the turns in their conversation.
+
+        `index` is the row's place in `facts`, which a refused row does not have.
+        """
+        rebuilt = self._presets_that_differ(tuple(self._fields_that_matter(messages, row, facts, index, is_odd=is_odd)))
+        for name in PRESETS:
             counter = part.presets.setdefault(name, PresetCounter())
-            if not any(getattr(semantics, field) != getattr(self._settings.semantics, field) for field in fields):
+            if name not in rebuilt:
                 counter.equal += 1
                 continue
             (other,) = self._builders[name].build_group([messages])
@@ -46,11 +56,25 @@ class PresetComparison:
             if isinstance(row, RowRefused) != isinstance(other, RowRefused):
                 part.note_edge(f"{'accepted' if isinstance(row, RowRefused) else 'refused'}_by_{name}", number)
 
-    def _fields_that_matter(self, messages: Sequence[Any], row: BuiltRow | RowRefused, *, is_odd: bool) -> list[str]:
+    def _presets_that_differ(self, fields: tuple[str, ...]) -> frozenset[str]:
+        """Return the presets that choose otherwise than the settings in one of these fields of Semantics."""
+        found = self._rebuilt.get(fields)
+        if found is None:
+            own = self._settings.semantics
+            found = self._rebuilt[fields] = frozenset(
+                name
+                for name, preset in PRESETS.items()
+                if any(getattr(preset, field) != getattr(own, field) for field in fields)
+            )
+        return found
+
+    def _fields_that_matter(
+        self, messages: Sequence[Any], row: BuiltRow | RowRefused, facts: GroupFacts | None, index: int, *, is_odd: bool
+    ) -> list[str]:
         """Return the fields of Semantics that can change this row, more rather than fewer."""
-        if isinstance(row, RowRefused):
+        if isinstance(row, RowRefused) or facts is None:
             return [field.name for field in dataclasses.fields(Semantics)]
-        laid, length, cp = row.laid, self._settings.pack_length, self._settings.context_parallel_size
+        length, cp = self._settings.pack_length, self._settings.context_parallel_size
         fields = []
         if self._settings.prompt_format == "identity":
             fields.append("identity_prompt")
@@ -58,11 +82,11 @@ class PresetComparison:
             fields.append("default_format")
         if is_odd:
             fields += ["turn_check", "long_assistant_prefix"]
-        if _trains_a_first_token(row):
+        if facts.trains_a_first_token[index]:
             fields.append("boundary_label")
-        if np.any((laid.tokens == self._pad) & (laid.targets != IGNORE_INDEX)):
+        if facts.pad_labels[index]:
             fields.append("padding_mask")
-        if not laid.lengths.all():
+        if facts.has_empty[index]:
             fields += ["empty_conversation", "exact_fill"]
         if row.messages.count + 1 > length:
             fields.append("boundaries_beyond_pack_length")
@@ -70,7 +94,7 @@ class PresetComparison:
             fields.append("turn_rules")
         if messages[0]["role"] != "system" or messages[-1]["role"] != "assistant":
             fields.append("row_ends")
-        if np.any(laid.ends == length):
+        if facts.meets_the_end[index]:
             fields.append("exact_fill")
         if cp > 1 and length % (2 * cp):
             fields.append("indivisible_segment")
@@ -79,12 +103,6 @@ class PresetComparison:
         if not self._knows_pad:
             fields.append("unknown_pad_token")
         return fields
-
-
-def _trains_a_first_token(row: BuiltRow) -> bool:
-    starts = row.laid.lengths.cumsum() - row.laid.lengths
-    starts = starts[(starts > 0) & (row.laid.lengths > 0)]
-    return bool(np.any(row.laid.targets[starts] != IGNORE_INDEX))
 
 
 def _has_plain_turns(row: BuiltRow) -> bool:

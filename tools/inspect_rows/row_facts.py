@@ -20,12 +20,12 @@ from production.rows.builder import BuiltRow, RowBuilder, RowSettings, find_pad
 from production.rows.token_facts import ControlTokens, removed_switches
 from production.tokens.message_keys import MessageKeys
 from production.tokens.prompts import FORMATS
-from production.tokens.turn_tokens import IGNORE_INDEX
 from tools.counted import counted
-from tools.inspect_rows.duplicates import RECORD, hash_messages
+from tools.inspect_rows.duplicates import RECORD, hash_row
+from tools.inspect_rows.group_facts import GroupFacts
 from tools.inspect_rows.histograms import BINS
 from tools.inspect_rows.inspection import Finding, Severity
-from tools.inspect_rows.part import SIZES, Part
+from tools.inspect_rows.part import Part
 from tools.inspect_rows.preset_facts import PresetComparison
 
 KINDS: dict[str, tuple[Severity, str]] = {
@@ -91,7 +91,11 @@ class RowInspector:
 
     def inspect(self, rows: Sequence[tuple[Place, list[Any] | BadInput]], part: Part) -> None:
         """Build these rows in one group and count them into the part."""
-        built = iter(self._build([messages for _, messages in rows if not isinstance(messages, BadInput)]))
+        found = self._build([messages for _, messages in rows if not isinstance(messages, BadInput)])
+        whole = [row for row, _ in found if isinstance(row, BuiltRow)]
+        facts = self._facts(whole) if whole else None
+        built, index = iter(found), itertools.count()
+        is_counted = np.zeros(len(whole), dtype=np.bool_)
         row_hashes, hashes = [], []
         for place, messages in rows:
             part.counts["rows"] += 1
@@ -101,11 +105,13 @@ class RowInspector:
                 part.findings.append(dataclasses.replace(fault, is_unreadable=True))
                 continue
             row, is_odd = next(built)
-            hashes += self._hashes(place, messages)
-            row_hashes.append((*hash_messages(messages), place.number, -1))
+            number = next(index) if isinstance(row, BuiltRow) else -1
+            of_row, of_conversations = hash_row(messages)
+            row_hashes.append((*of_row, place.number, -1))
+            hashes += [(*each, place.number, conversation) for conversation, each in enumerate(of_conversations)]
             part.counts["messages"] += len(messages)
             if self._presets is not None:
-                self._presets.count(messages, row, is_odd=is_odd, part=part, number=place.number)
+                self._presets.count(messages, row, is_odd=is_odd, part=part, number=place.number, facts=facts, index=number)  # fmt: skip
             try:
                 self._keys.check(messages)
             except RowRefused as error:
@@ -115,9 +121,18 @@ class RowInspector:
                 part.note_edge(f"refused_{row.kind}", place.number)
                 part.findings.append(_finding(place, row.kind, "fails", row.what, row.fix, row.conversation, row.turn))
             else:
-                self._count(place, messages, row, part)
-        part.row_hashes = np.concatenate([part.row_hashes, np.array(row_hashes, dtype=RECORD)])
-        part.conversation_hashes = np.concatenate([part.conversation_hashes, np.array(hashes, dtype=RECORD)])
+                assert facts is not None
+                is_counted[number] = True
+                self._count(place, messages, row, facts, number, part)
+        if facts is not None:
+            self._add_sums(part, whole, facts, is_counted)
+        part.row_hashes.append(np.array(row_hashes, dtype=RECORD))
+        part.conversation_hashes.append(np.array(hashes, dtype=RECORD))
+
+    def _facts(self, rows: Sequence[BuiltRow]) -> GroupFacts:
+        return GroupFacts.of(
+            rows, pack_length=self._settings.pack_length, pad_id=self._pad.id, vocab_size=self._vocab_size
+        )
 
     def _build(self, rows: Sequence[list[Any]]) -> list[tuple[BuiltRow | RowRefused, bool]]:
         """Return each row or its refusal under the settings, and whether fields that no count shows may matter."""
@@ -129,76 +144,72 @@ class RowInspector:
                 built.append((row, False))
         return built
 
-    def _hashes(self, place: Place, messages: list[Any]) -> list[tuple[int, int, int, int]]:
-        starts = [index for index, message in enumerate(messages) if message["role"] == "system" and index]
-        bounds = [0, *starts, len(messages)]
-        return [
-            (*hash_messages(messages[start:end]), place.number, number)
-            for number, (start, end) in enumerate(itertools.pairwise(bounds))
-        ]
-
-    def _count(self, place: Place, messages: list[Any], built: BuiltRow, part: Part) -> None:
-        counts, row, laid = part.counts, built.row, built.laid
-        report, length = row.report, self._settings.pack_length
-        counts["rows_built"] += 1
-        counts["conversations"] += built.messages.count
-        counts["conversations_begun"] += len(laid.lengths)
-        counts["row_tokens"] += length
-        counts.update({name: report[name] or 0 for name in _REPORTED})
-        starts = np.concatenate([[0], laid.ends[:-1]])
-        in_row = np.clip(length - starts, 0, laid.lengths)
-        content = int(in_row.sum())
-        counts["content_tokens"] += content
-        trained = _trained_of_each(row.token_mask.numpy(), starts, in_row)
-        is_idle = (trained == 0) & (in_row > 0)
-        counts["conversations_that_train_nothing"] += int(is_idle.sum())
-        self._add_histograms(part, built, in_row, trained, content)
-        self._add_context_parallel(part, laid.lengths)
-        losses = int(report["truncated_tokens"] or 0)
-        part.note_size(int(laid.lengths.sum()), place.number)
-        if losses:
+    def _count(
+        self, place: Place, messages: list[Any], built: BuiltRow, facts: GroupFacts, number: int, part: Part
+    ) -> None:
+        """Count what no array holds, and note what stands out; `number` is the row's in the group."""
+        report, length = built.row.report, self._settings.pack_length
+        part.note_size(int(facts.tokens[number]), place.number)
+        if losses := report["truncated_tokens"]:
             part.note_loss(losses, place.number)
-        if len(laid.ends) and laid.ends[-1] == length:
-            counts["rows_exactly_full"] += 1
+        if facts.is_exactly_full[number]:
             part.note_edge("exactly_full", place.number)
         if built.messages.count + 1 > length:
             part.note_edge("more_boundaries_than_tokens", place.number)
-        self._find_losses(place, built, in_row, part)
-        self._find_odd_tokens(place, messages, built, part)
-        for conversation in np.flatnonzero(is_idle).tolist():
-            what = f"none of its {counted(int(in_row[conversation]), 'token')} in the row trains"
-            self._note(part, place, "trains_nothing", what, conversation)
+        own = facts.conversations(number)
+        lengths, in_row = facts.lengths[own], facts.in_row[own]
+        if facts.has_cut[number]:
+            self._find_cut(place, lengths, in_row, part)
+        self._find_dropped(place, built, lengths, in_row, part)
+        self._find_odd_tokens(place, messages, built, facts, number, part)
+        if facts.has_idle[number]:
+            for conversation in np.flatnonzero((facts.trained[own] == 0) & (in_row > 0)).tolist():
+                what = f"none of its {counted(int(in_row[conversation]), 'token')} in the row trains"
+                self._note(part, place, "trains_nothing", what, conversation)
         if not report["trained_tokens"]:
-            counts["rows_that_train_nothing"] += 1
             self._note(part, place, "row_trains_nothing", "no token of the row trains")
 
-    def _add_histograms(
-        self, part: Part, built: BuiltRow, in_row: NDArray[Any], trained: NDArray[Any], content: int
-    ) -> None:
+    def _add_sums(self, part: Part, rows: Sequence[BuiltRow], facts: GroupFacts, is_counted: NDArray[np.bool_]) -> None:
+        """Add what is summed over the rows that are counted [R], and their histograms."""
+        if not is_counted.any():
+            return
+        counts, length = part.counts, self._settings.pack_length
+        kept = [row for row, wanted in zip(rows, is_counted.tolist(), strict=True) if wanted]
+        reports = [row.row.report for row in kept]
+        counts.update({name: sum(report[name] or 0 for report in reports) for name in _REPORTED})
+        is_in = is_counted[facts.row]
+        lengths, in_row, trained = facts.lengths[is_in], facts.in_row[is_in], facts.trained[is_in]
+        has_tokens = in_row > 0
+        conversations = np.array([row.messages.count for row in kept])
+        content = facts.content[is_counted]
+        counts.update(
+            {
+                "rows_built": len(kept),
+                "conversations": int(conversations.sum()),
+                "conversations_begun": len(lengths),
+                "row_tokens": length * len(kept),
+                "content_tokens": int(content.sum()),
+                "conversations_that_train_nothing": int(np.count_nonzero((trained == 0) & has_tokens)),
+                "rows_exactly_full": int(np.count_nonzero(facts.is_exactly_full[is_counted])),
+                "rows_that_train_nothing": sum(not report["trained_tokens"] for report in reports),
+                "pad_in_content": int(facts.pads[is_counted].sum()),
+                "pad_labels": int(facts.pad_labels[is_counted].sum()),
+                "ids_outside_vocabulary": int(facts.outside[is_counted].sum()),
+            }
+        )
+        part.context_parallel += facts.context_parallel(is_counted)
         values = {
-            "conversation_tokens": built.laid.lengths,
-            "row_content_tokens": np.array([int(built.laid.lengths.sum())]),
-            "fill": np.array([content / self._settings.pack_length]),
-            "trained_share": trained[in_row > 0] / in_row[in_row > 0],
-            "turns": np.diff(np.array(built.messages.bounds)),
-            "conversations_of_a_row": np.array([built.messages.count]),
+            "conversation_tokens": lengths,
+            "row_content_tokens": facts.tokens[is_counted],
+            "fill": content / length,
+            "trained_share": trained[has_tokens] / in_row[has_tokens],
+            "turns": np.concatenate([np.diff(row.messages.bounds) for row in kept]),
+            "conversations_of_a_row": conversations,
         }
         for bins, counter in zip(BINS, part.histograms, strict=True):
             counter.add(values[bins.name])
 
-    def _add_context_parallel(self, part: Part, lengths: NDArray[np.int64]) -> None:
-        """Lay the begun conversations out for each cp (R-LAYOUT-2, R-LAYOUT-3)."""
-        multiples = 2 * np.array(SIZES)[:, None]
-        padded = -(-lengths // multiples) * multiples
-        ends = padded.cumsum(axis=1)
-        starts = ends - padded
-        lost = (lengths - np.clip(self._settings.pack_length - starts, 0, lengths)).sum(axis=1)
-        indivisible = (padded != lengths).sum(axis=1)
-        padding = (padded - lengths).sum(axis=1)
-        part.context_parallel += np.stack([indivisible, indivisible > 0, padding, lost > 0, lost], axis=1)
-
-    def _find_losses(self, place: Place, built: BuiltRow, in_row: NDArray[Any], part: Part) -> None:
-        lengths, count = built.laid.lengths, built.messages.count
+    def _find_cut(self, place: Place, lengths: NDArray[Any], in_row: NDArray[Any], part: Part) -> None:
         for conversation in np.flatnonzero((in_row < lengths) & (in_row > 0)).tolist():
             gone = int(lengths[conversation] - in_row[conversation])
             self._note(
@@ -208,10 +219,14 @@ class RowInspector:
                 f"{gone:,} of its {lengths[conversation]:,} tokens {'is' if gone == 1 else 'are'} cut off",
                 conversation,
             )
-        whole_gone = np.flatnonzero((in_row == 0) & (lengths > 0)).tolist()
-        first = whole_gone[0] if whole_gone else len(lengths)
+
+    def _find_dropped(
+        self, place: Place, built: BuiltRow, lengths: NDArray[Any], in_row: NDArray[Any], part: Part
+    ) -> None:
+        count = built.messages.count
         if dropped := built.row.report["dropped"]:
-            first = min(first, count - 1)
+            whole_gone = np.flatnonzero((in_row == 0) & (lengths > 0)).tolist()
+            first = min(whole_gone[0] if whole_gone else len(lengths), count - 1)
             place_of = (
                 f"conversation {first}" if dropped == 1 else f"{dropped} conversations, the first of them {first},"
             )
@@ -221,16 +236,13 @@ class RowInspector:
         if number := built.row.report["unrendered_messages"]:
             self._note(part, place, "unrendered", f"the format renders nothing of the role of {counted(number, 'message')} with content")  # fmt: skip
 
-    def _find_odd_tokens(self, place: Place, messages: list[Any], built: BuiltRow, part: Part) -> None:
-        counts, laid, report = part.counts, built.laid, built.row.report
-        is_pad = laid.tokens == self._pad.id
-        if is_pad.any():
-            labels = int(np.count_nonzero(is_pad & (laid.targets != IGNORE_INDEX)))
-            counts["pad_in_content"] += int(is_pad.sum())
-            counts["pad_labels"] += labels
-            self._note(part, place, "pad_in_content", f"the pad id {self._pad.id} stands in contents at {counted(int(is_pad.sum()), 'position')}, {labels} of them targets")  # fmt: skip
-        if outside := int(np.count_nonzero(laid.tokens >= self._vocab_size)):
-            counts["ids_outside_vocabulary"] += outside
+    def _find_odd_tokens(
+        self, place: Place, messages: list[Any], built: BuiltRow, facts: GroupFacts, index: int, part: Part
+    ) -> None:
+        counts, report = part.counts, built.row.report
+        if pads := int(facts.pads[index]):
+            self._note(part, place, "pad_in_content", f"the pad id {self._pad.id} stands in contents at {counted(pads, 'position')}, {facts.pad_labels[index]} of them targets")  # fmt: skip
+        if outside := int(facts.outside[index]):
             self._note(
                 part,
                 place,
@@ -258,14 +270,6 @@ class RowInspector:
         severity, fix = KINDS[kind]
         part.findings.append(_finding(place, kind, severity, what, fix, conversation))
         part.note_edge(kind, place.number)
-
-
-def _trained_of_each(mask: NDArray[np.float32], starts: NDArray[Any], in_row: NDArray[Any]) -> NDArray[np.int64]:
-    """Return the trained labels that are tokens of each conversation: label p is token p + 1 of the row (R-SHIFT-1)."""
-    sums = np.concatenate([[0], mask.astype(np.int64).cumsum()])
-    first = np.clip(starts - 1, 0, len(mask))
-    last = np.clip(starts + in_row - 1, 0, len(mask))
-    return np.where(in_row > 0, sums[np.maximum(last, first)] - sums[first], 0)
 
 
 def _finding(

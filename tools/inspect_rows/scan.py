@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 
 from production.errors import BadInput
@@ -131,8 +132,8 @@ def scan(
             for (_, last), part in run_in_order(work.run, _runs(source, wanted), count):
                 total.merge(part)
                 keeper.add(_severe(part.findings, on_bad_row))
-                rows.add(part.row_hashes)
-                conversations.add(part.conversation_hashes)
+                rows.add(np.concatenate(part.row_hashes))
+                conversations.add(np.concatenate(part.conversation_hashes))
                 done = last
                 if progress is not None:
                     progress(done, wanted)

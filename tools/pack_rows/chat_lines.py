@@ -62,8 +62,10 @@ def _parse(line: bytes, file: InputFile, chat_key: str, keys: MessageKeys) -> li
         raise ConversationError(error.kind, f"{error.what}; {error.fix}") from None
     if (fault := keys.fault_of_line(beside)) is not None:
         raise ConversationError(fault[0], f"{fault[1]}; {keys.fix(fault[0])}")
-    file.dropped_keys.update(list(beside))
-    file.message_keys.update(key for message in messages for key in message if key not in {"role", "content"})
+    if beside:
+        file.dropped_keys.update(list(beside))
+    if extra := [key for message in messages for key in message if key not in {"role", "content"}]:
+        file.message_keys.update(extra)
     return messages
 
 

@@ -2,24 +2,25 @@
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from production.errors import PackproofError, RowRefused
 from production.refusals import refusal
 from production.rows.builder import LONGEST, RowSettings, find_pad
 from production.rows.token_facts import ControlTokens, prompt_messages, removed_switches, tokenizer_notes
 from production.semantics import parse
-from production.tokens.conversations import ConversationTokenizer
+from production.tokens.conversations import ConversationTokenizer, Tokenized
 from production.tokens.fingerprint import fingerprint_tokenizer
 from production.tokens.folder import load_folder
 from production.tokens.format_fit import MISFIT_FIX, format_misfits, misfit_text
 from production.tokens.message_keys import MessageKeys
-from production.tokens.prompts import FORMATS, TURN_ROLES, Message, RowMessages, count_unrendered, format_of
+from production.tokens.prompts import FORMATS, TURN_ROLES, Message, RowMessages, format_of
 from production.tokens.turn_tokens import IGNORE_INDEX
 from tools.pack_rows.conversation import Conversation, Refusal
 
@@ -131,22 +132,17 @@ class LengthMeter:
         is_masked = self._format.is_masked(self._semantics)
         while done < len(left):
             found = self._tokenizer.tokenize(row, first=done, last=row.count, characters=characters)
-            ends = np.cumsum(found.lengths)
-            counts = found.targets != IGNORE_INDEX
-            is_pad = counts & (found.targets == self._pad)
-            counts &= ~is_pad
-            for end, length in zip(ends.tolist(), found.lengths.tolist(), strict=True):
-                conversation, start = conversations[left[done]], end - length
-                in_row = slice(start + 1, start + min(length, self._pack_length))
+            for tokens, trained, trained_first, masked in self._labels(found):
+                messages = conversations[left[done]].messages
                 results[left[done]] = Measured(
-                    tokens=length,
-                    trained=int(np.count_nonzero(counts[in_row])),
-                    trained_first=int(counts[start] and self._semantics.boundary_label == "next"),
-                    masked_as_padding=int(np.count_nonzero(is_pad[in_row])),
-                    silent_messages=count_unrendered(_as_row([conversation.messages]), self._format)[0] or 0,
-                    control_tokens=self._control_tokens.count(conversation.messages),
-                    prompt_messages=0 if is_masked else prompt_messages(conversation.messages),
-                    removed_switches=removed_switches(conversation.messages, self._format.name),
+                    tokens=tokens,
+                    trained=trained,
+                    trained_first=trained_first,
+                    masked_as_padding=masked,
+                    silent_messages=self._silent(messages),
+                    control_tokens=self._control_tokens.count(messages),
+                    prompt_messages=0 if is_masked else prompt_messages(messages),
+                    removed_switches=removed_switches(messages, self._format.name),
                 )
                 done += 1
             characters = min(8 * characters, _MOST_CHARACTERS)
@@ -156,6 +152,26 @@ class LengthMeter:
                 characters = 1_024
         assert None not in results
         return [result for result in results if result is not None]
+
+    def _labels(self, found: Tokenized) -> Iterator[tuple[int, int, int, int]]:
+        """Yield each conversation's tokens, its labels that count, its first label, and its labels masked as padding."""
+        starts = found.lengths.cumsum() - found.lengths
+        first = starts + 1  # the first token's label stands in the row before it
+        last = np.maximum(starts + np.minimum(found.lengths, self._pack_length), first)
+        counts = found.targets != IGNORE_INDEX
+        is_pad = counts & (found.targets == self._pad)
+        counts &= ~is_pad
+        trained, masked = (_before(flags, last) - _before(flags, first) for flags in (counts, is_pad))
+        is_first = counts[starts] & (self._semantics.boundary_label == "next")
+        columns = (found.lengths, trained, is_first.astype(np.int64), masked)
+        return zip(*(column.tolist() for column in columns), strict=True)
+
+    def _silent(self, messages: Sequence[Message]) -> int:
+        """Return how many messages with content have a role of which the format renders nothing."""
+        rendered = self._format.rendered_roles
+        if rendered is None:
+            return 0
+        return sum(message["role"] not in rendered and bool(message.get("content")) for message in messages)
 
     def _refusal(self, conversation: Conversation) -> Refusal | None:
         """Refuse a conversation that a row would accept but change in meaning."""
@@ -181,6 +197,11 @@ class LengthMeter:
         if self._semantics.row_ends == "system_to_assistant" and last != "assistant":
             return _refuse(conversation, "row_end", f"the last message has the role {last!r}; end with an answer")
         return None
+
+
+def _before(flags: NDArray[np.bool_], ends: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return how many flags before each end are set."""
+    return np.concatenate([[0], flags.cumsum(dtype=np.int64)])[ends]
 
 
 def _pad(tokenizer: Any, settings: RowSettings, folder: Path) -> int:

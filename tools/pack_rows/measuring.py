@@ -17,6 +17,7 @@ from tools.pack_rows.settings import PackSettings
 from tools.pack_rows.spool import MeasuredChunk, PackedConversation, encode_record
 
 TOO_LONG = "too_long"
+_encode = json.JSONEncoder(ensure_ascii=False).encode
 
 
 @dataclass(frozen=True)
@@ -121,7 +122,7 @@ class ChunkMeter:
     def _packed(self, conversation: Conversation, size: Measured) -> PackedConversation:
         return PackedConversation(
             place=conversation.place,
-            json=", ".join(json.dumps(message, ensure_ascii=False) for message in conversation.messages),
+            json=_encode(conversation.messages)[1:-1],  # without the brackets of the list
             messages=len(conversation.messages),
             system_inserted=conversation.system_inserted,
             measured=size,
