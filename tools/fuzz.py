@@ -135,7 +135,7 @@ def _line(draw: random.Random, _: Path) -> str:
 
 
 def _manifest(draw: random.Random, folder: Path) -> str:
-    """A manifest in which bytes changed is refused, or says what it said."""
+    """Check that a manifest in which bytes changed is refused, or says what it said."""
     file = folder / "rows.packed"
     if not file.exists():
         file.write_bytes(b"{}\n")
@@ -155,7 +155,7 @@ def _manifest(draw: random.Random, folder: Path) -> str:
 
 
 def _file(draw: random.Random, folder: Path) -> str:
-    """A damaged file, packed or plain, gives rows and errors of ours; a damaged index gives the rows of a whole one."""
+    """Check that a damaged file gives rows and errors of ours, and a damaged index the rows of a whole one."""
     suffix = draw.choice(["", "", ".gz", ".zst"])
     plain = b"".join(_row(draw) + b"\n" for _ in range(draw.randrange(1, 6)))
     is_index = draw.random() < 0.3

@@ -59,7 +59,7 @@ _held: tuple[str, Callable[[Any], Any]] | None = None
 
 @dataclass(frozen=True, kw_only=True)
 class _Origin:
-    """Where a command was started."""
+    """Names the place where a command was started."""
 
     code: str
     """Digest of the code in use there."""
