@@ -128,8 +128,8 @@ def _line(draw: random.Random, _: Path) -> str:
         found: object = parse_row(line, chat_key=_KEY)
     except LineError as fault:
         found = fault.kind
-    refused = isinstance(found, str) and isinstance(expected, str)
-    several = refused and any({found, expected} <= faults for faults in _SEVERAL)
+    both_refuse = isinstance(found, str) and isinstance(expected, str)
+    several = both_refuse and any({found, expected} <= faults for faults in _SEVERAL)
     if repr(found) != repr(expected) and not several and found not in _BEYOND:
         raise AssertionError(f"{line!r} is {found!r} to production and {expected!r} to the reference")
     return found if isinstance(found, str) else "read"
