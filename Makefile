@@ -71,6 +71,10 @@ check: $(STAMP) ## may a job start? its file, tokenizer and YAML against Megatro
 bench: $(STAMP) ## the benchmark of docs/benchmarks.md
 	$(BIN)/python -m tools.bench rows $(ARGS)
 
+.PHONY: fuzz
+fuzz: $(STAMP) ## damaged inputs for the readers of files and manifests, from where the last run ended (ARGS="--count 1000000 --seed 1")
+	$(BIN)/python -m tools.fuzz $(ARGS)
+
 .PHONY: clean
 clean: ## remove what was built, not the environment
 	rm -rf build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage*

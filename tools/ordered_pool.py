@@ -12,7 +12,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 
@@ -22,6 +23,33 @@ from production.library_warnings import quiet_fork
 _PR_SET_PDEATHSIG = 1
 _function: Callable[[Any], Any] | None = None
 """Set before the processes are forked, so that they share what it holds: a tokenizer, an open file."""
+
+
+class OrderedPool(Protocol):
+    """Runs a function over tasks in several places and yields its results in the order of the tasks."""
+
+    @property
+    def workers(self) -> int:
+        """Tasks that run at once."""
+
+    def run[Task, Result](
+        self, function: Callable[[Task], Result], tasks: Iterable[Task]
+    ) -> Iterator[tuple[Task, Result]]:
+        """Yield each task with its result, in the order of the tasks, a few at a time."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessPool:
+    """Forked processes of this machine."""
+
+    workers: int
+    """Processes; 1 forks none."""
+
+    def run[Task, Result](
+        self, function: Callable[[Task], Result], tasks: Iterable[Task]
+    ) -> Iterator[tuple[Task, Result]]:
+        """Run as `run_in_order` does."""
+        return run_in_order(function, tasks, self.workers)
 
 
 def cores() -> int:

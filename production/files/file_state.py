@@ -109,6 +109,47 @@ def stamp_of(status: os.stat_result) -> tuple[int, int]:
     return status.st_size, status.st_mtime_ns
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FileState:
+    """State of a named file at one time, as a look at its name shows it."""
+
+    size: int
+    """In bytes."""
+    mtime_ns: int
+    """Time of the last change, in nanoseconds."""
+    device: int
+    """Number of its file system."""
+    inode: int
+    """Number of the file there: another file under the same name has another."""
+
+
+def state_of(path: Path) -> FileState:
+    """Return the state of the file that has this name now. Raises OSError where there is none."""
+    status = path.stat()
+    return FileState(size=status.st_size, mtime_ns=status.st_mtime_ns, device=status.st_dev, inode=status.st_ino)
+
+
+def check_state(path: Path, before: FileState | None) -> None:
+    """Compare a file with its earlier state; None: it could not be looked at. Raises BadInput (`file_changed`)."""
+    try:
+        now = state_of(path)
+    except (OSError, ValueError):
+        now = None
+    if now == before:
+        return
+    if now is None:
+        what = "the file is gone"
+    elif before is None:
+        what = "the file was not there"
+    elif (now.device, now.inode) != (before.device, before.inode):
+        what = f"another file has its name now (inode {before.inode}, now {now.inode}; {before.size:,} bytes, now {now.size:,})"
+    elif now.size != before.size:
+        what = f"it had {before.size:,} bytes and has {now.size:,} now"
+    else:
+        what = "it was written to, and has another time of change"
+    raise bad_file("file_changed", f"the file changed while it was read: {what}", file=str(path))
+
+
 def sample_of(descriptor: int, size: int) -> bytes:
     """Return the hash of sampled blocks, 256 KiB at most."""
     digest = xxhash.xxh3_128()

@@ -21,6 +21,7 @@ from production.files.compressed import compression_of
 from production.files.contents import FIRST_BYTES, check_contents, check_packed
 from production.files.faults import LineError, bad_file, bad_line
 from production.files.file_state import open_for_reading
+from production.files.lines import MAX_LINE_BYTES
 from production.files.parse import Message, parse_record, parse_row
 
 MOST_BYTES = 1 << 24
@@ -94,6 +95,8 @@ def cut_end(name: str, chat_key: str) -> BadInput | None:
 def stream_lines(name: str, *, most_bytes: int | None = None) -> Iterator[bytes]:
     """Yield the lines of a file with their newlines, unpacked where its name says so, up to `most_bytes` of them.
 
+    A line of more than MAX_LINE_BYTES comes in pieces that are one byte longer than that: memory stays bounded.
+
     Raises BadInput for a file that cannot be opened, is damaged, or is not JSON lines (`contents`).
     """
     path = Path(name)
@@ -108,7 +111,7 @@ def stream_lines(name: str, *, most_bytes: int | None = None) -> Iterator[bytes]
                     check_contents(stream.read(FIRST_BYTES), file=name)
                 raw.seek(0)
             with _unpacked(raw, packed) as stream:
-                while left > 0 and (line := stream.readline(left)):
+                while left > 0 and (line := stream.readline(min(left, MAX_LINE_BYTES + 1))):
                     yield line
                     left -= len(line)
         except EOFError:

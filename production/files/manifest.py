@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import xxhash
+
 from production.errors import BadInput
 from production.files.cache import write_file
 from production.files.compressed import compression_of
@@ -22,8 +24,8 @@ from production.files.file_state import is_there, read_regular
 from production.files.head import stream_lines
 
 _KINDS: dict[str, type] = {"pack_length": int, "prompt_format": str, "context_parallel_size": int, "semantics": str}
-FORMAT = "packproof-packed-rows/2"
-"""Name and version of the manifests that are written; older ones are read too."""
+FORMAT = "packproof-packed-rows/3"
+"""Name and version of the manifests that are written; older ones are read too, which have no checksum."""
 _ANEW = "pack the file anew, or move the manifest away and say what it was packed for"
 
 
@@ -54,7 +56,8 @@ def read_manifest(file: Path) -> Manifest | None:
     """Return the manifest `FILE.manifest.json` beside a packed file, also without `.gz`, `.zst` or `.zstd`; None without a
     manifest.
 
-    Raises BadInput (kind `manifest`) for a manifest that cannot be read, or that is of a file of another size.
+    Raises BadInput (kind `manifest`) for a manifest that cannot be read, that was changed after it was written, or that is
+    of a file of another size.
     """
     if not is_there(file) or not file.name:
         return None  # told by whoever opens it
@@ -68,6 +71,12 @@ def read_manifest(file: Path) -> Manifest | None:
         raise _bad(path, f"cannot be read ({error})") from error
     if not isinstance(said, dict):
         raise _bad(path, "is not JSON object")
+    if _is_changed(said):
+        raise _bad(
+            path,
+            "was changed after it was written",
+            fix="restore it, or pack the file anew; to keep a change that you made, take its keys format and checksum out",
+        )
     _check_size(file, path, said)
     settings = said.get("settings")
     known = {**said, **settings} if isinstance(settings, dict) else said
@@ -98,8 +107,25 @@ def manifest_path(file: Path) -> Path:
 
 def write_manifest(file: Path, contents: Mapping[str, Any]) -> Path:
     """Write a manifest beside a packed file, whole or not at all, and return its path; raw UTF-8, indented for people."""
-    text = json.dumps({"format": FORMAT, **contents}, indent=1, ensure_ascii=False) + "\n"
-    return write_file(manifest_path(file), text.encode())
+    whole = {"format": FORMAT, **contents}
+    whole["checksum"] = _checksum(whole)
+    return write_file(manifest_path(file), (json.dumps(whole, indent=1, ensure_ascii=False) + "\n").encode())
+
+
+def _is_changed(said: Mapping[str, Any]) -> bool:
+    """Return whether a manifest says something else than when it was written; older ones cannot tell."""
+    if "checksum" not in said and said.get("format") != FORMAT:
+        return False
+    try:
+        return bool(said.get("checksum") != _checksum(said))
+    except RecursionError:  # deeper than anything that is written
+        return True
+
+
+def _checksum(said: Mapping[str, Any]) -> str:
+    """Return 32 hex digits of everything that a manifest says, in any order and form of JSON, but its checksum."""
+    rest = {key: value for key, value in said.items() if key != "checksum"}
+    return xxhash.xxh3_128_hexdigest(json.dumps(rest, sort_keys=True, ensure_ascii=True).encode())
 
 
 def check_output(file: Path, manifest: Manifest, *, most_bytes: int) -> None:

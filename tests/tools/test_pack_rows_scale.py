@@ -24,7 +24,7 @@ from production.errors import PackproofError
 from production.files.source import open_source
 from production.online import packing as packers
 from production.tokens.prompts import split_conversations
-from tools.pack_rows import PackSettings, inputs, lengths, main, pack_files
+from tools.pack_rows import PackSettings, inputs, lengths, main, pack_files, packing
 from tools.pack_rows.cli import work_folder
 from tools.pack_rows.layouts import layout_of, messages_of
 from tools.pack_rows.output import write_rows
@@ -356,16 +356,33 @@ def test_a_journal_cut_or_changed_anywhere_costs_measuring_and_never_a_row(tmp_p
             packing.spool.close()
 
 
-def test_what_depends_on_other_inputs_is_not_gone_on_with(tmp_path):
+@pytest.mark.parametrize("resume", [True, False])
+def test_what_depends_on_other_inputs_is_neither_gone_on_with_nor_thrown_away_unasked(tmp_path, resume):
     path = write(tmp_path / "in.jsonl", [chat(0)])
     work = tmp_path / "work"
     pack_files([path], MINI, settings(), work=work).spool.close()
-    with pytest.raises(PackproofError, match="other inputs, settings or tokenizer"):
-        pack_files([path], MINI, settings(pack_length=128), work=work, resume=True)
+    kept = {each.name: each.read_bytes() for each in work.iterdir()}
+    length = r"had pack_length 256 \(now 128\)\. .* begin anew by --restart"
+    with pytest.raises(PackproofError, match=length):
+        pack_files([path], MINI, settings(pack_length=128), work=work, resume=resume)
     write(path, [chat(0), chat(1)])
-    with pytest.raises(PackproofError, match="other inputs, settings or tokenizer"):
-        pack_files([path], MINI, settings(), work=work, resume=True)
-    assert len(pack_files([path], MINI, settings(), work=work).spool) == 2
+    with pytest.raises(PackproofError, match=r"had other inputs, or inputs that changed\. .* by --restart"):
+        pack_files([path], MINI, settings(), work=work, resume=resume)
+    (work / "key.json").write_bytes(kept["key.json"][:-9])
+    with pytest.raises(PackproofError, match=r"had options that cannot be read any more .* by --restart"):
+        pack_files([path], MINI, settings(), work=work, resume=resume)
+    (work / "key.json").write_bytes(kept["key.json"])
+    assert {each.name: each.read_bytes() for each in work.iterdir()} == kept
+    assert len(pack_files([path], MINI, settings(), work=work, restart=True).spool) == 2
+
+
+def test_what_another_version_measured_is_not_thrown_away_unasked(tmp_path, monkeypatch):
+    path = write(tmp_path / "in.jsonl", [chat(0)])
+    work = tmp_path / "work"
+    pack_files([path], MINI, settings(), work=work).spool.close()
+    monkeypatch.setattr(packing, "_VERSION", 0)
+    with pytest.raises(PackproofError, match=r"had another version of packproof\. .* by --restart"):
+        pack_files([path], MINI, settings(), work=work)
 
 
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # of the fork, whose child only packs
@@ -512,21 +529,51 @@ _TEXT = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=1
 _CHATS = st.lists(st.lists(st.tuples(_TEXT, _TEXT), min_size=1, max_size=6), min_size=1, max_size=25)
 
 
-@hypothesis.settings(max_examples=25)
-@hypothesis.given(_CHATS, st.sampled_from(["first_fit_decreasing", "concatenative", "modified_first_fit_decreasing", "first_fit_shuffle"]), st.sampled_from([1, 2]))  # fmt: skip
-def test_pack_read_and_unpack_give_every_conversation_back(tmp_path_factory, chats, algorithm, cp):
+_PACKERS = ["first_fit_decreasing", "concatenative", "modified_first_fit_decreasing", "first_fit_shuffle"]
+
+
+@hypothesis.settings(max_examples=60)
+@hypothesis.given(_CHATS, st.sampled_from(_PACKERS), st.sampled_from([1, 2]), st.sampled_from(["skip", "split", "truncate", "error"]))  # fmt: skip
+def test_pack_read_and_unpack_give_every_conversation_back(tmp_path_factory, chats, algorithm, cp, on_long):
+    """Each conversation is in the rows once, whole or in parts that join, or it is refused by its line."""
     folder = tmp_path_factory.mktemp("property")
     messages = [
-        [{"role": "system", "content": ""}, *({"role": role, "content": text} for pair in pairs for role, text in zip(("user", "assistant"), pair, strict=True))]
-        for pairs in chats
+        [{"role": "system", "content": f"s{line}"}, *({"role": role, "content": text} for pair in pairs for role, text in zip(("user", "assistant"), pair, strict=True))]
+        for line, pairs in enumerate(chats, 1)
     ]  # fmt: skip
     path = folder / "in.jsonl"
     path.write_bytes(b"".join(json.dumps({"messages": each}, ensure_ascii=False).encode() + b"\n" for each in messages))
-    packing = pack_files([path], MINI, settings(pack_length=128, algorithm=algorithm, context_parallel_size=cp, seed=3))
-    refused = {each.place.line for each in packing.refused}
+    asked = settings(pack_length=64, algorithm=algorithm, context_parallel_size=cp, seed=3, on_long=on_long)
+    packed = pack_files([path], MINI, asked)
+    refused = {each.place.line for each in packed.refused}
+    assert not refused or {each.kind for each in packed.refused} != {"too_long"} or on_long != "truncate"
     kept = [each for line, each in enumerate(messages, 1) if line not in refused]
-    hypothesis.event(f"{len(kept)} kept" if len(kept) < 2 else "several kept")
+    assert packed.counts()["conversations_refused"] == len(packed.refused) == len(refused)
+    hypothesis.event(f"{on_long}: {len(kept)} kept" if len(kept) < 2 else f"{on_long}: several kept")
     if not kept:
         return
-    out, _ = write_rows(packing, folder / "out.packed")
-    assert Counter(map(json.dumps, unpacked(out))) == Counter(map(json.dumps, kept))
+    out, _ = write_rows(packed, folder / "out.packed")
+    found = unpacked(out)
+    if on_long != "split":
+        assert Counter(map(json.dumps, found)) == Counter(map(json.dumps, kept))
+        return
+    parts = {}
+    for conversation in found:
+        parts.setdefault(conversation[0]["content"], []).append(conversation[1:])
+    assert parts.keys() == {each[0]["content"] for each in kept}
+    for system, *turns in kept:
+        mine = parts[system["content"]]
+        hypothesis.event(f"{min(len(mine), 3)} parts")
+        assert sum(map(len, mine)) == len(turns)
+        assert any(list(itertools.chain(*order)) == turns for order in _orders(mine, turns))
+
+
+def _orders(parts, turns):
+    """Yield the orders of parts that begin as the turns do; parts may be equal, so that one order need not join to all."""
+    if not parts:
+        yield []
+    for index, part in enumerate(parts):
+        if turns[: len(part)] == part:
+            for rest in _orders(parts[:index] + parts[index + 1 :], turns[len(part) :]):
+                yield [part, *rest]
+                break

@@ -8,6 +8,7 @@ that the command line leaves out are those of the manifest beside the first file
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import sys
 import time
@@ -32,12 +33,14 @@ from production.semantics import DEFAULT_PRESET, parse
 from production.tokens.folder import load_folder
 from production.tokens.message_keys import MessageKeys
 from tools.counted import counted
+from tools.engine import Engine, open_pool
 from tools.inspect_rows.fix import FixBy, Fixer, check_place
 from tools.inspect_rows.inspection import Finding, Inspection
 from tools.inspect_rows.manifest import make_manifest, manifest_notes
 from tools.inspect_rows.page import write_page
-from tools.inspect_rows.scan import scan
+from tools.inspect_rows.scan import FileWatch, scan
 from tools.inspect_rows.terminal import show, verdict
+from tools.ordered_pool import OrderedPool
 
 _NAME = "packproof inspect"
 
@@ -76,6 +79,8 @@ class Arguments:
     """Whether to tell what the published presets would make of the rows; the format identity takes three times as long."""
     processes: int | None = None
     """Processes that build rows: all cores where it is not given."""
+    engine: Engine = "processes"
+    """Where rows are built: in processes of this machine, or on the Ray cluster that RAY_ADDRESS names (of this machine where it names none). The result is the same."""
     rows: int | None = None
     """Look at so many rows at most."""
     budget: float | None = None
@@ -111,20 +116,26 @@ def _main(argv: Sequence[str] | None) -> int:
     options = tyro.cli(Arguments, args=argv, prog=_NAME, description=__doc__)
     complaints = Console(stderr=True)
     try:
-        return _run(options, complaints)
+        settings = _settings(options)
+        with open_pool(options.engine, options.processes) as pool:
+            return _run(options, settings, pool, complaints)
     except PackproofError as error:
         complaints.print(Text(f"{_NAME}: {error}"), soft_wrap=True)
     except OSError as error:
-        complaints.print(Text(f"{_NAME}: {error.filename}: {error.strerror or error}"), soft_wrap=True)
+        # A write names no file: it is one of the outputs, of which none is kept half.
+        place = error.filename or "the outputs"
+        full = error.errno in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+        fix = "free some disk" if full else "give paths that this user can read and write"
+        complaints.print(Text(f"{_NAME}: {place}: {error.strerror or error}. To fix it: {fix}"), soft_wrap=True)
     return exits.CANNOT_RUN
 
 
-def _run(options: Arguments, complaints: Console) -> int:
-    settings = _settings(options)
+def _run(options: Arguments, settings: RowSettings, pool: OrderedPool, complaints: Console) -> int:
     if options.fix is not None:
         check_place(options.fix, options.files, overwrite=options.overwrite)
+    watch = FileWatch.begin(options.files)  # the repair must be of the rows that were scanned
     tokenizer = load_folder(options.tokenizer)
-    found, redundant = _scan(options, options.files, tokenizer, settings, complaints)
+    found, redundant = _scan(options, tokenizer, settings, pool, complaints)
     if not options.ignore_manifest:
         found = replace(found, notes=(*found.notes, *manifest_notes(options.files, tokenizer)))
     told: list[str] = []
@@ -136,7 +147,7 @@ def _run(options: Arguments, complaints: Console) -> int:
     if options.findings is not None:
         told.append(f"wrote {options.findings}")
     if options.fix is not None:
-        told += _fix(options, tokenizer, settings, redundant)
+        told += _fix(options, tokenizer, settings, pool, redundant, watch)
     if options.json:
         print(json.dumps(found.to_json(), ensure_ascii=False))
     else:
@@ -148,7 +159,7 @@ def _run(options: Arguments, complaints: Console) -> int:
 
 
 def _scan(
-    options: Arguments, files: Sequence[Path], tokenizer: Any, settings: RowSettings, complaints: Console
+    options: Arguments, tokenizer: Any, settings: RowSettings, pool: OrderedPool, complaints: Console
 ) -> tuple[Inspection, Any]:
     redundant: list[Any] = []
     with contextlib.ExitStack() as stack:
@@ -161,11 +172,11 @@ def _scan(
                 log.write(msgspec.json.encode(finding) + b"\n")
 
         found = scan(
-            files,
+            options.files,
             options.tokenizer,
             settings,
-            options.processes,
-            bar,
+            progress=bar,
+            pool=pool,
             loaded=tokenizer,
             chat_key=options.chat_key,
             on_bad_row=options.on_bad_row,
@@ -180,7 +191,9 @@ def _scan(
     return found, redundant[0] if redundant else None
 
 
-def _fix(options: Arguments, tokenizer: Any, settings: RowSettings, redundant: Any) -> list[str]:
+def _fix(
+    options: Arguments, tokenizer: Any, settings: RowSettings, pool: OrderedPool, redundant: Any, watch: FileWatch
+) -> list[str]:
     assert options.fix is not None
     fixer = Fixer(
         tokenizer=tokenizer,
@@ -193,7 +206,7 @@ def _fix(options: Arguments, tokenizer: Any, settings: RowSettings, redundant: A
         drop_idle=options.drop_idle,
     )
     with open_source([str(file) for file in options.files], chat_key=options.chat_key) as source:
-        repair = fixer.write(source, options.fix)
+        repair = fixer.write(source, options.fix, check=watch.check)
     done = ", ".join(_done(action, number) for action, number in sorted(repair.by_action.items()))
     told = [f"wrote {repair.out}: {counted(repair.rows, 'row')}; {done or 'nothing was changed'}"]
     told.append(f"wrote {repair.changes}")
@@ -201,7 +214,7 @@ def _fix(options: Arguments, tokenizer: Any, settings: RowSettings, redundant: A
         kinds = ", ".join(f"{number:,} {kind}" for kind, number in sorted(repair.dropped_lines.items()))
         told.append(f"{counted(lost, 'line')} could not be read as a row and {'is' if lost == 1 else 'are'} not in the repaired file: {kinds}")  # fmt: skip
     after = scan(
-        [repair.out], options.tokenizer, settings, options.processes, loaded=tokenizer, chat_key=options.chat_key,
+        [repair.out], options.tokenizer, settings, pool=pool, loaded=tokenizer, chat_key=options.chat_key,
         ignore_keys=options.ignore_keys, vocab_size=options.vocab_size, compare_presets=False,
     )  # fmt: skip
     return [*told, f"the repaired file, inspected: {verdict(after)}"]

@@ -96,8 +96,8 @@ class Fixer:
         self._drop_idle = drop_idle
         self._redundant = redundant
 
-    def write(self, source: PackedSource, out: Path) -> Repair:
-        """Write the repaired file and the list of changes, each whole or not at all."""
+    def write(self, source: PackedSource, out: Path, *, check: Callable[[], None] = lambda: None) -> Repair:
+        """Write the repaired file and the list of changes, each whole or not at all; `check` is called before they are kept."""
         check_place(out, [Path(str(file["file"])) for file in source.describe()["files"]], overwrite=True)  # type: ignore[attr-defined]
         result = Repair(out=out, changes=changes_path(out))
         with atomic_file(result.changes) as changes, atomic_file(out) as rows:
@@ -107,6 +107,7 @@ class Fixer:
                 raise PackproofError(
                     what="no row is left, so nothing was written", where=str(out), fix="look at the findings: the settings may not be the file's"
                 )  # fmt: skip
+            check()
         return result
 
     def _write_row(self, source: PackedSource, number: int, rows: BinaryIO, changes: BinaryIO, result: Repair) -> None:

@@ -13,12 +13,13 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from production.errors import BadInput
+from production.files.file_state import FileState, check_state, is_there, state_of
 from production.files.source import OnBadRow, PackedSource, open_source
 from production.rows.builder import GROUP_TOKENS, RowSettings, find_pad
 from production.rows.token_facts import tokenizer_notes
@@ -36,7 +37,7 @@ from tools.inspect_rows.inspection import (
 )
 from tools.inspect_rows.part import KEPT_WORST, SIZES, FindingKeeper, Part
 from tools.inspect_rows.row_facts import COUNTS, Place, RowInspector
-from tools.ordered_pool import cores, run_in_order
+from tools.ordered_pool import OrderedPool, ProcessPool, cores
 
 type Progress = Callable[[int, int], None]
 """Called with the rows inspected so far and the rows in all."""
@@ -46,6 +47,24 @@ MOST_ROWS = 2_048
 """Rows of a run at most."""
 KEEP = 100
 """Findings of each kind that an inspection keeps."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileWatch:
+    """Tells whether files are still those that they were when the watch began."""
+
+    states: tuple[tuple[Path, FileState | None], ...]
+
+    @classmethod
+    def begin(cls, files: Sequence[str | os.PathLike[str]]) -> Self:
+        """Note size, time and inode of these files; one that is not there is refused by whoever opens it."""
+        paths = [Path(file) for file in files]
+        return cls(states=tuple((path, state_of(path) if is_there(path) else None) for path in paths))
+
+    def check(self) -> None:
+        """Raise BadInput (`file_changed`) where a file is another one, or has another size or time."""
+        for path, state in self.states:
+            check_state(path, state)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,25 +115,28 @@ def scan(
     most_rows: int | None = None,
     budget_seconds: float | None = None,
     cache_folder: str | os.PathLike[str] | None = None,
+    pool: OrderedPool | None = None,
 ) -> Inspection:
     """Inspect every row of these files as a job with this tokenizer and these settings would build it.
 
     `processes` is the number of processes that build rows, by default the cores that this process may use; 1 forks
-    none. `on_finding` gets every finding in order; the result keeps the first `keep` of each kind. `on_redundant` gets row
+    none; a `pool` takes their place. `on_finding` gets every finding in order; the result keeps the first `keep` of each kind. `on_redundant` gets row
     and conversation of every copy of an earlier conversation, in order. `most_rows` and
     `budget_seconds` end a scan early (`rows_complete` is False then). `compare_presets` builds rows again where a
     preset could differ: in the format `identity` that is every row. `vocab_size` is the model's; the tokenizer's by
     default. `loaded` is the folder's tokenizer where the caller has it, with a job's own chat template. With `on_bad_row` "skip" an unreadable line is a loss, not a failure.
 
-    Raises PackproofError for files or a tokenizer that cannot be opened, and where a process died.
+    Raises PackproofError for files or a tokenizer that cannot be opened, for files that change meanwhile, and where a
+    process died.
     """
     started = time.monotonic()
+    watch = FileWatch.begin(files)
     loaded = load_folder(Path(tokenizer)) if loaded is None else loaded
     ids = max(len(loaded), max(loaded.get_vocab().values(), default=0) + 1)
     keys = MessageKeys.of_format(
         settings.prompt_format, settings.semantics, loaded, ignored=ignore_keys, ignore="--ignore-keys"
     )
-    count = cores() if processes is None else processes
+    pool = pool or ProcessPool(workers=cores() if processes is None else processes)
     with open_source([os.fspath(file) for file in files], chat_key=chat_key, cache_folder=cache_folder) as source:
         inspector = RowInspector(
             tokenizer=loaded,
@@ -129,16 +151,18 @@ def scan(
         total, done = Part(), 0
         keeper = FindingKeeper(keep, on_finding)
         with DuplicateFinder() as rows, DuplicateFinder() as conversations:
-            for (_, last), part in run_in_order(work.run, _runs(source, wanted), count):
+            for (_, last), part in pool.run(work.run, _runs(source, wanted)):
                 total.merge(part)
                 keeper.add(_severe(part.findings, on_bad_row))
                 rows.add(np.concatenate(part.row_hashes))
                 conversations.add(np.concatenate(part.conversation_hashes))
                 done = last
+                watch.check()
                 if progress is not None:
                     progress(done, wanted)
                 if budget_seconds is not None and time.monotonic() - started > budget_seconds:
                     break
+            watch.check()
             if on_redundant is not None:
                 on_redundant(conversations.redundant())
             return Inspection(
@@ -161,7 +185,7 @@ def scan(
                 notes=tuple(note.text for note in tokenizer_notes(loaded, settings)),
                 rows_complete=done == len(source),
                 seconds=time.monotonic() - started,
-                processes=count,
+                processes=pool.workers,
             )
 
 

@@ -19,6 +19,7 @@ from production.errors import PackproofError
 from production.files.file_state import is_there
 from production.semantics import DEFAULT_PRESET
 from tools.counted import counted
+from tools.engine import Engine, open_pool
 from tools.pack_rows.conversation import Refusal
 from tools.pack_rows.inputs import STDIN
 from tools.pack_rows.layouts import Layout
@@ -84,6 +85,8 @@ class PackRows:
     """Replace OUT where it exists."""
     processes: int | None = None
     """Processes that measure conversations: all cores where it is not given. The rows are the same for any number."""
+    engine: Engine = "processes"
+    """Where conversations are measured: in processes of this machine, or on the Ray cluster that RAY_ADDRESS names (of this machine where it names none). The rows are the same."""
     resume: bool = False
     """Go on where a packing into the same OUT was killed."""
     restart: bool = False
@@ -163,12 +166,12 @@ def _run(options: PackRows, screen: Console, complaints: Console) -> int:
         allow_format_misfit=options.allow_format_misfit,
         seed=options.seed,
     )
-    with complaints.status("packing"):  # shows on a terminal only
+    with complaints.status("packing"), open_pool(options.engine, options.processes) as pool:  # shows on a terminal only
         packing = pack_files(
             options.inputs,
             options.tokenizer,
             settings,
-            processes=options.processes,
+            pool=pool,
             work=work_folder(options.out),
             resume=options.resume,
             restart=options.restart,

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from production.errors import PackproofError
-from production.files.file_state import is_there
+from production.files.file_state import check_state, is_there, state_of
 from production.files.head import stream_lines
 from production.files.lines import MAX_LINE_BYTES
 
@@ -92,9 +92,10 @@ def expand(paths: Sequence[Path]) -> list[Path]:
 def read_chunks(files: Sequence[InputFile]) -> Iterator[Chunk]:
     """Yield the lines of all files in order; a file's hash is set when its last line has been read.
 
-    Raises BadInput where a file cannot be read, is damaged, or is no chat file.
+    Raises BadInput where a file cannot be read, is damaged, is no chat file, or changes before its hash is taken.
     """
     for index, file in enumerate(files):
+        before = state_of(file.path) if file.path != STDIN and is_there(file.path) else None
         digest = hashlib.sha256()
         waiting: list[bytes] = []
         size = 0
@@ -112,6 +113,7 @@ def read_chunks(files: Sequence[InputFile]) -> Iterator[Chunk]:
         if file.path != STDIN:
             with file.path.open("rb") as raw:
                 digest = hashlib.file_digest(raw, "sha256")
+            check_state(file.path, before)
         file.sha256 = digest.hexdigest()
 
 

@@ -17,7 +17,7 @@ from production.errors import PackproofError
 from production.files.file_state import is_there
 from production.rows.token_facts import Note
 from production.tokens.fingerprint import TokenizerFingerprint
-from tools.ordered_pool import cores, run_in_order
+from tools.ordered_pool import OrderedPool, ProcessPool, cores
 from tools.pack_rows.conversation import Refusal
 from tools.pack_rows.inputs import STDIN, Chunk, InputFile, expand, read_chunks
 from tools.pack_rows.layouts import layout_of
@@ -27,7 +27,7 @@ from tools.pack_rows.rows import rows_of
 from tools.pack_rows.settings import PackSettings
 from tools.pack_rows.spool import MeasuredChunk, PackedConversation, Spool
 
-_VERSION = 2
+_VERSION = 3
 """Version of what a chunk holds; a packing of another version is not gone on with."""
 _FILL_BINS = 50
 
@@ -174,8 +174,9 @@ def pack_files(
     work: Path | None = None,
     resume: bool = False,
     restart: bool = False,
+    pool: OrderedPool | None = None,
 ) -> Packing:
-    """Pack the chat files `inputs`; the same files, tokenizer and settings give the same rows for any number of processes.
+    """Pack the chat files `inputs`; the same files, tokenizer and settings give the same rows for any number of processes, and in any `pool` that takes their place.
 
     `work` is a folder in which measured conversations are kept; with `resume` those that an earlier process left there
     are not measured again; with `restart` they are thrown away, and with neither they are refused. Raises PackproofError for a tokenizer or a file of no use and OSError for a file that
@@ -196,7 +197,9 @@ def pack_files(
         raise PackproofError(what="standard input cannot be read again", where="--resume", fix="write it into a file")
     spool = Spool(work, key=_key(files, meter, settings), resume=resume, restart=restart or is_read_once)
     try:
-        refused, total = _measure(files, meter, settings, spool, cores() if processes is None else processes)
+        refused, total = _measure(
+            files, meter, settings, spool, pool or ProcessPool(workers=cores() if processes is None else processes)
+        )
         order, starts = rows_of(
             np.minimum(spool.padded(), settings.pack_length).astype(np.int64),
             settings.pack_length,
@@ -229,7 +232,7 @@ def row_line(row: Iterable[PackedConversation]) -> bytes:
 
 
 def _measure(
-    files: Sequence[InputFile], meter: LengthMeter, settings: PackSettings, spool: Spool, processes: int
+    files: Sequence[InputFile], meter: LengthMeter, settings: PackSettings, spool: Spool, pool: OrderedPool
 ) -> tuple[list[Refusal], int]:
     """Measure every chunk that the spool does not hold yet; return what was refused, and the conversations read."""
     refused: list[Refusal] = []
@@ -248,7 +251,7 @@ def _measure(
     for earlier, _ in zip(spool.earlier, chunks, strict=False):
         count(earlier)
     measure = ChunkMeter(meter, settings, files)
-    for _, chunk in run_in_order(measure.measure, chunks, processes):
+    for _, chunk in pool.run(measure.measure, chunks):
         spool.add(chunk)
         count(chunk)
     return refused, total

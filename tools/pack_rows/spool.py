@@ -31,6 +31,8 @@ from tools.pack_rows.lengths import Measured
 _ENTRY = struct.Struct("<q8s")
 """Before each entry of the journal: its bytes and their xxh3-64."""
 
+_OTHER_VERSION = "another version of packproof"
+
 _LOCKS: weakref.WeakSet[IO[bytes]] = weakref.WeakSet()
 """This process's locks: a process that is forked must not hold them on when this one is gone."""
 
@@ -77,6 +79,8 @@ class MeasuredChunk:
     """Keys beside the messages."""
     message_keys: dict[str, int]
     """Keys of messages beside role and content."""
+    digest: bytes = b""
+    """In the journal: xxh3-64 of the records, which lie in a file of their own."""
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -165,7 +169,8 @@ class Spool:
         self._records.write(chunk.records)
         if self._temporary is None:
             self._records.flush()
-        entry = _encoder.encode(dataclasses.replace(chunk, records=b""))
+        digest = xxhash.xxh3_64_digest(chunk.records)
+        entry = _encoder.encode(dataclasses.replace(chunk, records=b"", digest=digest))
         self._take(chunk)
         if self._temporary is None:
             self._journal.write(_ENTRY.pack(len(entry), xxhash.xxh3_64_digest(entry)) + entry)
@@ -198,49 +203,88 @@ class Spool:
         (self.folder / "key.json").write_bytes(msgspec.json.encode(key, order="sorted"))
 
     def _refuse_to_discard(self, key: dict[str, Any]) -> None:
-        """Refuse to begin anew where an earlier process measured conversations of the same files and settings."""
-        assert self.folder is not None
-        path = self.folder / "key.json"
-        if not path.is_file() or path.read_bytes() != msgspec.json.encode(key, order="sorted"):
+        """Refuse to begin anew where an earlier process measured conversations, of whatever files and settings."""
+        chunks, end = self._whole_chunks()
+        others = "" if end is None else self._differences(key)
+        if not chunks and _OTHER_VERSION not in others:
             return
-        if found := sum(chunk.conversations for chunk in self._kept(key)):
+        measured = f"with {counted(sum(chunk.conversations for chunk in chunks), 'conversation') if chunks else 'conversations'} measured"
+        if others:
             raise PackproofError(
-                what=f"a packing of the same files and settings was ended there, with {counted(found, 'conversation')} measured",
+                what=f"a packing was ended there, {measured}, that had {others}",
                 where=str(self.folder),
-                fix="go on with it by --resume, or throw it away and begin anew by --restart",
+                fix="go on with it by its own options and --resume, or throw it away and begin anew by --restart",
             )
+        raise PackproofError(
+            what=f"a packing of the same files and settings was ended there, {measured}",
+            where=str(self.folder),
+            fix="go on with it by --resume, or throw it away and begin anew by --restart",
+        )
 
     def _kept(self, key: dict[str, Any]) -> list[MeasuredChunk]:
         """Return the whole chunks of an earlier process, and cut off what it began."""
         assert self.folder is not None
-        path = self.folder / "key.json"
-        if not path.is_file():
-            return []
-        if path.read_bytes() != msgspec.json.encode(key, order="sorted"):
+        chunks, end = self._whole_chunks()
+        if chunks and (others := self._differences(key)):
             raise PackproofError(
-                what="what was packed there had other inputs, settings or tokenizer",
+                what=f"what was packed there had {others}",
                 where=str(self.folder),
-                fix="leave --resume out to pack anew",
+                fix="give its own options to go on with it, or throw it away and begin anew by --restart",
             )
+        if end is not None:
+            os.truncate(self.folder / "journal", end)
+        return chunks
+
+    def _differences(self, key: dict[str, Any]) -> str:
+        """Return in words what the earlier packing had other than this one; empty where they are equal."""
+        assert self.folder is not None
+        path = self.folder / "key.json"
+        try:
+            before = msgspec.json.decode(path.read_bytes())
+            now = msgspec.json.decode(msgspec.json.encode(key))  # tuples are lists there
+            then, settings = before["settings"], now["settings"]
+            others = [
+                f"{name} {then.get(name)!r} (now {settings.get(name)!r})"
+                for name in sorted(then.keys() | settings.keys())
+                if then.get(name) != settings.get(name)
+            ]
+            others += ["other inputs, or inputs that changed"] * (before["files"] != now["files"])
+            others += ["another tokenizer"] * (before["tokenizer"] != now["tokenizer"])
+            others += [_OTHER_VERSION] * (before["version"] != now["version"])
+        except (OSError, msgspec.DecodeError, KeyError, TypeError, AttributeError):
+            return "options that cannot be read any more (key.json is missing or damaged)"
+        return ", ".join(others)
+
+    def _whole_chunks(self) -> tuple[list[MeasuredChunk], int | None]:
+        """Return the chunks that are whole in the journal and in the records, up to the first that is not, and where they end.
+
+        None in place of the end: nothing was written.
+        """
+        assert self.folder is not None
         journal, records = self.folder / "journal", self.folder / "records"
         if not (journal.is_file() and records.is_file()):
-            return []
-        data, size = journal.read_bytes(), records.stat().st_size
+            return [], None
+        data = journal.read_bytes()
+        if not data:
+            return [], None
         kept: list[MeasuredChunk] = []
-        at = end = 0
-        while at + _ENTRY.size <= len(data):
-            length, digest = _ENTRY.unpack_from(data, at)
-            entry = data[at + _ENTRY.size : at + _ENTRY.size + length]
-            if len(entry) != length or xxhash.xxh3_64_digest(entry) != digest:
-                break
-            chunk = _decode_chunk(entry)
-            end += int(np.frombuffer(chunk.sizes, dtype=np.int32).sum(dtype=np.int64))
-            if end > size:
-                break
-            kept.append(chunk)
-            at += _ENTRY.size + length
-        os.truncate(journal, at)
-        return kept
+        at = 0
+        with records.open("rb") as file:
+            while at + _ENTRY.size <= len(data):
+                length, digest = _ENTRY.unpack_from(data, at)
+                entry = data[at + _ENTRY.size : at + _ENTRY.size + max(length, 0)]
+                if len(entry) != length or xxhash.xxh3_64_digest(entry) != digest:
+                    break
+                try:
+                    chunk = _decode_chunk(entry)
+                except msgspec.DecodeError:  # of another version
+                    break
+                size = int(np.frombuffer(chunk.sizes, dtype=np.int32).sum(dtype=np.int64))
+                if xxhash.xxh3_64_digest(file.read(size)) != chunk.digest:
+                    break
+                kept.append(chunk)
+                at += _ENTRY.size + length
+        return kept, at
 
 
 def _close_locks() -> None:
