@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import itertools
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +17,7 @@ from equivalence.workers.worker import Worker
 from production.online.padded_batch import PaddedBatch
 from production.parallel.sizes import ParallelSizes, RankCoordinates
 from production.rows.batch import Batch
+from production.training.metrics.step_numbers import StepNumbers
 
 __all__ = ["ModelCase", "ModelShape", "ParallelSizes"]
 
@@ -96,11 +97,21 @@ class RankOutcome:
     """The step's loss as the job reports it on every rank (R-LOSS-7); Megatron-LM's on the last stage alone."""
     mtp_losses: torch.Tensor | None = None
     """[D] float64: reported losses of the depths (R-LOSS-10)."""
+    shared: Mapping[str, float] | None = None
+    """Numbers that the job's metrics made of what each rank put in (`put_in`), by name; None for steps that are not the job's."""
     valid_tokens: float
     gradients: list[Part] = field(default_factory=list)
     """Of the parts that count on this rank."""
     gradient_norm: float = 0.0
     """megatron-core's own, the same on all ranks."""
+
+
+MEASURED = 0.75
+"""Router loss of the last pipeline stage, the same on all of its ranks, as megatron-core reduces it."""
+COUNTED = 70_001
+"""Positions of each microbatch that a rank puts in, more than 16 bits hold."""
+GUESSED = (1.0, 4.0)
+"""Right guesses and all guesses of a depth that each rank of the last stage puts in."""
 
 
 @contextlib.contextmanager
@@ -140,13 +151,15 @@ def run(case: ModelCase, worker: Worker) -> RankOutcome:
     valid = report.global_valid_tokens
     if valid is None:  # nothing was divided by it
         valid = count_valid(rows, torch.device("cpu"))
+    numbers = job_reports(case, report.losses, len(rows))
     return outcome(
         model,
         place,
         token_losses=token_losses,
         reports=report.losses,
         valid_tokens=float(valid),
-        reported=job_reports(case, report.losses, len(rows)),
+        reported=(known(numbers.loss), torch.tensor([known(each) for each in numbers.mtp_losses], dtype=torch.float64)),
+        shared=shared_numbers(numbers),
     )
 
 
@@ -173,13 +186,15 @@ def run_online(case: GivenPaddedBatches, worker: Worker) -> RankOutcome:
     with _cross_entropies(model) as deeper:  # the model itself computes those of depths 1 to D only
         report = forward_backward(model, bins, settings, place, observe=observe)
     assert report.global_valid_tokens is not None  # online losses are divided by it
+    numbers = job_reports(case, report.losses, len(bins))
     return outcome(
         model,
         place,
         token_losses=losses,
         reports=report.losses,
         valid_tokens=float(report.global_valid_tokens),
-        reported=job_reports(case, report.losses, len(bins)),
+        reported=(known(numbers.loss), torch.tensor([known(each) for each in numbers.mtp_losses], dtype=torch.float64)),
+        shared=shared_numbers(numbers),
     )
 
 
@@ -237,6 +252,7 @@ def outcome(
     reports: Sequence[torch.Tensor],
     valid_tokens: float,
     reported: tuple[float | None, torch.Tensor | None],
+    shared: Mapping[str, float] | None = None,
 ) -> RankOutcome:
     """Collect what a finished step left on this rank. Collective over the world: the norm is reduced."""
     from production.model.weights import shards  # noqa: PLC0415 - megatron-core
@@ -257,32 +273,50 @@ def outcome(
         reports=list(reports),
         reported=reported[0],
         mtp_losses=reported[1],
+        shared=shared,
         valid_tokens=valid_tokens,
         gradients=parts,
         gradient_norm=gradient_norm(model),
     )
 
 
-def job_reports(case: ModelCase, reports: Sequence[torch.Tensor], microbatches: int) -> tuple[float, torch.Tensor]:
-    """Report the step through the metrics of the training job: its loss and those of the depths [D], the same on every rank.
+def job_reports(case: ModelCase, reports: Sequence[torch.Tensor], microbatches: int) -> StepNumbers:
+    """Report the step through the metrics of the training job, the same numbers on every rank.
 
-    Collective over the world.
+    Beside its losses each rank puts in numbers that only its place decides, whose sum over the right ranks is known: a router
+    loss and guesses, which count on the last stage alone, and positions, which context-parallel, tensor-parallel and pipeline ranks
+    share. Collective over the world.
     """
     from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper  # noqa: PLC0415 - megatron-core
 
     from production.training.metrics.step_metrics import Group, StepMetrics, Timing  # noqa: PLC0415
+    from production.training.metrics.token_counts import RowCounts  # noqa: PLC0415
 
     group = Group.of_parallel_state()
-    metrics = StepMetrics(group=group, depths=case.shape.depths)
+    metrics = StepMetrics(group=group, depths=case.shape.depths, router_losses=("router_loss",))
     for pair in reports:
         metrics.add_loss(pair[0], pair[1])
     if case.shape.depths and group.has_loss:
         sums = MTPLossLoggingHelper.tracker["loss_values"]
         metrics.add_multi_token(sums, torch.full_like(sums, microbatches))
-    timing = Timing(step_seconds=1.0, own_seconds=1.0, data_wait_seconds=0.0)
-    metrics.end_step(step=1, learning_rate=0.0, gradient_norm=None, consumed_samples=len(case.rows), timing=timing)
+        metrics.add_accepted(torch.tensor(GUESSED)[:, None].repeat(1, case.shape.depths))
+    metrics.add_rows(RowCounts(tokens=COUNTED * microbatches))
+    metrics.end_step(
+        step=1,
+        learning_rate=0.0,
+        gradient_norm=None,
+        consumed_samples=len(case.rows),
+        timing=Timing(step_seconds=1.0, own_seconds=1.0, data_wait_seconds=0.0),
+        router_losses={"router_loss": torch.tensor(MEASURED if group.has_loss else -1.0)},
+    )
     (numbers,) = metrics.report()
-    return known(numbers.loss), torch.tensor([known(each) for each in numbers.mtp_losses], dtype=torch.float64)
+    return numbers
+
+
+def shared_numbers(numbers: StepNumbers) -> dict[str, float]:
+    """Return the reported numbers of what `job_reports` puts in."""
+    rates = {f"acceptance_rate of depth {depth}": rate for depth, rate in enumerate(numbers.mtp_acceptance_rates, 1)}
+    return {**numbers.router_losses, "tokens": numbers.tokens, **rates}
 
 
 def known(reported: float | None) -> float:

@@ -370,6 +370,8 @@ def _settings(case: RunCase, folder: Path, part: int) -> dict[str, Any]:
         "data.last_batch": "wrap" if case.is_direct else "drop",
         "data.num_workers": case.workers[part],
         "data.cache_folder": str(folder / "index"),
+        # The first part builds the rows of both files and stores them; the resumed part reads most of them back.
+        "data.cache_dir": str(folder / "row-cache") if case.is_direct else None,
         "loss.mtp_weights": case.mtp_weights,
         "loss.normalization": case.reference_settings().normalization,
         "checkpointing.checkpoint_dir": str(folder / f"{case.path}-checkpoints"),

@@ -1,14 +1,20 @@
 """Checkpoints on disk: which stay, what of a damaged one is said, and the weights of one in a file of their own."""
 
 import json
+import math
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 import training_job_worlds as jobs
 from safetensors import safe_open
+
+from production.training.checkpoint import manifest
+from production.training.checkpoint.megatron_state import not_finite
 
 pytestmark = [
     pytest.mark.worlds,
@@ -82,6 +88,67 @@ def test_a_flipped_byte_in_any_file_is_found_before_anything_is_loaded(world, fo
             assert "step_00000002" in found["refused"]
             assert "the one before" in found["refused"]
         path.write_bytes(whole)
+
+
+@pytest.mark.parametrize("ranks", range(1, 8))
+def test_any_number_of_ranks_reads_every_file_between_them(saved, tmp_path, monkeypatch, ranks):
+    """Also a number that does not divide the number of files, and more ranks than files."""
+    whole = tmp_path / "step_00000002"
+    shutil.copytree(saved[0] / "checkpoints" / whole.name, whole)
+    names = [*manifest.read_manifest(whole).files]
+    seen = []
+
+    def gathered(everyone, fault):
+        everyone[:] = [fault] * len(everyone)
+
+    def read(path):
+        seen.append(path.name)
+        return digest(path)
+
+    def verified_by_all():
+        for rank in range(ranks):
+            stand_in = SimpleNamespace(
+                get_rank=lambda rank=rank: rank, get_world_size=lambda: ranks, all_gather_object=gathered
+            )
+            monkeypatch.setattr(manifest, "distributed", stand_in)
+            manifest.verify(whole)
+
+    digest = manifest.digest
+    monkeypatch.setattr(manifest, "digest", read)
+    verified_by_all()
+    assert sorted(seen) == sorted(names)
+    flipped(whole / names[-1], 0)
+    with pytest.raises(manifest.CheckpointRefused, match="not as it was written"):
+        verified_by_all()
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("where", ["weight", "buffer", "main weight", "first moment", "second moment"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_no_number_that_is_not_finite_is_saved(where, bad, dtype):
+    """One of each kind in the last place of a tensor, and the name of what holds it."""
+    model = torch.nn.Linear(3, 2).to(dtype)
+    model.register_buffer("extra", torch.zeros(4, dtype=dtype))
+    model.sharded_state_dict = None  # as megatron-core's modules have one
+    parameters = [torch.nn.Parameter(each.detach().clone()) for each in model.parameters()]
+    adam = torch.optim.Adam(parameters)
+    for each in parameters:
+        each.grad = torch.ones_like(each)
+    adam.step()
+    engine = SimpleNamespace(model=model, optimizer=SimpleNamespace(optimizer=adam))
+    assert not_finite(engine) is None
+    moments = adam.state[parameters[-1]]
+    places = {
+        "weight": (model.bias, "weight bias"),
+        "buffer": (model.extra, "buffer extra"),
+        "main weight": (parameters[-1], "the optimizer's weight 1"),
+        "first moment": (moments["exp_avg"], "the optimizer's exp_avg of weight 1"),
+        "second moment": (moments["exp_avg_sq"], "the optimizer's exp_avg_sq of weight 1"),
+    }
+    tensor, name = places[where]
+    with torch.no_grad():
+        tensor.view(-1)[-1] = bad
+    assert not_finite(engine) == f"{name} is not finite"
 
 
 def test_a_missing_file_is_refused_and_the_checkpoint_before_serves_once_it_is_moved_away(world, folder):

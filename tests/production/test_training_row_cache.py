@@ -253,6 +253,49 @@ def test_ids_beyond_int32_and_other_masks_are_stored_as_they_are(highest):
     assert bits(decode(memoryview(encode(row)))) == bits(row)
 
 
+@pytest.mark.parametrize("bits_of_id", [7, 8, 15, 16, 31, 32])
+@pytest.mark.parametrize("lowest", [0, -1, -100, -(1 << 15), -(1 << 16)])
+def test_ids_at_the_border_of_every_width_are_stored_as_they_are(bits_of_id, lowest):
+    border = 1 << bits_of_id
+    ids = torch.tensor([lowest, border - 1, border, border + 1, 5])
+    row = Row(
+        input_ids=ids.clamp(min=0),
+        target_ids=ids,
+        token_mask=torch.ones(5),
+        position_ids=torch.arange(5) + border - 2,
+        cu_seqlens=torch.tensor([0, border - 1 if bits_of_id < 32 else 4, 2**31 - 1], dtype=torch.int32),
+        max_seqlen=border,
+        context_parallel_size=1,
+        report={"padding_tokens": border},
+    )
+    assert bits(decode(memoryview(encode(row)))) == bits(row)
+
+
+def test_sources_of_a_blend_keep_their_rows_apart(tmp_path):
+    """Each source has a cache of its own, asked for its own rows alone, in whatever order rows are stored."""
+    folders = [tmp_path / name for name in ("first", "second", "third")]
+    for folder in folders:
+        folder.mkdir()
+    sources = [source(folder, count=count) for folder, count in zip(folders, (4, 9, 6), strict=True)]
+    for number, path in enumerate(folder / "rows.jsonl" for folder in folders):  # no two files have a row in common
+        path.write_text(path.read_text().replace("w2 w3", f"w{20 + number} w3"))
+    sources = [open_source(folder / "rows.jsonl") for folder in folders]
+    tokenizer = load("word")
+
+    def blend(cached):
+        caches = [
+            RowCache(tmp_path / "cache", facts=row_facts(each, tokenizer, SETTINGS), rows=len(each), limit_bytes=GB)
+            for each in (sources if cached else ())
+        ]
+        return PackedData(sources=sources, tokenizer=tokenizer, settings=SETTINGS, guards=GUARDS, caches=caches)
+
+    asked = [Sample(source=number % 3, row=number % 4, epoch=0) for number in (0, 1, 2, 4, 5, 3, 8, 7, 6, 11, 10, 9)]
+    plain = list(map(bits, blend(cached=False).prepare(asked)))
+    storing = blend(cached=True)
+    assert [bits(storing.prepare([each])[0]) for each in asked] == plain
+    assert list(map(bits, without_building(blend(cached=True)).prepare(asked))) == plain
+
+
 def test_negative_zero_in_a_mask_keeps_its_sign():
     row = Row(
         input_ids=torch.zeros(1, dtype=torch.int64),

@@ -18,8 +18,11 @@ from equivalence.expectations.run import Counts, ExpectedRun
 from equivalence.trainers.production_step import Part
 from equivalence.trainers.whole_run import VALIDATION_PERIOD, Record, RunCase, RunOutcome
 from production.model.weights import assemble
+from production.training.metrics.summary import summarize
 
 NAME = "whole_run"
+ENDS = ("signal", "finished")
+"""Reasons for which the two parts of a run end."""
 LOGGED = {"run": 2, "end": 2}
 """Lines of these kinds in the log of a run that was stopped once."""
 _SECONDS = 1e-6
@@ -57,7 +60,7 @@ def whole(parts: Sequence[Sequence[Part]]) -> dict[str, torch.Tensor]:
 
 def _course(case: RunCase, parts: Parts) -> list[Difference]:
     """Return how both parts ended, and which steps they took."""
-    wanted = [(case.stop_after, "signal"), (case.steps, "finished")]
+    wanted = [*zip((case.stop_after, case.steps), ENDS, strict=True)]
     ended = [(part.step, part.reason) for part in parts]
     steps = [[*range(1, case.stop_after + 1)], [*range(case.stop_after + 1, case.steps + 1)]]
     reported = [sorted(part.numbers) for part in parts]
@@ -163,7 +166,38 @@ def _logged(parts: Parts, expected: ExpectedRun, log: Sequence[Record]) -> list[
         wanted = len(expected.validation)
         differences += _same(f"validation_batches after step {step}", wanted, found.get("validation_batches"))
     ends = [each.values.get("reason") for each in log if each.kind == "end"]
-    return [*differences, *_same("ends in the log", ["signal", "finished"], ends)]
+    differences += _same("ends in the log", [*ENDS], ends)
+    return [*differences, *_summarized(expected, log)]
+
+
+def _summarized(expected: ExpectedRun, log: Sequence[Record]) -> list[Difference]:
+    """Compare the summary that a run prints at its end with the counts of all steps, of both parts together."""
+    counts, steps = [batch.counts for batch in expected.steps], len(expected.steps)
+    positions = sum(each.tokens for each in counts)
+    wanted = {
+        "steps": steps,
+        "starts": len(ENDS),
+        "steps with a loss": [*range(1, steps + 1)],
+        "validations": sorted(expected.trained.validations),
+        "trained tokens": sum(each.trained_tokens for each in counts),
+        "padding": sum(each.padding_tokens for each in counts),
+        "truncated rows": sum(each.rows_truncated for each in counts),
+        "dropped conversations": sum(each.conversations_dropped for each in counts),
+    }
+    found = summarize(log)  # type: ignore[arg-type]  # lines of the same fields
+    if found is None:
+        return _same("summary", wanted, None)
+    told = {
+        "steps": found.steps,
+        "starts": found.starts,
+        "steps with a loss": [step for step, _ in found.losses],
+        "validations": [step for step, _ in found.validation_losses],
+        "trained tokens": found.trained_tokens,
+        "padding": round(found.padding_share * positions),
+        "truncated rows": found.rows_truncated,
+        "dropped conversations": found.conversations_dropped,
+    }
+    return [each for name, value in wanted.items() for each in _same(f"summary: {name}", value, told[name])]
 
 
 def _weights(outcomes: Sequence[Parts], expected: ExpectedRun) -> list[Difference]:

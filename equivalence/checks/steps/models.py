@@ -14,7 +14,7 @@ import torch
 from equivalence.cases.difference import Difference
 from equivalence.cases.result import CheckResult, Finding
 from equivalence.expectations.step import Expected, expect, reference_shape
-from equivalence.trainers.production_step import ModelCase, RankOutcome, gradients
+from equivalence.trainers.production_step import COUNTED, GUESSED, MEASURED, ModelCase, RankOutcome, gradients
 
 __all__ = ["check_model", "compare_outcomes", "expect", "reference_shape"]
 
@@ -34,6 +34,7 @@ def check_model(case: ModelCase, outcomes: Sequence[RankOutcome], *, expected: E
     differences = [
         *_token_losses(expected, outcomes),
         *_reports(expected, outcomes),
+        *_shared(expected, outcomes),
         *_gradients(expected, found, outcomes),
     ]
     return result("models", "reference", "production", differences)
@@ -127,6 +128,23 @@ def _reports(expected: Expected, outcomes: Sequence[RankOutcome]) -> list[Differ
         if each.mtp_losses is not None:
             name = f"rank {each.place.rank} reported of each depth"
             differences += near(name, expected.mtp_reported.double(), each.mtp_losses.double(), bound)
+    return differences
+
+
+def _shared(expected: Expected, outcomes: Sequence[RankOutcome]) -> list[Difference]:
+    """Compare the numbers of which each rank puts in its part: positions once for each data-parallel rank, the rest of the last stage."""
+    differences: list[Difference] = []
+    depths = len(expected.mtp_reported)
+    rates = {f"acceptance_rate of depth {depth}": 100.0 * GUESSED[0] / GUESSED[1] for depth in range(1, depths + 1)}
+    for each in outcomes:
+        if each.shared is None:
+            continue
+        microbatches = len(expected.token_losses[0]) * each.place.data_size
+        wanted = {"router_loss": MEASURED, "tokens": COUNTED * microbatches, **rates}
+        for name in wanted.keys() | each.shared.keys():
+            if wanted.get(name) != each.shared.get(name):
+                where = f"rank {each.place.rank} reported {name}"
+                differences.append(difference(where, None, wanted.get(name), each.shared.get(name)))
     return differences
 
 
