@@ -179,6 +179,15 @@ def test_a_parameter_tells_the_direct_loss_from_the_online_one(tree):
     assert kept.lacking()["direct loss"] == ["prepacked_loss_mask of nemo_rl/models/megatron/train.py"]
 
 
+def test_a_checkout_is_told_by_a_fingerprint_of_its_modules(tree):
+    told = checkout.add(with_packers(tree)).text
+    assert told == checkout.find().text
+    (tree({}) / "nemo_rl" / "other.py").write_text("x = 1")
+    assert checkout.find().text == told
+    with_packers(tree, "import random\n\n" + PACKERS)
+    assert checkout.find().text != told
+
+
 def test_a_checkout_that_is_no_python_or_has_gone_is_told(tree):
     with pytest.raises(InputError, match="is no Python"):
         checkout.add(with_packers(tree, "def ("))

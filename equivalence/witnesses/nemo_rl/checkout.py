@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import hashlib
 import json
 import shlex
 import shutil
@@ -75,8 +76,18 @@ class Checkout:
 
     @property
     def text(self) -> str:
-        """Return where the checkout lies and what it is."""
-        return f"checkout {self.root}" + (f", commit {self.commit}" if self.commit else ", of no commit that git knows")
+        """Return where the checkout lies and what it is: an exported tree has no commit, but a fingerprint."""
+        commit = f", commit {self.commit}" if self.commit else ""
+        return f"checkout {self.root}{commit}, sources {self.fingerprint}"
+
+    @property
+    def fingerprint(self) -> str:
+        """Return the first digits of a hash of the modules that PARTS names."""
+        files = {_file(Path(self.root), module) for needed in PARTS.values() for module in needed}
+        hashed = hashlib.sha256()
+        for file in sorted(file for file in files if file is not None):
+            hashed.update(f"{file.as_posix()}\0".encode() + (Path(self.root) / file).read_bytes() + b"\0")
+        return hashed.hexdigest()[:12]
 
     def lacking(self) -> dict[str, list[str]]:
         """Return the parts that the checkout lacks, with what is missing of each; empty for a checkout that has all."""
@@ -152,13 +163,18 @@ def _folder() -> Path:
 def _missing(root: Path, needed: Mapping[str, tuple[str, ...]]) -> list[str]:
     missing = []
     for module, names in needed.items():
-        path = Path(*module.split("."))
-        file = next((each for each in (path.with_suffix(".py"), path / "__init__.py") if (root / each).is_file()), None)
+        file = _file(root, module)
         if file is None:
-            missing.append(f"{path.with_suffix('.py')}")
+            missing.append(f"{Path(*module.split('.')).with_suffix('.py')}")
         else:
             missing += [f"{name} of {file}" for name in names if name not in _defined(root / file)]
     return missing
+
+
+def _file(root: Path, module: str) -> Path | None:
+    """Return a module's file below `root`; None if there is none."""
+    path = Path(*module.split("."))
+    return next((each for each in (path.with_suffix(".py"), path / "__init__.py") if (root / each).is_file()), None)
 
 
 @functools.cache

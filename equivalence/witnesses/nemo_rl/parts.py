@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import io
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -72,8 +70,7 @@ def from_recorded(part: str) -> Verdict:
 
 def from_checkout(part: str, modules: CheckoutModules, drawn: int) -> Verdict:
     """Hold reference and production to what the checkout makes of recorded inputs and of `drawn` cases."""
-    with contextlib.redirect_stdout(io.StringIO()):  # NeMo-RL prints a line for each padded batch
-        return _verdict(part, "checkout", _RUNNERS[part](modules, drawn))
+    return _verdict(part, "checkout", _RUNNERS[part](modules, drawn))
 
 
 def _recorded(part: str) -> Iterable[object]:

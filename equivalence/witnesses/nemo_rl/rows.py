@@ -89,7 +89,7 @@ def refusal_kind(error: Exception) -> str | None:
         return "no_pad_token"
     if functions & {"format_data", "split_megatron_sft_conversations"} and isinstance(error, (KeyError, TypeError)):
         return "bad_message"
-    if frames[-1].name == "_tokenize_megatron_sft_conversation":
+    if frames and frames[-1].name == "_tokenize_megatron_sft_conversation":
         return _turn_kind(error)
     return None
 

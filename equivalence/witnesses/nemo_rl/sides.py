@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import io
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from types import SimpleNamespace
@@ -45,7 +47,8 @@ class BatchSide:
         """Return the batch of these rows, and the same padded."""
         rows = [datum(row, recorded.context_parallel_size, idx) for idx, row in enumerate(recorded.rows)]
         batch = self._collate(rows, recorded.context_parallel_size)
-        return copy.copy(batch), self._pad(copy.deepcopy(batch), recorded.data_parallel_size, 1)
+        with contextlib.redirect_stdout(io.StringIO()):  # it prints a line for each padded batch
+            return copy.copy(batch), self._pad(copy.deepcopy(batch), recorded.data_parallel_size, 1)
 
 
 class DirectSide:
