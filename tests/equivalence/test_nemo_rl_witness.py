@@ -251,8 +251,8 @@ def test_packers_of_a_checkout_are_compared_and_a_bin_in_another_order_is_found(
     with stand_ins.checkout_modules(with_packers(tree, wrong)) as modules:
         verdict = parts.from_checkout("packers", modules, 0)
     assert verdict.equal < verdict.cases == 2768
-    assert "bins of recorded and production" in verdict.fields
-    assert "differ: bins" in verdict.text
+    assert "bins of nemo_rl and production" in verdict.fields
+    assert "; differ: " in verdict.text
     assert verdict.first
 
 
@@ -280,7 +280,7 @@ def test_without_a_checkout_recorded_outcomes_serve_and_the_table_says_so(capsys
 def test_a_side_that_differs_from_recorded_outcomes_ends_with_1(monkeypatch, capsys):
     monkeypatch.setattr(production_packing, "raise_bin_count", lambda bins, multiple_of: bins)  # noqa: ARG005
     assert comparison.main(["compare", "--part", "packers"]) == 1
-    assert "differ: bins of recorded and production" in capsys.readouterr().out
+    assert "bins of nemo_rl and production (" in capsys.readouterr().out
 
 
 def test_what_a_checkout_lacks_is_told_and_its_recorded_outcomes_serve(tree, capsys):

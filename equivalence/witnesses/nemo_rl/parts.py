@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from equivalence.cases.result import CheckResult
+from equivalence.cases.result import CheckResult, Finding
 from equivalence.checks.cuts.microbatches import check_direct_microbatches, check_online_microbatches
-from equivalence.checks.rows.recorded import check_recorded
+from equivalence.checks.rows.recorded import RECORDED, check_recorded
 from equivalence.generators.choices import RandomChoices
 from equivalence.generators.online import PACKERS, DirectCase, OnlineCase, draw_direct, draw_loss, draw_online
 from equivalence.recorded import outcomes
@@ -95,9 +95,7 @@ def _verdict(part: str, served: str, results: Iterable[tuple[object, CheckResult
         cases += 1
         equal += result.equal
         refused += result.equal and result.refused is not None
-        fields.update(
-            {name for finding in result.findings for name in _fields(finding.left, finding.right, finding.differences)}
-        )
+        fields.update(sorted({name for finding in result.findings for name in _fields(finding)}))
         if not result.equal and not first:
             first = f"{result.findings[0]} of {case}"
     return Verdict(
@@ -111,10 +109,11 @@ def _verdict(part: str, served: str, results: Iterable[tuple[object, CheckResult
     )
 
 
-def _fields(left: str, right: str, differences: Iterable[object]) -> Iterator[str]:
-    for each in differences:
-        name = str(getattr(each, "tensor", each)).partition(" of rank ")[0].partition(" by ")[0]
-        yield f"{name} of {left} and {right}"
+def _fields(finding: Finding) -> set[str]:
+    """Return the tensors of a finding with its sides; the recorded side is NeMo-RL's, of today or of the day of the recording."""
+    left, right = (NAME if side == RECORDED else side for side in (finding.left, finding.right))
+    names = {each.tensor.partition(" of rank ")[0].partition(" by ")[0] for each in finding.differences}
+    return {f"{name} of {left} and {right}" for name in names}
 
 
 def _fresh(part: str, modules: CheckoutModules, extra: Iterable[object]) -> Iterator[tuple[object, CheckResult]]:
