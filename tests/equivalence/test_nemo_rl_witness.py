@@ -294,6 +294,14 @@ def test_what_a_checkout_lacks_is_told_and_its_recorded_outcomes_serve(tree, cap
     assert "nemo_rl has no rows" in capsys.readouterr().err
 
 
+def test_an_exception_of_a_checkout_ends_with_2_and_says_where(tree, capsys):
+    checkout.add(with_packers(tree, "def get_packer(*given, **options): return 3\ndef _adjust_bin_count(): ...\n"))
+    assert comparison.main(["compare", "--part", "packers"]) == 2
+    told = capsys.readouterr().err
+    assert "packers could not be compared: AttributeError" in told
+    assert "sides.py:" in told
+
+
 def test_rows_of_a_checkout_are_a_subject_in_a_process_of_its_own(tree):
     root = with_rows(tree)
     checkout.add(root)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import argparse
 import sys
+import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from equivalence.errors import SuiteError
+from equivalence.errors import SuiteError, WitnessError
 from equivalence.witnesses.nemo_rl.checkout import NAME, PARTS, Checkout, find, needed
 from equivalence.witnesses.nemo_rl.outcomes_again import record
 from equivalence.witnesses.nemo_rl.parts import RECORDED_PARTS, Verdict, from_checkout, from_recorded
-from equivalence.witnesses.nemo_rl.stand_ins import checkout_modules, stand_ins
+from equivalence.witnesses.nemo_rl.stand_ins import CheckoutModules, checkout_modules, stand_ins
 from production.model.device.shim import cpu_shim
 
 CANNOT_RUN = 2
@@ -58,12 +59,27 @@ def _verdicts(checkout: Checkout | None, parts: Sequence[str], drawn: int) -> It
     with cpu_shim(), checkout_modules(Path(checkout.root)) as modules:
         for part in parts:
             if part not in lacking:
-                yield from_checkout(part, modules, drawn)
+                yield _from_checkout(part, modules, drawn)
                 continue
             why = f"the checkout lacks {', '.join(lacking[part])}"
             yield Verdict(part=part, served="checkout", why=why)
             if part in RECORDED_PARTS:
                 yield from_recorded(part)
+
+
+def _from_checkout(part: str, modules: CheckoutModules, drawn: int) -> Verdict:
+    """Compare a part. WitnessError says where an exception was raised that no side has for a refusal."""
+    try:
+        return from_checkout(part, modules, drawn)
+    except SuiteError:
+        raise
+    except Exception as error:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        where = f"{last.filename}:{last.lineno}"
+        raise WitnessError(
+            f"{part} could not be compared: {type(error).__name__}: {error} (at {where}); the checkout may be of another version, leave the part "
+            "out by --part, or correct equivalence/witnesses/nemo_rl"
+        ) from error
 
 
 def _record(checkout: Checkout, folder: Path) -> int:

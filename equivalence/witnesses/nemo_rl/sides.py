@@ -300,7 +300,7 @@ def _share(made: Any, rank: int) -> dict[str, torch.Tensor]:
 def _online_share(made: Any, rank: object, *, has_depths: bool) -> dict[str, torch.Tensor]:
     nothing = torch.empty(0)
     assert made.position_ids is None
-    assert made.labels_cp_sharded is None
+    assert getattr(made, "labels_cp_sharded", None) is None  # a checkout without the direct path has no such field
     named = {
         "input_ids": made.input_ids_cp_sharded[0],
         "input_ids of the row": made.input_ids[0],

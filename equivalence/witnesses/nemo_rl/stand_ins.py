@@ -99,7 +99,7 @@ def checkout_modules(root: Path) -> Iterator[CheckoutModules]:
     environment, modules = dict(os.environ), set(sys.modules)
     finder = _Finder([name for name in PACKAGES if not _is_installed(name)])
     sys.path.insert(0, str(root))
-    sys.meta_path.append(finder)
+    sys.meta_path.insert(0, finder)
     try:
         yield CheckoutModules(finder, root)
     finally:
@@ -130,7 +130,9 @@ def _version_lent() -> Iterator[None]:
     try:
         yield
     finally:
-        transformers.__version__ = shown
+        places: list[Any] = [transformers, sys.modules["transformers"]]
+        for place in places:
+            place.__version__ = shown
 
 
 class _StandIn(type):
@@ -199,6 +201,9 @@ class _Finder(importlib.abc.MetaPathFinder):
     ) -> importlib.machinery.ModuleSpec | None:
         """Return the spec of a stand-in; None for any other module."""
         del path, target
+        if self.is_importing and fullname.startswith(_PACKAGE):
+            # Again before each module: on some of its imports transformers puts another module in its own place.
+            sys.modules["transformers"].__version__ = TRANSFORMERS  # type: ignore[attr-defined]
         if not self.holds(fullname):
             return None
         return importlib.machinery.ModuleSpec(fullname, _Loader(self), is_package=True)
