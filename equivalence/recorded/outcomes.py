@@ -121,17 +121,18 @@ class RecordedRow:
 @functools.cache
 def packings() -> tuple[Packing, ...]:
     """Return NeMo-RL's packings of sequences that have at least one token."""
-    return tuple(
-        Packing(
-            algorithm=read["algorithm"],
-            lengths=tuple(read["lengths"]),
-            capacity=read["capacity"],
-            multiple_of=read["multiple_of"],
-            order=tuple(read["order"]) if "order" in read else None,
-            bins=None if "refused" in read else tuple(map(tuple, read["bins"])),
-        )
-        for read in _read("nemorl_packers.jsonl.gz")
-        if min(read["lengths"]) >= 1
+    return tuple(packing_of(read) for read in read_lines("nemorl_packers.jsonl.gz") if min(read["lengths"]) >= 1)
+
+
+def packing_of(read: Mapping[str, Any]) -> Packing:
+    """Return a line of the packings."""
+    return Packing(
+        algorithm=read["algorithm"],
+        lengths=tuple(read["lengths"]),
+        capacity=read["capacity"],
+        multiple_of=read["multiple_of"],
+        order=tuple(read["order"]) if "order" in read else None,
+        bins=None if "refused" in read else tuple(map(tuple, read["bins"])),
     )
 
 
@@ -140,14 +141,14 @@ def partitions() -> tuple[Partition, ...]:
     """Return Transformer Engine's cuts."""
     return tuple(
         Partition(cu_seqlens=tuple(read["cu_seqlens"]), size=read["cp"], rank=read["rank"], index=tuple(read["index"]))
-        for read in _read("te_partition.jsonl.gz")
+        for read in read_lines("te_partition.jsonl.gz")
     )
 
 
 @functools.cache
 def batches() -> tuple[RecordedBatch, ...]:
     """Return NeMo-RL's batches, of rows that NeMo-RL built itself."""
-    built = _read("nemorl_rows.jsonl.gz")
+    built = read_lines("nemorl_rows.jsonl.gz")
     return tuple(
         RecordedBatch(
             rows=tuple(_direct_outcome(built[line]) for line in read["lines"]),
@@ -156,7 +157,7 @@ def batches() -> tuple[RecordedBatch, ...]:
             batch=_tensors(read["batch"]),
             padded=_tensors(read["padded"]),
         )
-        for read in _read("nemorl_batches.jsonl.gz")
+        for read in read_lines("nemorl_batches.jsonl.gz")
     )
 
 
@@ -169,7 +170,7 @@ def conversations() -> tuple[RecordedConversation, ...]:
         fields: dict[str, Any] = {name: tuple(each) if name in sequences else each for name, each in read.items()}
         return RecordedConversation(**fields)
 
-    return tuple(map(made, _read("nemorl_conversations.jsonl.gz")))
+    return tuple(map(made, read_lines("nemorl_conversations.jsonl.gz")))
 
 
 @functools.cache
@@ -180,8 +181,8 @@ def rows(preset: str) -> tuple[RecordedRow, ...]:
     """
     if preset == DIRECT_PRESET:
         found = [
-            RecordedRow(case=_case(read, preset), outcome=_direct_outcome(read))
-            for read in (*_read("nemorl_rows.jsonl.gz"), *_read("nemorl_overrides.jsonl.gz"))
+            RecordedRow(case=case_of(read, preset), outcome=_direct_outcome(read))
+            for read in (*read_lines("nemorl_rows.jsonl.gz"), *read_lines("nemorl_overrides.jsonl.gz"))
         ]
     else:
         found = [
@@ -202,15 +203,16 @@ def megatron_rows(version: str, preset: str) -> list[RecordedRow]:
     """Return the rows as one recorded version of Megatron-LM built them, with `preset` as their semantics."""
     return [
         RecordedRow(
-            case=_case(read, preset),
+            case=case_of(read, preset),
             outcome=_megatron_outcome(read["outcomes"][version], read["pack_length"]),
             error=read["outcomes"][version].get("error", ""),
         )
-        for read in _read("megatron_lm_rows.jsonl.gz")
+        for read in read_lines("megatron_lm_rows.jsonl.gz")
     ]
 
 
-def _case(read: Mapping[str, Any], preset: str) -> RowCase:
+def case_of(read: Mapping[str, Any], preset: str) -> RowCase:
+    """Return the input of a line of recorded rows, with `preset` as its semantics."""
     settings = RowSettings(
         pack_length=read["pack_length"],
         prompt_format=read["prompt_format"],
@@ -251,7 +253,7 @@ def _row(values: list[list[int]], max_seqlen: int) -> Row:
     return Row(**tensors, max_seqlen=int(max_seqlen))
 
 
-def _read(name: str) -> list[dict[str, Any]]:
+def read_lines(name: str) -> list[dict[str, Any]]:
     """Return the lines of a recorded file. Raises InputError for a file that differs from the recorded one."""
     path = FOLDER / name
     fix = "restore it from the repository or install packproof again"

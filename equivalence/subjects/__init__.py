@@ -42,6 +42,8 @@ __all__ = [
 ]
 
 BUILT_IN = ("reference", "production", "megatron_lm")
+NEMO_RL = "nemo_rl"
+"""Name of the checkout of NeMo-RL that `packproof witness add nemo-rl` keeps; its rows are built in a process of their own."""
 EXTERNAL = "exec:"
 """Begins the name of a subject that runs as a process of its own; the rest is its command line."""
 
@@ -78,12 +80,14 @@ def _unquoted(name: str) -> str:
 
 
 def load(name: str) -> Subject:
-    """Load a subject by name: one of BUILT_IN, `module:object` (an object or a class without arguments), or `exec:COMMAND`.
+    """Load a subject by name: one of BUILT_IN, a witness that was added, `module:object` (an object or a class without arguments), or `exec:COMMAND`.
 
     Raises ValueError for an unknown subject, ImportError if the subject's imports fail.
     """
     if name in BUILT_IN:
         return cast("Subject", importlib.import_module(f"equivalence.subjects.{name}").SUBJECT)
+    if name == NEMO_RL:
+        return cast("Subject", importlib.import_module("equivalence.witnesses.nemo_rl.subject").NemoRL())
     store = importlib.import_module("equivalence.witnesses.store")
     if name.startswith(store.PREFIX):
         external = importlib.import_module("equivalence.subjects.external.subject")
@@ -102,7 +106,7 @@ def load(name: str) -> Subject:
     module, _, attribute = name.partition(":")
     if not attribute:
         raise ValueError(
-            f"no subject is called {name!r}: choose one of {', '.join(BUILT_IN)}, or give module:object or exec:COMMAND"
+            f"no subject is called {name!r}: choose one of {', '.join(BUILT_IN)} and {NEMO_RL}, or give module:object or exec:COMMAND"
         )
     if os.getcwd() not in sys.path:  # noqa: PTH109 - an installed script does not look where the user is
         sys.path.append(os.getcwd())  # noqa: PTH109

@@ -1,8 +1,11 @@
-"""Keep other versions of Megatron-LM as witnesses: `packproof witness add megatron-core==0.18.2`, `list`, `remove`, `compare`."""
+"""Keep other versions of Megatron-LM and a checkout of NeMo-RL as witnesses: `packproof witness add megatron-core==0.18.2`, `add nemo-rl --source DIR`,
+`list`, `remove`, `compare`, `record`.
+"""
 
 from __future__ import annotations
 
 import argparse
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,6 +14,7 @@ from equivalence.errors import InputError
 from equivalence.subjects import load
 from equivalence.witnesses import store
 from equivalence.witnesses.comparison import compare, recorded_cases
+from equivalence.witnesses.nemo_rl import checkout as nemo_rl
 
 CANNOT_RUN = 2
 
@@ -27,6 +31,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _add(options: argparse.Namespace) -> int:
+    if options.requirement in nemo_rl.COMMAND_NAMES:
+        return _add_nemo_rl(options.source)
     made = store.add(options.requirement, source=options.source)
     print(f"{store.PREFIX}{made.version} is made of {made.made_of}, in {made.root}")
     if made.own_transformers:
@@ -35,20 +41,57 @@ def _add(options: argparse.Namespace) -> int:
     return 0
 
 
+def _add_nemo_rl(source: Path | None) -> int:
+    if source is None:
+        raise InputError("nemo-rl must be given a checkout: packproof witness add nemo-rl --source DIR")
+    kept = nemo_rl.add(source)
+    lacking = kept.lacking()
+    print(f"{nemo_rl.NAME} is {kept.text}")
+    print(f"it has {', '.join(part for part in nemo_rl.PARTS if part not in lacking)}")
+    for part, names in lacking.items():
+        print(f"it has no {part}: it lacks {', '.join(names)}")
+    print("compare it: packproof witness compare nemo-rl")
+    return 0
+
+
 def _list(_: argparse.Namespace) -> int:
     for made in store.witnesses():
         print(f"{store.PREFIX}{made.version:<12}{made.made_of:<28}{made.root}")
+    if (kept := nemo_rl.find()) is not None:
+        print(f"{nemo_rl.NAME:<24} {kept.text}")
     return 0
 
 
 def _remove(options: argparse.Namespace) -> int:
-    store.remove(options.version)
+    if options.version in nemo_rl.COMMAND_NAMES:
+        nemo_rl.remove()
+    else:
+        store.remove(options.version)
     return 0
 
 
 def _compare(options: argparse.Namespace) -> int:
+    versions = [each for each in options.versions if each not in nemo_rl.COMMAND_NAMES]
+    statuses = [_compare_versions(versions)] if versions else []
+    if len(versions) < len(options.versions):
+        statuses.append(_run_nemo_rl("compare", "--drawn", str(options.drawn)))
+    return max(statuses)
+
+
+def _record(options: argparse.Namespace) -> int:
+    return _run_nemo_rl("record", "--out", str(options.out))
+
+
+def _run_nemo_rl(*words: str) -> int:
+    """Run NeMo-RL's modules in a process of their own: they change the libraries that they import."""
+    # Without warnings: on import megatron-core says a dozen times that CUDA and optional kernels are absent.
+    command = [sys.executable, "-W", "ignore", "-m", "equivalence.witnesses.nemo_rl", *words]
+    return subprocess.run(command, check=False).returncode  # noqa: S603 - this Python, and words of this file
+
+
+def _compare_versions(versions: Sequence[str]) -> int:
     cases, reference, is_wrong = recorded_cases(), load("reference"), False
-    for version in options.versions:
+    for version in versions:
         witness = load(f"{store.PREFIX}{version}")
         print(f"{witness.name}: {getattr(witness, 'version', '')}")
         (own,) = witness.hello.takes["semantics"]  # type: ignore[attr-defined]  # an external subject
@@ -62,16 +105,26 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="packproof witness", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     add = commands.add_parser("add", help="install a version beside the project, or name a checkout")
-    add.add_argument("requirement", help="megatron-core==VERSION, or with --source the name that the checkout gets")
-    add.add_argument("--source", type=Path, help="root of a Megatron-LM checkout: main, or a fork")
+    add.add_argument(
+        "requirement",
+        help="megatron-core==VERSION, or with --source the name that the checkout gets; nemo-rl for a checkout of NeMo-RL",
+    )
+    add.add_argument("--source", type=Path, help="root of a checkout: Megatron-LM's main, a fork, or NeMo-RL")
     add.set_defaults(run=_add)
     commands.add_parser("list", help="all witnesses").set_defaults(run=_list)
     remove = commands.add_parser("remove", help="remove a witness; a checkout stays")
     remove.add_argument("version")
     remove.set_defaults(run=_remove)
     compared = commands.add_parser("compare", help="say for each version and preset: equal, or which fields differ")
-    compared.add_argument("versions", nargs="+", metavar="VERSION")
+    compared.add_argument("versions", nargs="+", metavar="VERSION", help="a version, or nemo-rl")
+    compared.add_argument(
+        "--drawn", type=int, default=200, help="cases that are drawn for each part of NeMo-RL, beside the recorded ones"
+    )
     compared.set_defaults(run=_compare)
+    recorded = commands.add_parser("record", help="make the recorded outcomes of NeMo-RL anew, from its checkout")
+    recorded.add_argument("name", choices=nemo_rl.COMMAND_NAMES)
+    recorded.add_argument("out", type=Path, metavar="OUT", help="folder for the files")
+    recorded.set_defaults(run=_record)
     return parser
 
 

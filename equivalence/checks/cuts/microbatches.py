@@ -7,7 +7,7 @@ its roll. `get_batch_on_this_tp_rank` only broadcasts the data of tensor-paralle
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -35,19 +35,27 @@ NAMES = ("input_ids", "position_ids", "labels", "loss_mask", "target_ids", "targ
 _FIELDS = {"input_ids": "tokens", "target_ids": "labels", "token_mask": "loss_mask", "position_ids": "position_ids"}
 
 
-def check_direct_microbatches(case: DirectCase) -> CheckResult:
-    """Compare rows flattened, masked and cut for every rank, and every depth of multi-token prediction."""
+def check_direct_microbatches(
+    case: DirectCase, witnesses: Mapping[str, Callable[[DirectCase], Side]] | None = None
+) -> CheckResult:
+    """Compare rows flattened, masked and cut for every rank, and every depth of multi-token prediction.
+
+    `witnesses` are further sides by name, with tensors named by `share_name`; a witness may have fewer of them.
+    """
     sides: dict[str, Side] = {"reference": _reference_direct(case), "production": _production_direct(case)}
     if case.layout == "zigzag" and not isinstance(sides["reference"], str):
         sides["megatron_lm"] = _megatron_direct(case)
+    sides |= {name: side(case) for name, side in (witnesses or {}).items()}
     return _compared("direct_microbatches", sides)
 
 
-def check_online_microbatches(case: OnlineCase) -> CheckResult:
+def check_online_microbatches(
+    case: OnlineCase, witnesses: Mapping[str, Callable[[OnlineCase], Side]] | None = None
+) -> CheckResult:
     """Compare conversations from the padded batch to every rank's share and depth; a refusal is named by the step that refuses.
 
     The third witness of the depths is megatron-core's roll of ids and mask, which its multi-token loss uses without labels. Production's input
-    to the model is the same where megatron-core rolls for itself.
+    to the model is the same where megatron-core rolls for itself. `witnesses` as in `check_direct_microbatches`.
     """
     rows: list[tuple[tuple[int, int], reference.Squeezed]] = []
     sides: dict[str, Side] = {
@@ -57,6 +65,7 @@ def check_online_microbatches(case: OnlineCase) -> CheckResult:
     if case.depths and not isinstance(sides["reference"], str):
         sides["megatron_lm"] = _megatron_depths(case, rows)
         sides["production, upstream_roll"] = _production_online(case, "upstream_roll")
+    sides |= {name: side(case) for name, side in (witnesses or {}).items()}
     return _compared("online_microbatches", sides)
 
 
@@ -143,12 +152,12 @@ def _megatron_direct(case: DirectCase) -> Side:
         own |= {"input_ids": own.pop("tokens")}
         own |= {"target_ids": own["labels"], "target_mask": own["loss_mask"], "cu_seqlens": boundaries}
         own["max_seqlen"] = flat["max_seqlen"][0].long()
-        found |= {_name(name, rank): tensor for name, tensor in own.items()}
+        found |= {share_name(name, rank): tensor for name, tensor in own.items()}
         for ours, theirs in _FIELDS.items():
             rolled = flat[theirs]
             for depth in range(1, case.depths + 1):
                 rolled, _ = roll_tensor(rolled, -1, -1, None, params)
-                found[_name(f"{ours} at depth {depth}", rank)] = rolled[0, index]
+                found[share_name(f"{ours} at depth {depth}", rank)] = rolled[0, index]
     return found
 
 
@@ -162,12 +171,12 @@ def _megatron_depths(case: OnlineCase, rows: Sequence[tuple[tuple[int, int], ref
         rolled["target_ids"], _ = roll_tensor(row.input_ids, -1, -1, None, params)
         rolled["token_mask"], _ = roll_tensor(row.token_mask, -1, -1, None, params)
         cuts = [rotary_index(boundaries, rank, case.size) for rank in range(case.size)]
-        found |= {_name("cu_seqlens", (*place, rank)): params.cu_seqlens_q for rank in range(case.size)}
+        found |= {share_name("cu_seqlens", (*place, rank)): params.cu_seqlens_q for rank in range(case.size)}
         for depth in range(1, case.depths + 1):
             rolled = {name: roll_tensor(tensor, -1, -1, None, params)[0] for name, tensor in rolled.items()}
             for rank, index in enumerate(cuts):
                 for name, tensor in rolled.items():
-                    found[_name(f"{name} at depth {depth}", (*place, rank))] = tensor[index]
+                    found[share_name(f"{name} at depth {depth}", (*place, rank))] = tensor[index]
     return found
 
 
@@ -339,8 +348,9 @@ def _production_share(made: production.Microbatch, rank: object) -> dict[str, to
 
 def _told(named: dict[str, torch.Tensor | None], rank: object) -> dict[str, torch.Tensor]:
     """Replace None by an empty tensor, so that missing tensors are compared too."""
-    return {_name(name, rank): torch.empty(0) if tensor is None else tensor for name, tensor in named.items()}
+    return {share_name(name, rank): torch.empty(0) if tensor is None else tensor for name, tensor in named.items()}
 
 
-def _name(name: str, rank: object) -> str:
+def share_name(name: str, rank: object) -> str:
+    """Return a tensor's name among those of all ranks; `rank` is a number, or (data-parallel rank, microbatch, rank) online."""
     return f"{name} of rank {rank}"
