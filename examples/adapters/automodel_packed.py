@@ -3,6 +3,7 @@
 The data sets of nemo-automodel hand over inputs without a conversation's last token and labels that are shifted already.
 `pack_dataset` drops what is longer than a row, and tells of it once in the log.
 Needs nemo-automodel 0.7.0 and datasets: `packproof conformance --subject exec:"python automodel_packed.py"`.
+`make conformance PEERS=nemo-automodel` builds that environment, and examples/adapters/peers.toml says what pip installs.
 """
 
 CONVENTIONS = {

@@ -4,6 +4,7 @@ Rows are padded to a multiple of 64, the default of axolotl. Conversations that 
 by `filter_sequences_by_length`, which tells of it in the log.
 Needs axolotl 0.21.0 with transformers, trl, accelerate, peft, addict, colorama and numba:
 `packproof conformance --subject exec:"python axolotl_multipack.py"`.
+`make conformance PEERS=axolotl` builds that environment, and examples/adapters/peers.toml says what pip installs.
 """
 
 CONVENTIONS = {

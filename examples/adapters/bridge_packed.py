@@ -5,6 +5,7 @@ Megatron-Bridge pads with the end token, so that its end token is the pad id her
 cp 1 and truncated above.
 Needs megatron-bridge 0.6.2 (Python 3.12) and megatron-core. The package's `__init__` modules import Transformer Engine for the models:
 bare packages stand in for them. `packproof conformance --subject exec:"python bridge_packed.py"`.
+`make conformance PEERS=megatron-bridge` builds that environment, and examples/adapters/peers.toml says what pip installs.
 """
 
 import importlib

@@ -4,6 +4,7 @@ The processor sorts by length, fills rows of one position more than `cutoff_len`
 Its step from messages to tokens is overridden, since the tokens are there already.
 Needs llamafactory 0.9.5 with transformers, trl, accelerate, peft, datasets 4.0.0 and torchaudio, and `DISABLE_VERSION_CHECK=1`, which
 the adapter sets: `packproof conformance --subject exec:"python llamafactory_packed.py"`.
+`make conformance PEERS=llamafactory` builds that environment, and examples/adapters/peers.toml says what pip installs.
 """
 
 import os

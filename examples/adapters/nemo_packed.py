@@ -6,6 +6,7 @@ shown. What is longer than a row ends `create_hist` with an IndexError.
 Needs nemo-toolkit 2.7.3, the last version with this data set. The package's `__init__` modules import Lightning and Transformer Engine:
 bare packages stand in for them, torch's `Dataset` for NeMo's, and one name each for a type and a folder that the class only mentions.
 `packproof conformance --subject exec:"python nemo_packed.py"`.
+`make conformance PEERS=nemo-toolkit` builds that environment, and examples/adapters/peers.toml says what pip installs.
 """
 
 import importlib

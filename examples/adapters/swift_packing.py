@@ -3,6 +3,7 @@
 Rows are padded for context parallelism, not to the pack length. What is longer than a row is dropped before packing.
 Needs ms-swift 4.6.0, modelscope and megatron-core. Its package `mcore_bridge` needs Transformer Engine, and builds models only:
 a stand-in takes its place. `packproof conformance --subject exec:"python swift_packing.py"`.
+`make conformance PEERS=ms-swift` builds that environment, and examples/adapters/peers.toml says what pip installs.
 """
 
 import contextlib

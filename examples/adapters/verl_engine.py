@@ -5,6 +5,7 @@ weighs a token's log probability by, read from the gradient of the loss; a label
 is what one rank gets at tensor parallel size 2·cp, where the engine pads by as much. megatron-core's group sizes are stand-ins: no
 process group is there. Needs verl 0.9.1 (Python 3.12), megatron-core, tensordict and ray:
 `packproof conformance --subject exec:"python verl_engine.py"`.
+`make conformance PEERS=verl` builds that environment, and examples/adapters/peers.toml says what pip installs.
 """
 
 from unittest import mock

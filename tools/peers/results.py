@@ -89,7 +89,7 @@ def table(peers: list[Peer], results: Mapping[str, Result]) -> str:
 def _cell(level: Mapping[str, Any]) -> str:
     if level["result"] == "no":
         return f"no ({level['missed']} of {level['cases']})"
-    return {"not shown": "–"}.get(level["result"], level["result"])
+    return "–" if level["result"] == "not shown" else str(level["result"])
 
 
 def _miss(miss: Mapping[str, Any]) -> str:
