@@ -24,6 +24,8 @@ def pack(conversations, pack_length, pad_id, eos_id, context_parallel_size):
     row, boundaries = _rank(torch, tokens, mask, tp=2 * size if size > 1 else 1)
     if size > 1:
         row["shards"] = [_rank(torch, tokens, mask, cp=size, rank=rank)[0] for rank in range(size)]
+        for shard in row["shards"]:
+            del shard["position_ids"]  # those of padding differ from the whole row's, and nothing looks at them
     return [{**row, "cu_seqlens": boundaries}]
 
 
