@@ -7,6 +7,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.packproof-$(shell cat pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
 SIZE ?= tiny
 ARGS ?=
+PEERS ?=
 JOB ?= examples/jobs/small-cpu.yaml
 
 .PHONY: help
@@ -27,17 +28,9 @@ equivalence: $(STAMP) ## the main job: three witnesses, the packed sample and ge
 	$(BIN)/python -m equivalence run --size $(SIZE) $(ARGS)
 	$(if $(WITNESSES),$(BIN)/python -m tools.witness compare $(WITNESSES))
 
-# Other projects' packing, each beside the environment in a folder of its own; a miss is a result and no error.
-PEER = mkdir -p build/peers/$(1) && { [ -z "$(2)" ] || [ -e build/peers/$(1)/.installed ] || { $(BIN)/python -m pip install --quiet \
-	  --disable-pip-version-check --no-deps --target build/peers/$(1) $(2) && touch build/peers/$(1)/.installed; }; } && \
-	  cd examples/adapters && PYTHONPATH=$(CURDIR)/subject:$(CURDIR)/build/peers/$(1):. $(CURDIR)/$(BIN)/python -m packproof conformance \
-	  --subject $(3):pack --drawn 20 $(ARGS) || [ $$? -eq 1 ]
-
 .PHONY: conformance
-conformance: $(STAMP) ## the levels that other projects' packing reaches (docs/conformance.md)
-	@$(call PEER,transformers,,transformers_flattening)
-	@$(call PEER,trl,trl==1.16.0 accelerate==1.15.0 peft==0.21.2,trl_bfd)
-	@$(call PEER,torchtune,torchtune==0.6.1 torchao==0.8.0 sentencepiece blobfile tiktoken,torchtune_packed)
+conformance: $(STAMP) ## the levels that other projects' packing reaches, each in its own environment (PEERS="verl trl", ARGS=--record)
+	$(BIN)/python -m tools.peers $(PEERS) $(ARGS)
 
 .PHONY: test
 test: $(STAMP) ## the tests

@@ -98,7 +98,7 @@ def serve(
     `build_row(messages, tokenizer_folder, settings)` returns a dict with input_ids, target_ids, token_mask, position_ids and
     cu_seqlens of one row; `settings` is a dict with pack_length, prompt_format, context_parallel_size, semantics, pad_token and
     assistant_prefix_len. `pack(conversations, pack_length, pad_id, eos_id, context_parallel_size)` returns a list of packs, each a
-    dict with input_ids and labels, and where it has them mask, position_ids, cu_seqlens, cu_seqlens_padded and sources; a
+    dict with input_ids and labels, and where it has them mask, position_ids, cu_seqlens, cu_seqlens_padded, sources, shards and lost; a
     conversation is {"tokens": [...], "trained": [...]}. Give either function or both.
 
     `conventions` declares what the packs do otherwise than Megatron-LM by design (CONVENTIONS). `refusals` maps a part of the text

@@ -1,6 +1,7 @@
 """torchtune's PackedDataset as a packing function; the recipes shift the labels of the whole row.
 
 Needs torchtune with an old torchao: `packproof conformance --subject exec:"python torchtune_packed.py"`.
+`make conformance PEERS=torchtune` builds that environment, and examples/adapters/peers.toml says what pip installs.
 """
 
 CONVENTIONS = {

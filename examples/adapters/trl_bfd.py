@@ -2,6 +2,7 @@
 
 `pack_dataset` sorts by length and cuts what is longer than a row; the collator makes one ragged row of what was packed together.
 Needs trl, accelerate and peft: `packproof conformance --subject exec:"python trl_bfd.py"`.
+`make conformance PEERS=trl` builds that environment, and examples/adapters/peers.toml says what pip installs.
 """
 
 CONVENTIONS = {

@@ -47,14 +47,22 @@ def judge(case: Case, outcome: Any, conventions: Conventions, preset: str) -> Ve
 
 
 def _judge_refusal(judged: Judged, outcome: Refused) -> None:
-    if judged.level == "L1" and judged.case.must_be_built:
-        overlong = any(judged.is_overlong(number) for number in range(len(judged.case.conversations)))
-        if not (overlong and judged.conventions["overlong"] == "refuse"):
-            judged.miss(f"the call was refused, though every conversation can be packed: {outcome.reason}")
+    if judged.level == "L1" and judged.case.must_be_built and not _may_refuse(judged):
+        judged.miss(f"the call was refused, though every conversation can be packed: {outcome.reason}")
     if judged.level == "L10" and judged.case.expected:
         judged.exercise()
         if "refusal" not in judged.case.expected[judged.preset]:
             judged.miss(f"the call was refused ({outcome.reason}), and the preset {judged.preset} builds a row")
+
+
+def _may_refuse(judged: Judged) -> bool:
+    """Return whether a declared convention leaves the call without a row, or allows its refusal."""
+    sizes = range(len(judged.case.conversations))
+    inputs = [number for number in sizes if judged.inputs(number)]
+    overlong = [judged.is_overlong(number) for number in inputs]
+    declared = judged.conventions["overlong"]
+    nothing_left = all(overlong) if declared == "drop" else not inputs
+    return nothing_left or (declared == "refuse" and any(overlong))
 
 
 LEVELS: tuple[Level, ...] = (

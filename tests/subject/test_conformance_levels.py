@@ -5,11 +5,12 @@ import re
 import packers
 import pytest
 
-from packproof.cases import drawn_cases, load_vectors
+from packproof.cases import Case, drawn_cases, load_vectors
 from packproof.conventions import MEGATRON_LM
 from packproof.judging import FAILED, NOT_SHOWN, PASSED, UNDECLARED, conformance_of
 from packproof.levels import LEVELS, NAMES, judge, level_named
 from packproof.report import smallest, text
+from packproof.verdict import Refused
 
 CASES = [*load_vectors()[::3], *drawn_cases(40)]
 
@@ -88,6 +89,26 @@ def test_a_declared_convention_that_is_not_so_is_told_as_well():
 
 def test_overlong_conversations_may_be_refused_where_that_is_declared():
     assert report_on(packers.right, conventions={}).undeclared == {"overlong": "refuse"}
+
+
+@pytest.mark.parametrize(
+    ("conventions", "lengths", "missed"),
+    [
+        ({"last_token": "dropped"}, [1, 1], False),
+        ({"last_token": "dropped"}, [1, 2], True),
+        ({"overlong": "drop"}, [9, 9], False),
+        ({"overlong": "drop"}, [9, 3], True),
+        ({"overlong": "refuse"}, [9, 3], False),
+        ({"overlong": "refuse"}, [3, 3], True),
+        ({}, [0, 0], False),
+        ({}, [9], True),
+    ],
+)
+def test_a_refusal_is_no_miss_where_a_declared_convention_leaves_no_row(conventions, lengths, missed):
+    conversations = tuple({"tokens": list(range(12, 12 + each)), "trained": [1] * each} for each in lengths)
+    case = Case("drawn-0", "drawn", conversations, 8, 0, 2, 1)
+    verdict = judge(case, Refused("nothing to pack"), {**MEGATRON_LM, **conventions}, "strict")
+    assert ("L1" in verdict.misses) is missed
 
 
 def test_a_function_that_refuses_everything_reaches_nothing():
