@@ -39,7 +39,7 @@ def load(name: str) -> tuple[Callable[..., list[dict[str, Any]]], dict[str, str]
             f"no side is called {name!r}: choose one of {', '.join(SIDES)}, with @ and one of {', '.join(PRESETS)}"
         )
     if side == "megatron_lm" and preset not in MEGATRON_PRESETS:
-        raise InputError(f"megatron_lm is no witness of {preset!r}; choose one of {', '.join(MEGATRON_PRESETS)}")
+        raise InputError(f"megatron_lm cannot be a witness of {preset!r}; choose one of {', '.join(MEGATRON_PRESETS)}")
     subject = importlib.import_module(f"equivalence.subjects.{side}").SUBJECT
 
     def rows(*arguments: Any) -> list[dict[str, Any]]:

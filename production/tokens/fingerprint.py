@@ -80,9 +80,9 @@ class TokenizerFingerprint:
             special = {str(name): list(pair) for name, pair in fields.pop("special_tokens").items()}
             whole = cls(**fields, probes=probes, special_tokens=special)
         except (TypeError, KeyError, AttributeError, ValueError) as error:
-            raise ValueError(f"it is no fingerprint of a tokenizer ({error})") from error
+            raise ValueError(f"it is not a fingerprint of a tokenizer ({error})") from error
         if not (type(whole.version) is int and type(whole.digest) is str and type(whole.definition) is str):
-            raise ValueError("it is no fingerprint of a tokenizer (version, digest or definition has another type)")
+            raise ValueError("it is not a fingerprint of a tokenizer (version, digest or definition has another type)")
         return whole
 
 

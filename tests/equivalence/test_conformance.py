@@ -129,5 +129,5 @@ def test_a_side_of_the_suite_is_a_subject_and_an_unknown_one_is_told(capsys):
         conformance.main(["--subject", "reference@strict", "--preset", "strict", "--level", "L10", "--drawn", "5"]) == 0
     )
     assert conformance.main(["--subject", "megatron_lm@strict"]) == 2
-    assert "megatron_lm is no witness of 'strict'" in capsys.readouterr().err
+    assert "megatron_lm cannot be a witness of 'strict'" in capsys.readouterr().err
     assert conformance.main(["--subject", "reference@stict"]) == 2

@@ -83,11 +83,11 @@ def test_a_wrong_side_exits_1_and_its_counterexample_is_small_and_replayed_first
         (["--shard", "5/4"], "--shard 5/4"),
         (
             ["--semantics", "megatron-lm-0.20"],
-            "no preset is called 'megatron-lm-0.20'; the nearest is 'megatron-lm-0.19'",
+            "must begin with a preset, got 'megatron-lm-0.20'; the nearest is 'megatron-lm-0.19'",
         ),
         (["--semantics", "strict,row_end=any"], "row_end"),
         (["--formats", "identiy"], "no format is called 'identiy'; the nearest is 'identity'"),
-        (["--cp", "1,two"], "'two' is no context parallel size"),
+        (["--cp", "1,two"], "each size must be a number from 1, got 'two'"),
         (["--tokenizer", "nothing", "--sample", __file__], "no tokenizer is called 'nothing'"),
     ],
 )

@@ -261,7 +261,7 @@ def test_the_parent_stays_unpatched_after_a_world_that_patches_torch():
 
 
 def test_nine_workers_never_live_at_once():
-    with pytest.raises(InputError, match="1 to 8 ranks, not 9"), open_world(9):
+    with pytest.raises(InputError, match="1 to 8 ranks, got 9"), open_world(9):
         pass
     refused = pytest.raises(SuiteError, match="2 workers live, and 7 more would exceed 8")
     with open_world(1), open_world(1), refused, open_world(7):  # this thread holds the seats: waiting would be for ever

@@ -136,7 +136,7 @@ def test_a_metric_that_no_run_has_is_refused(world, tmp_path):
     rows = jobs.write_rows(tmp_path / "rows.jsonl")
     config = jobs.write_job(tmp_path, rows, **{"checkpointing.metric_name": "train:accuracy"})
     (found,) = world(1, "train", {"config": str(config)})
-    assert "'train:accuracy' is no metric of a run" in found["refused"]
+    assert "must be one of train:loss, val:val_loss, got 'train:accuracy'" in found["refused"]
 
 
 def test_exported_weights_are_those_of_the_unsharded_model(saved, tmp_path):
@@ -212,19 +212,23 @@ def test_an_export_to_hugging_face_writes_over_nothing(saved, tmp_path, monkeypa
 
 STARTS = {
     "Megatron-LM's, without a manifest": ("iter_0000002", [], None),
-    "one whose manifest is not there": ("step_00000009", [], "it is no whole checkpoint"),
+    "one whose manifest is not there": ("step_00000009", [], "the folder must be a whole checkpoint"),
     "the folder above it": (".", [], "step_00000002"),
     "a tied model": (
         "step_00000002",
         ["model.tie_embeddings=true"],
-        "weights that the model has no place for: output_layer.weight",
+        "weights that the model does not have: output_layer.weight",
     ),
     "a larger vocabulary": (
         "step_00000002",
         ["model.vocab_size=4608"],
-        "rows and the model's 4608 (embedding.word_embeddings.weight): rows would be left zero. To fix it: set model.vocab_size to 4096",
+        "rows, got 4608 (embedding.word_embeddings.weight): rows would be left zero. To fix it: set model.vocab_size to 4096",
     ),
-    "another number of experts": ("step_00000002", ["model.num_moe_experts=4"], "megatron-core cannot load it"),
+    "another number of experts": (
+        "step_00000002",
+        ["model.num_moe_experts=4"],
+        "megatron-core cannot load the checkpoint",
+    ),
     "no multi-token depth": ("step_00000002", [f"{MEGATRON}.mtp_num_layers=0"], None),
 }
 

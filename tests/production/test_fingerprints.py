@@ -92,7 +92,7 @@ def test_a_fingerprint_goes_through_json(saved):
         {**saved.to_json(), "other": 1},
         {**saved.to_json(), "digest": 1},
     ):
-        with pytest.raises(ValueError, match="no fingerprint of a tokenizer"):
+        with pytest.raises(ValueError, match="not a fingerprint of a tokenizer"):
             TokenizerFingerprint.from_json(broken)
 
 

@@ -158,7 +158,7 @@ def test_r_cp_4_contiguous_passes_over_segments():
     assert shard_index(boundaries([5, 7]), 1, 3, layout="contiguous").tolist() == [4, 5, 6, 7]
     assert LAYOUTS["contiguous"].witness is None
     assert LAYOUTS["zigzag"].witness is not None
-    with pytest.raises(BatchRefused, match="12 tokens in 1 rows are not divisible among 5 ranks") as found:
+    with pytest.raises(BatchRefused, match="must be a multiple of the 5 ranks, got 12 tokens in 1 rows") as found:
         shard_index(boundaries([5, 7]), 1, 5, layout="contiguous")
     assert (found.value.kind, found.value.row) == ("indivisible_segment", 0)
 
@@ -217,7 +217,7 @@ def test_boundaries_that_are_none_are_refused(cu, kind):
 
 def test_a_segment_across_two_rows_is_refused():
     tensors = {"ids": torch.arange(32).view(2, 16)}
-    with pytest.raises(BatchRefused, match="no boundary between the 2 rows of 16 tokens"):
+    with pytest.raises(BatchRefused, match="must have a boundary between the 2 rows of 16 tokens"):
         shard_tensors(tensors, boundaries([8, 16, 8]), 0, 2, rows=2)
 
 
@@ -228,7 +228,9 @@ def test_a_rank_out_of_range_is_refused(rank):
 
 
 def test_other_faults_of_a_call_are_refused():
-    with pytest.raises(PackproofError, match=r"unknown layout 'zigzig'.*choose one of zigzag, contiguous"):
+    with pytest.raises(
+        PackproofError, match=r"must be one of zigzag, contiguous, got 'zigzig'.*choose one of zigzag, contiguous"
+    ):
         shard_index(boundaries([8]), 0, 2, layout="zigzig")
     with pytest.raises(PackproofError, match="a 8, b 4"):
         shard_tensors({"a": torch.zeros(8), "b": torch.zeros(4)}, boundaries([8]), 0, 2)

@@ -151,7 +151,7 @@ def test_what_cannot_be_padded_is_refused():
     for options in ({"sequence_multiple": 0}, {"row_length": 10, "row_multiple": 4}, {"row_length": 0}):
         with pytest.raises(PackproofError, match="To fix it"):
             squeeze.Padding(**options)
-    with pytest.raises(PackproofError, match="16 tokens with padding, and rows of 12"):
+    with pytest.raises(PackproofError, match="must be at least the 16 tokens of the bin with its padding, got 12"):
         squeeze.squeeze(sequences(), squeeze.Padding(sequence_multiple=4, row_length=12))
     with pytest.raises(PackproofError, match=r"must be a multiple of 4 \(2·cp"):
         squeeze.choose_padding(**JOB | {"make_sequence_length_divisible_by": 6, "context_parallel_size": 2})
@@ -483,7 +483,7 @@ def test_r_online_8_a_conversation_that_is_too_long_is_cut_as_nemo_rl_cuts_it():
         (stub,) = maker_of(word, prompt_format="identity", max_length=longest).tokenize([messages])
         assert stub.token_ids.tolist() == whole.token_ids[kept].tolist()
         assert (int(stub.token_mask.sum()), stub.weight) == (trained, 0.0)
-    with pytest.raises(RowRefused, match="8 tokens, where a conversation must have fewer than 8") as refused:
+    with pytest.raises(RowRefused, match="a conversation must have fewer than 8 tokens, got 8") as refused:
         maker_of(word, prompt_format="identity", max_length=8, on_long_conversation="refuse").tokenize([messages])
     assert refused.value.kind == "truncated"
     batch = ConversationBatch(conversations=(whole, stub), sample_mask=torch.ones(2))
@@ -542,7 +542,7 @@ def test_r_online_10_tools_and_their_calls_reach_the_template_or_are_refused(tem
     with pytest.raises(RowRefused, match="nothing of its tool calls"):
         maker_of(templated).tokenize([line])
     templated.chat_template = TOOLS.replace("tools or []", "[]")
-    with pytest.raises(RowRefused, match="nothing of its tools") as refused:
+    with pytest.raises(RowRefused, match="does not render the conversation's tools") as refused:
         maker_of(templated).tokenize([line])
     assert "tool_key null" in refused.value.fix
     with pytest.raises(RowRefused, match="identity renders no tools, and the line has tool calls"):

@@ -131,7 +131,7 @@ def test_parts_that_leave_a_hole_or_overlap_are_refused():
     from production.model.weights import assemble
 
     piece = ((4,), (slice(0, 2),), torch.zeros(2))
-    with pytest.raises(PackproofError, match="2 values from no rank, 0 from several"):
+    with pytest.raises(PackproofError, match="got 2 values from no rank and 0 from several"):
         assemble({"w": [piece]})
-    with pytest.raises(PackproofError, match="2 values from no rank, 2 from several"):
+    with pytest.raises(PackproofError, match="got 2 values from no rank and 2 from several"):
         assemble({"w": [piece, piece]})

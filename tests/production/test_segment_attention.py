@@ -321,9 +321,9 @@ def test_calls_that_do_not_fit_are_refused():
     for change, named in (
         ({"packed_seq_params": None}, "no packed_seq_params"),
         ({"packed_seq_params": world.params(cu, qkv_format="sbhd")}, "qkv_format 'sbhd'"),
-        ({"packed_seq_params": world.params(cu, local_cp_size=2)}, "a context parallel group of its own"),
-        ({"packed_seq_params": world.params(cu, cu_seqlens_kv_padded=cu + 1)}, "other boundaries than queries"),
-        ({"packed_seq_params": world.params(None)}, "no cu_seqlens_q"),
+        ({"packed_seq_params": world.params(cu, local_cp_size=2)}, "local_cp_size and cp_group must not be set"),
+        ({"packed_seq_params": world.params(cu, cu_seqlens_kv_padded=cu + 1)}, "cu_seqlens_kv must equal cu_seqlens_q"),
+        ({"packed_seq_params": world.params(None)}, "cu_seqlens_q must be given"),
         (
             {"packed_seq_params": world.params(cu[:-1])},
             r"cu_seqlens must go from 0 to 8, the number of tokens, and never fall, got 0 4",
@@ -411,9 +411,9 @@ def test_a_gather_refuses_what_it_does_not_know_and_leaves_one_rank_alone(monkey
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda of: {group: 1}[of])
     tensor, cu = torch.zeros(4), world.boundaries([4])
     assert gather_ranks(tensor, cu, group, gradient="sum") is tensor
-    with pytest.raises(PackproofError, match="unknown gradient 'mean'"):
+    with pytest.raises(PackproofError, match="must be sum or own, got 'mean'"):
         gather_ranks(tensor, cu, group, gradient="mean")
-    with pytest.raises(PackproofError, match="unknown layout 'zigzig'"):
+    with pytest.raises(PackproofError, match="must be one of zigzag, contiguous, got 'zigzig'"):
         gather_ranks(tensor, cu, group, layout="zigzig", gradient="own")
 
 

@@ -111,10 +111,10 @@ def test_what_it_refuses_is_told_with_the_checkpoint_and_a_fix(asked, call, refu
     asked.refuses[call] = refusal("of a shape that it does not know")
     with pytest.raises(PackproofError) as caught:
         huggingface.load_huggingface(Model(), NAME)
-    assert caught.value.what.startswith("Megatron-Bridge refuses it: ")
+    assert caught.value.what.startswith("Megatron-Bridge refuses the checkpoint: ")
     assert "of a shape that it does not know" in caught.value.what
     assert caught.value.where == NAME
-    assert "section `model` the shape of its config.json" in caught.value.fix
+    assert "set section `model` to the shape in the checkpoint's config.json" in caught.value.fix
     assert caught.value.__cause__ is asked.refuses[call]
     assert torch.is_grad_enabled()
 

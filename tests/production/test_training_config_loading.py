@@ -138,7 +138,7 @@ def test_r_setup_1_all_unknown_keys_are_named_at_once_each_with_its_place_and_th
     assert error.kind == "unknown_key"
     assert set(error.where.split(", ")) == {f"{key} ({place})" for key, (_, place) in near.items()}
     for key, (like, _) in near.items():
-        assert re.search(rf"(^|; ){re.escape(key)} is no [^;]*; the nearest is {re.escape(like)}(;|$)", error.what)
+        assert re.search(rf"(^|; ){re.escape(key)} is not [^;]*; the nearest is {re.escape(like)}(;|$)", error.what)
     assert error.fix.startswith("write ")
     assert error.fix.endswith(", or take them out")
 
@@ -209,15 +209,15 @@ def test_r_setup_3_two_interpolations_that_lead_to_each_other_are_refused():
     [
         ("sft:\n  seed: 1\n  val_period: 2\n  seed: 3\n", "duplicate_key", 4, ":2"),
         ("sft:\n  seed: 1\npolicy: {}\nsft:\n  seed: 2\n", "duplicate_key", 4, ":1"),
-        ("logger:\n  wandb_enabled: no\n", "bare_word", 2, "False to another"),
-        ("policy:\n  model_name: On\n", "bare_word", 2, "True to another"),
+        ("logger:\n  wandb_enabled: no\n", "bare_word", 2, "others for false"),
+        ("policy:\n  model_name: On\n", "bare_word", 2, "others for true"),
         ("sft:\n  <<: {seed: 1}\n", "no_yaml", 2, "merge keys"),
-        ("sft:\n  seed: [1\n", "no_yaml", 3, "no YAML"),
-        ("- sft\n", "no_yaml", None, "not a mapping"),
-        ("a\nb: c: d\n", "no_yaml", 2, "no YAML"),
-        ("defaults: [3]\n", "wrong_type", 1, "names no file"),
+        ("sft:\n  seed: [1\n", "no_yaml", 3, "must be YAML"),
+        ("- sft\n", "no_yaml", None, "must be a mapping"),
+        ("a\nb: c: d\n", "no_yaml", 2, "must be YAML"),
+        ("defaults: [3]\n", "wrong_type", 1, "must be a path or a list of paths"),
         ("defaults: not-there.yaml\n", "no_file", None, "not-there.yaml"),
-        ("defaults: job.yaml\n", "defaults", None, "under itself"),
+        ("defaults: job.yaml\n", "defaults", None, "must not name itself"),
     ],
 )
 def test_r_setup_2_yaml_that_readers_disagree_on_is_refused_with_its_line(tmp_path, text, kind, line, said):

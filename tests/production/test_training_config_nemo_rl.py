@@ -179,7 +179,7 @@ def test_what_a_recipe_asks_for_and_the_job_lacks_is_refused_by_name(recipe, ove
 
 
 def test_an_optimizer_that_is_not_nemo_rls_is_no_key(recipe):
-    with pytest.raises(ConfigRefused, match=r"policy\.optimizer is no key"):
+    with pytest.raises(ConfigRefused, match=r"policy\.optimizer is not a key"):
         load(recipe, [*OWN, "policy.optimizer={lr: 0.1}", "policy.optimizer.name=adam"])
 
 

@@ -123,7 +123,7 @@ def test_an_option_is_refused_under_the_key_and_at_the_line_that_the_file_has_it
     path.write_text("policy:\n  megatron_cfg:\n    mtp_num_layers: 1\n    window_size: [8, 0]\n", encoding="utf-8")
     (error,) = refusals(load([BASE, path]), 1)
     assert (error.key, error.where) == (f"{MEGATRON}.window_size", f"{MEGATRON}.window_size ({path}:4)")
-    assert error.what == "attention with a sliding window, which the CPU does not have"
+    assert error.what == "attention with a sliding window is not available on the CPU"
 
 
 WRONG = [
@@ -217,10 +217,10 @@ def test_a_kernel_package_that_is_missing_is_a_note_where_the_job_runs_elsewhere
         pytest.fail("this test is written for a machine without Transformer Engine: give it another missing kernel")
     flex = [*EXPERTS, f"{TRANSFORMER}.moe_token_dispatcher_type=flex", f"{MEGATRON}.expert_model_parallel_size=2"]
     for overrides, told in (
-        ([f"{TRANSFORMER}.window_size=[8, 0]"], "sliding window, and Transformer Engine"),
-        (["model.attention_dropout=0.1"], "attention dropout (hidden_dropout is there), and Transformer Engine"),
-        (["model.normalization=LayerNorm"], "LayerNorm (torch's norm is an RMSNorm), and Transformer Engine"),
-        (hybrid("*M"), "the layers M, and Transformer Engine"),
+        ([f"{TRANSFORMER}.window_size=[8, 0]"], "sliding window needs Transformer Engine"),
+        (["model.attention_dropout=0.1"], "attention dropout (hidden_dropout is there) needs Transformer Engine"),
+        (["model.normalization=LayerNorm"], "LayerNorm (torch's norm is an RMSNorm) needs Transformer Engine"),
+        (hybrid("*M"), "the layers M need Transformer Engine"),
         (flex, "the flex dispatcher (deepep), and DeepEP"),
         ([f"{TRANSFORMER}.gradient_accumulation_fusion=true"], "gradient_accumulation_fusion, and apex"),
     ):
@@ -270,6 +270,6 @@ def test_a_model_is_not_made_of_other_modules_than_its_options_ask_for(name):
 def test_a_hybrid_model_has_no_layers_that_do_nothing(pattern, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     config = TransformerConfig(num_layers=2, hidden_size=8, num_attention_heads=2, normalization="RMSNorm")
-    with pytest.raises(PackproofError, match="no layer here is"):
+    with pytest.raises(PackproofError, match="which are not available here"):
         hybrid_spec(config, pattern)
     assert hybrid_spec(config, "*-/*-") is not None

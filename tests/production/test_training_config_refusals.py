@@ -288,21 +288,28 @@ def test_what_follows_from_several_faults_is_said_all_at_once():
 def test_a_warm_up_longer_than_the_decay_says_both_and_what_set_them():
     (derived,) = refusals(load(BASE, [f"{MEGATRON}.scheduler.lr_warmup_iters=20"]), 1)
     key = f"{MEGATRON}.scheduler.lr_decay_iters"
-    told = "a warm-up of 20 steps does not end before the decay does, at step 20, warm-up included"
-    assert f"{told}: {key} (derived from " in str(derived)
+    told = "must be below lr_decay_iters, 20, which counts the warm-up too"
+    assert f"{told} ({key} (derived from " in str(derived)
+    assert "got 20. To fix it: " in str(derived)
     assert str(derived).endswith(f"To fix it: set it below 20, or {key} above 20")
     (given,) = refusals(load(BASE, [f"{MEGATRON}.scheduler.lr_warmup_iters=4", f"{key}=4"]), 1)
-    assert f"at step 4, warm-up included: {key} (override '{key}=4')" in str(given)
+    assert f"below lr_decay_iters, 4, which counts the warm-up too ({key} (override '{key}=4')" in str(given)
     (negative,) = refusals(load(BASE, [f"{MEGATRON}.scheduler.lr_warmup_iters=-1"]), 1)
-    assert "a warm-up of -1 steps. To fix it: give 0 or more" in str(negative)
+    assert "must be at least 0, got -1. To fix it: give 0 or more" in str(negative)
 
 
 def test_a_weight_decay_that_is_not_set_is_told_with_the_value_that_it_has():
     key = f"{MEGATRON}.scheduler.start_weight_decay"
     (unset,) = refusals(load(BASE, [f"{key}=0.1"]), 1)
-    assert unset.what == f"weight decay constant from 0.1 to 0.01 (megatron-core's default of {OPTIMIZER}.weight_decay)"
+    assert (
+        unset.what
+        == f"weight decay must stay constant (weight_decay_incr_style constant), got 0.1 to 0.01 (megatron-core's default of {OPTIMIZER}.weight_decay)"
+    )
     (derived,) = refusals(load(BASE, [f"{key}=0.1", f"{OPTIMIZER}.weight_decay=0.05"]), 1)
-    assert derived.what == f"weight decay constant from 0.1 to 0.05 ({OPTIMIZER}.weight_decay)"
+    assert (
+        derived.what
+        == f"weight decay must stay constant (weight_decay_incr_style constant), got 0.1 to 0.05 ({OPTIMIZER}.weight_decay)"
+    )
     assert found([f"{key}=0.001", f"{MEGATRON}.scheduler.weight_decay_incr_style=cosine"]) == []
 
 

@@ -155,7 +155,7 @@ def test_a_checkpoint_of_another_run_is_not_replaced(world, rows, tmp_path):
     payload = {"config": config, "folder": str(checkpoints)}
     (found,) = world(1, "train_beside_another", payload)
     assert found["kind"] == "CheckpointFailed"
-    assert "step_00000002 is there already, of another run" in found["refused"]
+    assert "step_00000002 exists already and belongs to another run" in found["refused"]
     assert read_manifest(checkpoints / "step_00000002").run == "another"
 
 
@@ -163,7 +163,7 @@ def test_a_checkpoint_of_which_a_file_vanished_is_not_called_whole(world, rows, 
     config = str(jobs.write_job(tmp_path, rows, **{"checkpointing.save_period": 1}))
     (found,) = world(1, "train_disturbed_in_save", {"config": config})
     assert found["kind"] == "CheckpointFailed"
-    assert "what was written is not there: " in found["refused"]
+    assert "the checkpoint is not complete after it was written: " in found["refused"]
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_00000001"]
 
 

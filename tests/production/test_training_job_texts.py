@@ -87,7 +87,7 @@ def test_other_files_are_told_in_rows_and_short_fingerprints():
     with pytest.raises(ResumeRefused) as caught:
         check_resume(saved, {"files": [{"fingerprint": "fedcba9876543210", "rows": 22}]})
     told = "files: saved 12 rows (fingerprint 01234567), now 22 rows (fingerprint fedcba98)"
-    assert caught.value.what == f"the run is not what it was: {told}"
+    assert caught.value.what == f"the run must have the settings and files that it was saved with, and differs: {told}"
     assert caught.value.fix.startswith("give data.train.data_path the files")
 
 
@@ -157,7 +157,7 @@ def test_a_checkpoint_of_another_vocabulary_is_refused_with_both_sizes(stored, r
     name = "embedding.word_embeddings.weight"
     with pytest.raises(CheckpointRefused, match=fix) as caught:
         _check_rows(Path("there"), name, stored=stored, model=(rows, ranks))
-    assert f"{stored} rows and the model's {rows} ({name})" in caught.value.what
+    assert f"{stored} rows, got {rows} ({name})" in caught.value.what
     assert ("cut off" if rows < stored else "left zero") in caught.value.what
 
 

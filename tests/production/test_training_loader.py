@@ -148,7 +148,7 @@ def test_r_order_2_restoring_throws_away_what_was_prepared_ahead(data):
             found.restore(4 * start)
             assert found.state() == {"consumed_samples": 4 * start}
             assert steps(found, 3) == alone[start : start + 3]
-        with pytest.raises(PackproofError, match="not a number of global batches"):
+        with pytest.raises(PackproofError, match="must be a multiple of the global batch size"):
             found.restore(5)
         assert found.state() == {"consumed_samples": 48}
 
@@ -703,7 +703,7 @@ def test_settings_that_cannot_be_are_refused(changes, where):
 
 def test_page_locked_memory_without_cuda_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(PackproofError, match="no CUDA device"):
+    with pytest.raises(PackproofError, match="must be false without a CUDA device"):
         LoaderSettings(pin_memory=True)
 
 

@@ -52,7 +52,7 @@ def test_a_file_where_a_folder_should_be_is_named_with_key_and_fix(job, tmp_path
     (refusal,) = check_machine(load(job(), [f"{key}={folder}"]))
     assert (refusal.kind, refusal.key) == ("no_folder", key)
     assert str(folder) in refusal.what
-    assert "is no folder" in refusal.what
+    assert "is not a folder" in refusal.what
     assert key in refusal.where
     assert "give a folder" in refusal.fix
 
@@ -95,7 +95,8 @@ def test_a_dry_run_tells_of_a_folder_in_the_way_and_makes_none(job, tmp_path, ca
     (tmp_path / "taken").write_text("")
     assert main(["--config", job(), "--dry-run", f"checkpointing.checkpoint_dir={tmp_path / 'taken' / 'x'}"]) == 0
     assert (
-        f"note: {tmp_path / 'taken' / 'x'} cannot be made: {tmp_path / 'taken'} is no folder" in capsys.readouterr().out
+        f"note: {tmp_path / 'taken' / 'x'} cannot be made: {tmp_path / 'taken'} is not a folder"
+        in capsys.readouterr().out
     )
     assert not (tmp_path / "logs").exists()
 

@@ -206,7 +206,7 @@ def test_a_missing_loss_and_one_too_many_depths_are_refused():
         report(StepMetrics(group=Group()))
     stage = StepMetrics(group=Group(has_loss=False))
     stage.add_loss(torch.tensor(1.0), torch.tensor(1.0))
-    with pytest.raises(PackproofError, match="a stage that computes none"):
+    with pytest.raises(PackproofError, match="a stage that computes no loss"):
         report(stage)
     with pytest.raises(PackproofError, match="1 depths"):
         StepMetrics(group=Group(), depths=1).add_multi_token(torch.ones(2), torch.ones(2))

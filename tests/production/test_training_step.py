@@ -57,7 +57,7 @@ def test_wrong_steps_are_refused_before_they_begin():
     assert "must equal the depths of the step, 2, got 1" in found["depths"]
     assert "calculate_per_token_loss with the normalization mean_of_means" in found["normalization"]
     assert "no microbatch" in found["none"]
-    assert "several lengths between pipeline stages" in found["lengths"]
+    assert "one length between pipeline stages, got several" in found["lengths"]
 
 
 def test_rows_are_taken_apart_as_views():

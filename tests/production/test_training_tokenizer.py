@@ -154,7 +154,9 @@ def test_an_embedding_has_room_for_every_id(job, tokenizer):
     loaded, parallel = load_tokenizer(job(tokenizer)), "policy.megatron_cfg.tensor_model_parallel_size"
     assert vocabulary_size(job(tokenizer, **{parallel: 3, "model.vocab_size": "null"}), loaded) == 4098
     assert vocabulary_size(job(tokenizer, **{"model.vocab_size": 5000}), loaded) == 5000
-    with pytest.raises(PackproofError, match="an embedding of 4000 rows for a tokenizer with ids up to 4095") as caught:
+    with pytest.raises(
+        PackproofError, match="must be at least 4096, since the tokenizer has ids up to 4095, got 4000"
+    ) as caught:
         vocabulary_size(job(tokenizer, **{"model.vocab_size": 4000}), loaded)
     assert "model.vocab_size" in caught.value.where
 
@@ -198,6 +200,6 @@ def test_a_chat_template_that_is_no_template_is_refused(job, tokenizer, tmp_path
     (tmp_path / "empty.jinja").write_text("")
     (tmp_path / "t.txt").write_text("{{ messages }}")
     for given in ("t.txt", str(tmp_path / "t.txt"), str(tmp_path / "empty.jinja")):
-        with pytest.raises(PackproofError, match="the same text for all conversations") as caught:
+        with pytest.raises(PackproofError, match="all conversations are rendered as the same text") as caught:
             load_tokenizer(job(tokenizer, **{"policy.tokenizer.chat_template": given}))
         assert caught.value.where.startswith("policy.tokenizer.chat_template (override")

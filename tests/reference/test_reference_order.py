@@ -69,7 +69,7 @@ def test_r_order_5_a_cyclic_run_is_one_permutation_of_its_samples():
     sharded = list(cyclic(4, run_samples=10, data_parallel_size=2, is_sharded=True))
     drawn = [number for place in (4, 0, 1, 3, 2) for number in (place, 5 + place)]
     assert sharded == [(0, number % 4, number // 4) for number in drawn]
-    with pytest.raises(OrderError, match="10 samples over 3 ranks"):
+    with pytest.raises(OrderError, match="must be a multiple of the 3 data-parallel ranks, got 10"):
         next(cyclic(4, run_samples=10, data_parallel_size=3, is_sharded=False))
 
 

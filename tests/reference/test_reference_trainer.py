@@ -104,7 +104,7 @@ def test_a_schedule_that_no_rule_speaks_of_is_refused(wrong):
 
 def test_r_train_3_a_weight_decay_that_grows_needs_the_length_of_the_run():
     grows = dataclasses.replace(COSINE, weight_decay=0.1, end_weight_decay=0.3, weight_decay_style="linear")
-    with pytest.raises(ValueError, match="give weight_decay_steps"):
+    with pytest.raises(ValueError, match="weight_decay_steps must be given"):
         grows.weight_decay_at(3)
     assert dataclasses.replace(grows, weight_decay_steps=10).weight_decay_at(5) == pytest.approx(0.2)
     assert COSINE.weight_decay_at(3) == 0.0

@@ -76,7 +76,7 @@ def test_the_report_is_written_in_three_forms(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        (["--subject", "packers"], "a subject is module:function"),
+        (["--subject", "packers"], "--subject must be module:function"),
         (["--subject", "packers:no_such"], "has no function 'no_such'"),
         (["--subject", "no_such_module:f"], "cannot be imported"),
         (["--subject", "raises_at_import:f"], "raised ZeroDivisionError at import"),

@@ -259,7 +259,7 @@ def test_names_of_ones_own_go_before_the_known_ones(tmp_path):
         ("a.csv", "loss\n1.0\n", "no column of steps"),
         ("a.json", "{broken", "neither JSON"),
         ("a.json", "3", "no history of a run"),
-        ("a.json", '{"_step": [1, 2], "loss": [1.0]}', "not of one length"),
+        ("a.json", '{"_step": [1, 2], "loss": [1.0]}', "must have one length"),
         ("a.jsonl", '{"kind": "run", "step": 0}\n', "no loss"),
         ("run-1.wandb", "", "export the run's history"),
     ],

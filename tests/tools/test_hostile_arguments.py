@@ -78,7 +78,7 @@ def test_numbers_that_no_layout_has_are_refused(end, flag, value):
 
 @pytest.mark.parametrize("flag", ["--depths", "--dp", "--cp", "--pack-length", "--rows"])
 def test_a_simulation_holds_no_indices_of_numbers_that_no_job_has(end, flag):
-    assert "is more than is walked" in end("tools.simulate.__main__", "--tp", "1", flag, 1 << 40)
+    assert "must be at most" in end("tools.simulate.__main__", "--tp", "1", flag, 1 << 40)
 
 
 def test_a_name_that_is_no_text_is_refused(end, tmp_path):
@@ -115,4 +115,4 @@ def test_a_pipe_among_a_runs_files_is_refused_before_it_is_waited_for(tmp_path, 
         ROOT / "examples" / "jobs" / "small-cpu.yaml",
         [f"logger.log_dir={tmp_path / 'logs'}", f"checkpointing.checkpoint_dir={tmp_path / 'c'}"],
     )
-    assert [f"{name} is no regular file" in each.what for each in check_machine(job)] == [True]
+    assert [f"{name} must be a regular file" in each.what for each in check_machine(job)] == [True]

@@ -249,7 +249,7 @@ def test_a_budget_of_rows_says_that_the_scan_is_not_complete(tokenizer):
 def test_bad_input_is_refused_with_its_fix(tmp_path, tokenizer):
     with pytest.raises(BadInput, match="there is no such file"):
         inspect(tmp_path / "none", tokenizer)
-    with pytest.raises(PackproofError, match="no such tokenizer folder"):
+    with pytest.raises(PackproofError, match="the tokenizer folder does not exist"):
         scan([SAMPLE], tmp_path / "none", SETTINGS, 1)
     with pytest.raises(PackproofError, match="give at least 1"):
         inspect(SAMPLE, tokenizer, processes=0)

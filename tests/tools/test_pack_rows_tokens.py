@@ -285,7 +285,7 @@ def test_places_that_cannot_be_are_errors_with_a_fix(tmp_path, capsys):
         (odd, MINI, out, "no UTF-8"),
         (tmp_path / ("x" * 5000), MINI, out, "cannot be opened"),
         (file, bare, out, "tokenizer_config.json is missing"),
-        (file, tmp_path / ("x" * 5000), out, "no such tokenizer folder"),
+        (file, tmp_path / ("x" * 5000), out, "the tokenizer folder does not exist"),
         (file, MINI, tmp_path, "name of a file"),
         (file, MINI, file / "below" / "out.packed", "read and write"),
     ):

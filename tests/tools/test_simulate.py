@@ -165,7 +165,7 @@ def test_faults_are_the_exit_status(monkeypatch, capsys):
 def test_rows_that_cannot_be_cut_are_refused():
     with pytest.raises(BatchRefused, match="row 1: segment 1 has 6 tokens, which 4"):
         walk(job_of(rows=2), rows_of([48], [8, 6, 34]))
-    with pytest.raises(BatchRefused, match="row 0: cu_seqlens ends at 40, and there are 48"):
+    with pytest.raises(BatchRefused, match="row 0: cu_seqlens must end at 48, the number of tokens, got 40"):
         walk(job_of(rows=2), rows_of([8, 32], [48]))
 
 
@@ -175,8 +175,8 @@ def test_rows_that_cannot_be_cut_are_refused():
         ({"cp": 0}, "cp: must be at least 1, got 0"),
         ({"depths": -1}, "-1 depths"),
         ({"rows": 5}, "5 rows over 2 data-parallel ranks"),
-        ({"ep": 3}, "8 ranks do not divide into groups of 3"),
-        ({"layout": "spiral"}, "unknown layout 'spiral'"),
+        ({"ep": 3}, "must divide tp·cp·dp, 8, got 3"),
+        ({"layout": "spiral"}, "must be one of zigzag, contiguous, got 'spiral'"),
         ({"tp": 5, "ep": 1}, "48 tokens over 2 × 5 ranks"),
     ],
 )
@@ -197,7 +197,7 @@ def test_drawn_rows_are_rows():
     assert not torch.equal(rows[0], rows[1])
     assert all(map(torch.equal, rows, draw_rows(job, segments=9, seed=3)))
     assert [row.tolist() for row in draw_rows(job, segments=1, seed=0)] == [[0, 512]] * 4
-    with pytest.raises(PackproofError, match="65 segments in 64 units"):
+    with pytest.raises(PackproofError, match="must be from 1 to 64, the units of"):
         draw_rows(job, segments=65, seed=0)
     with pytest.raises(PackproofError, match="516 tokens at cp 4"):
         draw_rows(job_of(cp=4, pack_length=516, tp=1), segments=2, seed=0)

@@ -175,7 +175,7 @@ class _Check:
                 PackproofError(
                     what="a file changed while it was checked",
                     where=target.train.names,
-                    fix="check it again when nothing writes to it",
+                    fix="check the file again when nothing writes to it",
                 )
             )
 

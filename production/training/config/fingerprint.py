@@ -50,9 +50,9 @@ class ConfigFingerprint:
         try:
             whole = cls(**value)
         except TypeError as error:
-            raise ValueError(f"it is no fingerprint of a configuration ({error})") from error
+            raise ValueError(f"it is not a fingerprint of a configuration ({error})") from error
         if not (type(whole.version) is int and type(whole.digest) is str and isinstance(whole.values, Mapping)):
-            raise ValueError("it is no fingerprint of a configuration (a field has another type)")
+            raise ValueError("it is not a fingerprint of a configuration (a field has another type)")
         return whole
 
 

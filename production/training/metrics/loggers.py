@@ -323,8 +323,8 @@ def read_records(path: Path) -> Iterator[Record]:
             except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
                 raise BadInput(
                     kind="bad_record",
-                    what=f"no record of a run: {error!r}",
-                    fix="give the metrics.jsonl of a run",
+                    what=f"the line must be a record of a run, and is not: {error!r}",
+                    fix="give the file metrics.jsonl of a run",
                     file=str(path),
                     line=number,
                 ) from error
@@ -358,7 +358,7 @@ def _unwritten(error: OSError, path: Path) -> PackproofError:
     return PackproofError(
         what=f"a run's numbers cannot be written: {error.strerror or error}",
         where=str(path),
-        fix="make room there or give another logger.log_dir, then start the job again: it goes on from its newest checkpoint",
+        fix="make room in the folder or give another logger.log_dir, then start the job again: it resumes from its newest checkpoint",
     )
 
 

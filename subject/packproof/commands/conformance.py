@@ -74,7 +74,7 @@ def _cases(options: argparse.Namespace) -> Sequence[Case]:
     unknown = sets - {"valid", "divergent", "refused", "none"}
     if unknown:
         raise CommandError(
-            "--sets has {}; known are valid, divergent, refused and none".format(", ".join(sorted(unknown)))
+            "--sets must be of valid, divergent, refused and none, got {}".format(", ".join(sorted(unknown)))
         )
     if options.drawn < 0:
         raise CommandError("--drawn must not be negative, got %d" % options.drawn)
@@ -97,7 +97,7 @@ def load_function(name: str) -> Loaded:
     """Return `module:function` with the conventions that it declares as `conventions`. CommandError where there is none."""
     module_name, _, attribute = name.partition(":")
     if not attribute:
-        raise CommandError(f"a subject is module:function, got {name!r}")
+        raise CommandError(f"--subject must be module:function, got {name!r}")
     if os.getcwd() not in sys.path:  # noqa: PTH109 - sys.path holds texts
         sys.path.insert(0, os.getcwd())  # noqa: PTH109
     try:
