@@ -93,7 +93,9 @@ def padded_batch(
     """Pad tokens and masks of conversations at the right, to a multiple, with the tokenizer's pad token. R-ONLINE-2."""
     lengths = [len(tokens) for tokens, _ in conversations]
     if not lengths or 0 in lengths:
-        raise PaddingError("every conversation must have a token, and a batch at least one conversation; leave empty conversations out")
+        raise PaddingError(
+            "every conversation must have a token, and a batch at least one conversation; leave empty conversations out"
+        )
     width = round_up(max(lengths), multiple)
     ids = [[*tokens] + [pad_token_id] * (width - len(tokens)) for tokens, _ in conversations]
     masks = [[*mask] + [0] * (width - len(mask)) for _, mask in conversations]
