@@ -202,7 +202,7 @@ def raise_bin_count(bins: Bins, multiple_of: int) -> Bins:
     """
     if multiple_of < 1:
         raise PackproofError(
-            what=f"the number of bins must be a multiple of at least 1, got {multiple_of}",
+            what=f"multiple_of must be at least 1, got {multiple_of}",
             where="number of bins",
             fix="give at least 1",
         )

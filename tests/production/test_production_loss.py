@@ -86,7 +86,7 @@ def test_what_would_only_show_in_the_gradient_is_refused():
     with pytest.raises(PackproofError, match="global_valid_tokens: must be given"):
         loss.direct_loss(LOSSES, target_mask=MASK, settings=settings("global_valid_tokens"))
     online = world.microbatch(0)
-    with pytest.raises(PackproofError, match="no normalization per_token"):
+    with pytest.raises(PackproofError, match="must be global_valid_tokens on the online path, got per_token"):
         loss.loss_function(online, settings(), global_valid_tokens=VALID)
     with pytest.raises(PackproofError, match="must be the group of the 2 context parallel ranks"):
         loss.gather_context(LOSSES, online.row, settings())

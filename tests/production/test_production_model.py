@@ -14,7 +14,7 @@ pytestmark = pytest.mark.worlds
     [
         ({"transformer": {"hidden_sizes": 8}}, "hidden_sizes is not a field"),
         ({"transformer": {"sequence_parallel": True}}, "follows from the layout"),
-        ({"architecture": "hybrid"}, "hybrid_layer_pattern None"),
+        ({"architecture": "hybrid"}, "must be set for the architecture hybrid, got None"),
         ({"hybrid_layer_pattern": "*-"}, "architecture gpt"),
     ],
 )
@@ -69,7 +69,7 @@ def test_a_world_that_a_layout_does_not_fit_is_refused(sizes, world, words):
 def test_a_layout_leaves_the_rest_of_the_world_to_data_parallelism():
     assert ParallelSizes(tensor=2, context=2).data(8) == 2
     assert ParallelSizes(tensor=8, context=16, expert=32).data(512) == 4
-    with pytest.raises(PackproofError, match="tensor parallel size 0"):
+    with pytest.raises(PackproofError, match="the tensor parallel size must be at least 1, got 0"):
         ParallelSizes(tensor=0)
 
 

@@ -151,9 +151,9 @@ def test_what_stands_beyond_a_segment_is_never_read():
 
 def test_refusals():
     batch = flat_batch([8, 8])
-    with pytest.raises(PackproofError, match="-1 depths"):
+    with pytest.raises(PackproofError, match="must be at least 0, got -1"):
         depth_tables(batch, -1)
-    with pytest.raises(BatchRefused, match="segment 0 has 8 tokens, which 6"):
+    with pytest.raises(BatchRefused, match=r"segment 0 must have a multiple of 6 \(2·cp\) tokens, got 8"):
         depth_tables(batch, 1, size=3)
     torn = FlatBatch(**{**vars(batch), "cu_seqlens": torch.tensor([0, 8, 16, -1], dtype=torch.int32)})
     for size, layout in itertools.product((1, 2), LAYOUTS):

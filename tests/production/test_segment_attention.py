@@ -113,7 +113,7 @@ def test_a_segment_that_the_ranks_do_not_divide_is_refused(ranks):
     for results in ranks:
         kind, what = results["refused"]
         assert kind == "indivisible_segment"
-        assert "segment 1 has 12 tokens" in what
+        assert "segment 1 must have a multiple of 8 (2·cp) tokens, got 12" in what
 
 
 @pytest.mark.usefixtures("kernel")
@@ -286,10 +286,10 @@ def test_megatrons_own_config_parameters_and_mask_types_are_taken():
 @pytest.mark.parametrize(
     ("fields", "named"),
     [
-        ({"attention_dropout": 0.1}, "attention_dropout is 0.1"),
-        ({"window_size": (4, 0)}, r"window_size is \(4, 0\)"),
-        ({"softmax_type": "off-by-one"}, "softmax_type is 'off-by-one'"),
-        ({"softmax_type": "learnable"}, "softmax_type is 'learnable'"),
+        ({"attention_dropout": 0.1}, "attention_dropout must be 0, got 0.1"),
+        ({"window_size": (4, 0)}, r"window_size must be None, got \(4, 0\)"),
+        ({"softmax_type": "off-by-one"}, "softmax_type must be 'vanilla', got 'off-by-one'"),
+        ({"softmax_type": "learnable"}, "softmax_type must be 'vanilla', got 'learnable'"),
         ({"apply_query_key_layer_scaling": True}, "apply_query_key_layer_scaling"),
         ({"qk_clip": True}, "qk_clip"),
         ({"log_max_attention_logit": True}, "log_max_attention_logit"),
@@ -303,9 +303,9 @@ def test_settings_that_it_does_not_do_are_refused(fields, named):
 def test_other_attention_than_causal_self_attention_is_refused():
     from megatron.core.transformer.enums import AttnMaskType
 
-    with pytest.raises(PackproofError, match="attention_type is 'cross'"):
+    with pytest.raises(PackproofError, match="attention_type must be 'self', got 'cross'"):
         built(megatron_config(), attention_type="cross")
-    with pytest.raises(PackproofError, match=r"attention_dropout is 0\.2"):
+    with pytest.raises(PackproofError, match=r"attention_dropout must be 0, got 0\.2"):
         built(megatron_config(), attention_dropout=0.2)
     for mask_type in (AttnMaskType.padding, AttnMaskType.no_mask, AttnMaskType.arbitrary):
         with pytest.raises(PackproofError, match=f"attn_mask_type {mask_type.name}"):
@@ -331,15 +331,15 @@ def test_calls_that_do_not_fit_are_refused():
         ({"packed_seq_params": world.params(cu[1:])}, r"never fall, got 4 8"),
         ({"packed_seq_params": world.params(cu[:0])}, "cu_seqlens must go from 0 to 8"),
         ({"packed_seq_params": world.params(falling)}, "never fall, got 0 6 4 8"),
-        ({"attention_mask": torch.ones(8, 8, dtype=torch.bool)}, "an attention_mask"),
-        ({"attention_bias": torch.ones(8, 8)}, "an attention_bias"),
-        ({"attn_mask_type": "padding"}, "attn_mask_type padding"),
+        ({"attention_mask": torch.ones(8, 8, dtype=torch.bool)}, "attention_mask must be None"),
+        ({"attention_bias": torch.ones(8, 8)}, "attention_bias must be None"),
+        ({"attn_mask_type": "padding"}, "attn_mask_type must be causal, got padding"),
         ({"query": query[:, :3]}, r"query \[8, 3, 8\]"),
         ({"query": query[:4]}, r"query \[4, 4, 8\]"),
-        ({"query": query[:, None]}, "do not fit"),
-        ({"value": value[:, :1]}, "do not fit"),
-        ({"key": key.double()}, r"dtypes torch\.float32, torch\.float64"),
-        ({"query": query.int(), "key": key.int(), "value": value.int()}, r"dtypes torch\.int32"),
+        ({"query": query[:, None]}, "shapes must fit together"),
+        ({"value": value[:, :1]}, "shapes must fit together"),
+        ({"key": key.double()}, r"at least 16 bits, got torch\.float32, torch\.float64"),
+        ({"query": query.int(), "key": key.int(), "value": value.int()}, r"at least 16 bits, got torch\.int32"),
     ):
         with pytest.raises(PackproofError, match=named):
             attention(**fits | change)
@@ -441,7 +441,9 @@ def test_the_norm_marks_its_weight_for_sequence_parallelism():
 
 
 def test_the_norm_refuses_another_normalization():
-    with pytest.raises(PackproofError, match="the config asks for LayerNorm"):
+    with pytest.raises(
+        PackproofError, match="the config must ask for RMSNorm without Transformer Engine, got LayerNorm"
+    ):
         RMSNorm(config=megatron_config(normalization="LayerNorm"), hidden_size=4)
-    with pytest.raises(PackproofError, match="the call asks for LayerNorm"):
+    with pytest.raises(PackproofError, match="the call must ask for RMSNorm without Transformer Engine, got LayerNorm"):
         RMSNorm(config=megatron_config(), hidden_size=4, normalization="LayerNorm")

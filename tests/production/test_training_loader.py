@@ -322,7 +322,7 @@ def test_workers_end_with_the_context_and_with_the_loader_itself(data):
         kept = next(found)
     assert not any(map(is_alive, pids))
     assert kept.batch.input_ids.shape == (2, 16)
-    with pytest.raises(PackproofError, match="it is closed"):
+    with pytest.raises(PackproofError, match="the loader is closed"):
         next(found)
     found.close()
     forgotten = loader(data, workers=2)
@@ -624,7 +624,7 @@ def test_conversations_of_a_whole_global_batch_come_tokenized_in_order_on_every_
 
 @pytest.mark.parametrize(
     ("content", "kind", "text"),
-    [("w1 " * 50, "truncated", "52 tokens"), ("w99", "unexpected", "KeyError: 'w99'")],
+    [("w1 " * 50, "truncated", "got 52"), ("w99", "unexpected", "KeyError: 'w99'")],
 )
 def test_a_conversation_that_cannot_be_taken_is_named(tmp_path, content, kind, text):
     lines = [line(0), {"messages": [{"role": "user", "content": content}, {"role": "assistant", "content": "w1 w2"}]}]

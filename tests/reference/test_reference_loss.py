@@ -110,5 +110,5 @@ def test_r_loss_1_where_all_is_masked_everything_is_0():
 
 def test_an_unknown_normalization_and_a_missing_divisor_are_errors():
     for name in ("mean", "global_valid_tokens"):
-        with pytest.raises(ValueError, match="choose one of"):
+        with pytest.raises(ValueError, match="normalization must be one of"):
             loss.returned(name, ONES, ONES, microbatches=1, context_parallel_size=1)

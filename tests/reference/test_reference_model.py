@@ -487,7 +487,7 @@ def test_r_model_10_it_runs_in_the_dtype_of_its_weights():
             assert one.dtype == torch.float32
             assert 0 < (one - two).abs().mean().item() < near
         assert {gradient.dtype for gradient in model.gradients(sum(each.sum() for each in losses)).values()} == {dtype}
-    with pytest.raises(ValueError, match="dtypes"):
+    with pytest.raises(ValueError, match="must have one dtype"):
         Model.from_tensors(shape, {**named, "output_layer.weight": named["output_layer.weight"].float()})
     with pytest.raises(ValueError, match="float64"):
         bounds(shape, {name: tensor.float() for name, tensor in named.items()}, lambda _: ([], torch.zeros(())))

@@ -163,7 +163,7 @@ def test_faults_are_the_exit_status(monkeypatch, capsys):
 
 
 def test_rows_that_cannot_be_cut_are_refused():
-    with pytest.raises(BatchRefused, match="row 1: segment 1 has 6 tokens, which 4"):
+    with pytest.raises(BatchRefused, match=r"row 1: segment 1 must have a multiple of 4 \(2·cp\) tokens, got 6"):
         walk(job_of(rows=2), rows_of([48], [8, 6, 34]))
     with pytest.raises(BatchRefused, match="row 0: cu_seqlens must end at 48, the number of tokens, got 40"):
         walk(job_of(rows=2), rows_of([8, 32], [48]))
@@ -238,7 +238,7 @@ def test_the_command_line(tmp_path, capsys):
     assert "the file has 4, and 6 are asked for" in capsys.readouterr().err
     file.write_text("[6, 506]\n")
     assert call(f"--cp 4 --pack-length 512 --file {file}") == 2
-    assert "row 0: segment 0 has 6 tokens, which 8 (2·cp) does not divide" in capsys.readouterr().err
+    assert "row 0: segment 0 must have a multiple of 8 (2·cp) tokens, got 6" in capsys.readouterr().err
 
 
 class Page(html.parser.HTMLParser):
