@@ -43,7 +43,7 @@ def fake_pip(monkeypatch, *, has_dataset=True):
     return asked
 
 
-def test_a_version_is_installed_without_what_is_shared_and_found_by_its_name(monkeypatch, capsys):
+def test_a_version_is_installed_without_shared_packages_and_found_by_name(monkeypatch, capsys):
     asked = fake_pip(monkeypatch)
     assert main(["add", "megatron-core==0.18.2"]) == 0
     assert asked == [("--no-deps", "megatron-core==0.18.2")]
@@ -81,7 +81,7 @@ def test_a_checkout_is_a_witness_and_stays_when_the_witness_goes(checkout):
         (["compare", "0.18.2"], "packproof witness add megatron-core==0.18.2"),
     ],
 )
-def test_what_cannot_be_a_witness_is_refused_and_leaves_nothing(words, told, monkeypatch, capsys):
+def test_a_requirement_that_cannot_be_a_witness_is_refused_and_leaves_nothing(words, told, monkeypatch, capsys):
     fake_pip(monkeypatch, has_dataset=False)
     assert main(words) == 2
     assert told in capsys.readouterr().err
@@ -104,7 +104,7 @@ def test_a_mixture_of_two_versions_is_refused_with_each_file(tmp_path):
     check_whole(tmp_path, halves)
 
 
-def test_the_installed_megatron_lm_stands_for_no_other_version():
+def test_the_installed_megatron_lm_is_not_used_for_another_version():
     subject = load("megatron_lm")
     assert subject.covers(RowSettings(pack_length=8, prompt_format="identity", semantics="megatron-lm-main"))
     assert not subject.covers(RowSettings(pack_length=8, prompt_format="identity", semantics="megatron-lm-0.18"))

@@ -64,7 +64,7 @@ def flipped(path, at):
     path.write_bytes(data)
 
 
-def test_a_checkpoint_goes_on_where_nothing_is_wrong_with_it(world, folder):
+def test_an_intact_checkpoint_can_be_resumed(world, folder):
     assert [found["step"] for found in go_on(world, folder)] == [3, 3]
 
 
@@ -125,7 +125,7 @@ def test_the_best_and_the_newest_stay(world, tmp_path, better, kept):
     assert sorted(path.name[-1] for path in (tmp_path / "checkpoints").iterdir()) == kept
 
 
-def test_the_newest_stay_where_no_metric_is_named(world, tmp_path):
+def test_the_newest_checkpoints_stay_without_a_metric(world, tmp_path):
     rows = jobs.write_rows(tmp_path / "rows.jsonl")
     config = jobs.write_job(tmp_path, rows, **{"checkpointing.save_period": 1, "checkpointing.keep_top_k": 2})
     world(1, "train", {"config": str(config)})

@@ -209,7 +209,7 @@ def test_r_cp_3_nothing_is_cut_or_checked_at_cp_1():
         ([0, 8], "cu_end"),
     ],
 )
-def test_boundaries_that_are_none_are_refused(cu, kind):
+def test_invalid_boundaries_are_refused(cu, kind):
     with pytest.raises(BatchRefused) as found:
         shard_index(torch.tensor(cu, dtype=torch.int32), 0, 2, total_tokens=16 if kind != "cu_order" else None)
     assert found.value.kind == kind
@@ -264,7 +264,7 @@ def test_the_longest_batch_that_int32_boundaries_can_hold():
     assert torch.equal(partitioned_indices(cu, total, size, 0).long(), index)
 
 
-def test_select_reads_only_what_the_index_names():
+def test_select_reads_only_the_positions_of_the_index():
     tensor = torch.full((2, 4), POISON)
     tensor.view(-1)[[1, 6]] = torch.tensor([5, 9])
     assert select(tensor, torch.tensor([1, 6])).tolist() == [[5], [9]]

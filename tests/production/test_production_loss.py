@@ -74,7 +74,7 @@ def test_nothing_waits_for_a_device():
     loss.online_loss(share, share, row_mask=MASK.to("meta"), settings=settings("global_valid_tokens"), **tensors)
 
 
-def test_what_would_only_show_in_the_gradient_is_refused():
+def test_settings_that_would_only_spoil_the_gradient_are_refused():
     for options in (
         {"normalization": "mean"},
         {"num_microbatches": 0},

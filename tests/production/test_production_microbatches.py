@@ -83,7 +83,7 @@ def test_r_online_4_the_published_example():
     assert found.target_mask.tolist() == [[0, 1, 0, 0, 1, 0, 1, 0]]
 
 
-def test_r_online_4_what_lies_behind_a_sequence_is_not_read():
+def test_r_online_4_values_behind_a_sequence_are_not_read():
     poisoned = sequences()
     behind = torch.arange(8) >= poisoned.input_lengths[:, None]
     poisoned.input_ids[behind], poisoned.token_mask[behind] = 999, torch.nan
@@ -113,7 +113,7 @@ def test_r_online_4_what_lies_behind_a_sequence_is_not_read():
         ),
     ],
 )
-def test_r_online_5_what_the_whole_row_is_padded_to(options, factor):
+def test_r_online_5_the_length_to_which_a_whole_row_is_padded(options, factor):
     found = squeeze.choose_padding(**JOB | options)
     assert found == squeeze.Padding(sequence_multiple=8, row_multiple=factor, row_length=None)
     staged = squeeze.choose_padding(**JOB | options | {"pipeline_parallel_size": 2})
@@ -147,7 +147,7 @@ def test_r_online_5_each_data_parallel_rank_has_the_row_length_of_its_own_longes
     assert lengths == [[4], [2]]
 
 
-def test_what_cannot_be_padded_is_refused():
+def test_batches_that_cannot_be_padded_are_refused():
     for options in ({"sequence_multiple": 0}, {"row_length": 10, "row_multiple": 4}, {"row_length": 0}):
         with pytest.raises(PackproofError, match="To fix it"):
             squeeze.Padding(**options)
@@ -433,7 +433,7 @@ def test_r_online_1_chat_tokens_and_the_mask_of_each_message():
     assert tokenize("identity", []) == ([], [])
 
 
-def test_r_online_1_what_cannot_be_tokenized_is_refused():
+def test_r_online_1_a_conversation_that_cannot_be_tokenized_is_refused():
     maker = maker_of(tokenizers.load("word"), prompt_format="identity")
     with pytest.raises(RowRefused) as refused:
         maker.tokenize([MESSAGES, [{"role": "user", "content": "w1"}, {"role": "assistant", "content": "\ud800"}]])
@@ -500,7 +500,7 @@ FORGETTING = "{% for m in messages %}{% if loop.last %}{{ m.content }}{% else %}
 
 
 @pytest.mark.parametrize(("template", "turn"), [(COUNTING, 1), (FORGETTING, 2)])
-def test_r_online_9_a_template_that_renders_earlier_messages_otherwise_is_refused(templated, template, turn):
+def test_r_online_9_a_template_that_renders_earlier_messages_differently_is_refused(templated, template, turn):
     templated.chat_template = template
     messages = [
         {"role": "user", "content": "w1 "},

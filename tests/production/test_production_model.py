@@ -42,7 +42,7 @@ def test_projections_back_into_the_residuals_are_drawn_as_megatron_lm_draws_them
     assert drawn.std().item() == pytest.approx(0.02 / layers**0.5, rel=0.01)
 
 
-def test_what_megatron_core_says_against_a_model_is_passed_on():
+def test_megatron_cores_reason_against_a_model_is_passed_on():
     from production.model.model import ModelSettings, transformer_config
 
     settings = ModelSettings(

@@ -131,7 +131,7 @@ def test_rows_of_a_batch_do_not_reach_into_each_other():
         assert torch.equal(flattened.row_counts, together.row_counts)
 
 
-def test_what_stands_beyond_a_segment_is_never_read():
+def test_values_beyond_a_segment_are_never_read():
     # The first of each segment is poison: nothing before it may see it, at any depth.
     batch = flat_batch([8, 8, 0, 16])
     poisoned = FlatBatch(**{name: value.clone() if name in NAMES else value for name, value in vars(batch).items()})
@@ -368,7 +368,7 @@ def _inputs(feed):
         (lambda t: {"tensor": t.position_ids[0].clone()}, "values that are not input_ids at depth 0"),
     ],
 )
-def test_an_unexpected_call_names_what_was_expected(call, message):
+def test_an_unexpected_call_names_the_expected_call(call, message):
     feed = feed_of(flat_batch([8, 8]), 2, size=2, verify=True).feed
     arguments = {"shifts": -1, "dims": -1, "size": 2} | call(feed.tables)
     expected = r" came where input_ids at depth 1 \(call 1 of 8\) was expected"

@@ -198,7 +198,7 @@ def test_sequences_that_no_bin_can_hold_are_named(algorithm, lengths, message):
         pack(lengths, 8, algorithm=algorithm, seed=1 if algorithm == "first_fit_shuffle" else None)
 
 
-def test_calls_that_no_packer_can_serve():
+def test_impossible_calls_of_the_packers_are_refused():
     with pytest.raises(PackproofError, match="got 'best_fit'"):
         pack([1], 8, algorithm="best_fit")
     with pytest.raises(PackproofError, match="first_fit_shuffle needs a seed"):

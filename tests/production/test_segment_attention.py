@@ -235,7 +235,7 @@ def test_the_memory_test_sees_a_mask():
     assert seen.values >= 512 * 512
 
 
-def test_what_is_kept_for_backward_is_the_share_alone():
+def test_only_the_share_is_kept_for_backward():
     total, size = 4096, 4
     query, key, value, _ = world.inputs([total // size], (2, 1, 8, 8), torch.float32, 0)
     kept = []
@@ -406,7 +406,7 @@ def test_half_precision_is_added_in_float32(ranks):
         assert results["half precision"][0].tolist() == [260.0, 260.0]  # 259, rounded once
 
 
-def test_a_gather_refuses_what_it_does_not_know_and_leaves_one_rank_alone(monkeypatch):
+def test_a_gather_refuses_unknown_settings_and_does_nothing_on_one_rank(monkeypatch):
     group = object()
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda of: {group: 1}[of])
     tensor, cu = torch.zeros(4), world.boundaries([4])

@@ -37,7 +37,7 @@ FILES = {
 
 
 @pytest.mark.parametrize("case", FILES)
-def test_a_file_that_is_no_configuration_is_refused_with_its_place(tmp_path, capsys, case):
+def test_a_file_that_is_not_a_configuration_is_refused_with_its_line(tmp_path, capsys, case):
     text, told = FILES[case]
     path = tmp_path / "job.yaml"
     path.write_text(text, encoding="utf-8")
@@ -48,13 +48,13 @@ def test_a_file_that_is_no_configuration_is_refused_with_its_place(tmp_path, cap
 
 
 @pytest.mark.parametrize("text", ["a\\0b", "\\ud800"])
-def test_an_override_with_what_no_path_can_have_is_refused(tmp_path, text):
+def test_an_override_with_characters_that_no_path_can_have_is_refused(tmp_path, text):
     config = jobs.write_job(tmp_path, tmp_path / "none")
     with pytest.raises(ConfigRefused, match="must not contain NUL or half of a surrogate pair"):
         load(config, [f'logger.log_dir="{text}"'])
 
 
-def test_a_folder_is_no_file_and_a_file_no_folder(tmp_path, capsys):
+def test_a_folder_in_place_of_a_file_and_a_file_in_place_of_a_folder_are_refused(tmp_path, capsys):
     (tmp_path / "a.jinja").mkdir()
     weights = tmp_path / "weights"
     weights.write_text("")
@@ -97,7 +97,7 @@ def test_an_environment_that_is_half_a_launchers_is_refused_by_name(monkeypatch,
     assert named in refused.value.where
 
 
-def test_threads_of_several_levels_are_those_of_the_first_and_no_launcher_is_no_fault(monkeypatch):
+def test_the_first_level_of_a_list_of_threads_counts_and_a_launcher_is_not_needed(monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
     for said, expected in (("4,2", 4), ("", 1), (" 3 ", 3)):
@@ -107,7 +107,7 @@ def test_threads_of_several_levels_are_those_of_the_first_and_no_launcher_is_no_
     assert started_ranks() is None
 
 
-def test_a_dry_run_counts_ranks_and_writes_none_of_them_out(tmp_path):
+def test_a_dry_run_counts_ranks_without_listing_them(tmp_path):
     job = load(jobs.write_job(tmp_path, tmp_path / "none", **{"policy.train_global_batch_size": 1 << 24}))
     tracemalloc.start()
     planned = plan(job, 1 << 24)
@@ -152,7 +152,7 @@ def test_a_hint_names_a_key_only_where_one_is_near(full, near):
     assert nearest_key(full, full.rpartition(".")[0]) == near
 
 
-def test_a_key_that_is_like_none_is_told_to_be_taken_out(tmp_path):
+def test_the_fix_for_a_key_unlike_any_other_is_to_take_it_out(tmp_path):
     path = jobs.write_job(tmp_path, tmp_path / "none")
     values = json.loads(path.read_text())
     path.write_text(json.dumps(values | {"data": values["data"] | {"split": "train"}}))
@@ -162,7 +162,7 @@ def test_a_key_that_is_like_none_is_told_to_be_taken_out(tmp_path):
     assert refused.value.fix.startswith("take it out")
 
 
-def test_a_dry_run_tells_what_a_run_would_refuse(tmp_path, capsys):
+def test_a_dry_run_reports_the_refusals_of_a_run(tmp_path, capsys):
     rows = jobs.write_rows(tmp_path / "rows.jsonl")
     config = str(jobs.write_job(tmp_path, rows, **{"model.initial": "huggingface", "model.initial_path": "some/model", "checkpointing.resume": False}))  # fmt: skip
     (tmp_path / "checkpoints" / "step_00000001").mkdir(parents=True)

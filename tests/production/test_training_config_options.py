@@ -108,7 +108,7 @@ def test_options_that_were_once_taken_and_trained_something_else_are_in_those_ta
             assert [kind for kind, _ in found([*overrides, *device])] == ["switched_on"]
 
 
-def test_what_is_said_of_options_is_said_of_options_that_the_installed_megatron_core_has():
+def test_every_listed_option_exists_in_the_installed_megatron_core():
     for kind, parts in (*UNSUPPORTED_OPTIONS.items(), *NEEDS_CUDA.items()):
         assert set(parts) <= set(option_fields(kind))
     of_transformer = {*NOT_BUILT, *FORBIDDEN_VALUES, *ALLOWED_VALUES, *NEEDS_TRANSFORMER_ENGINE}
@@ -208,7 +208,7 @@ RIGHT = [
 
 
 @pytest.mark.parametrize(("overrides", "world_size"), RIGHT, ids=lambda value: str(value)[:70])
-def test_what_works_passes_through(overrides, world_size):
+def test_supported_options_are_passed_to_megatron_core(overrides, world_size):
     assert found(overrides, world_size) == []
 
 
@@ -244,7 +244,7 @@ def test_parameters_in_fp8_are_gathered_in_fp8_without_which_none_would_be_updat
     assert found([*fp8, f"{key}=false"]) == found([*fp8[:-1], f"{key}=true"]) == [("contradiction", key)]
 
 
-def test_megatron_cores_silent_assertions_are_told_by_their_condition():
+def test_a_bare_assertion_of_megatron_core_is_reported_by_its_condition():
     job = load(BASE, [*CUDA, f"{MEGATRON}.fine_grained_activation_offloading=true"])
     (error,) = refusals(job, 1)
     assert (

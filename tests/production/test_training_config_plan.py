@@ -319,7 +319,7 @@ def test_memory_is_shared_by_the_distributed_optimizer_only():
 
 @pytest.mark.parametrize("said", ["", "abc", "-2"])
 @pytest.mark.parametrize("options", [["--dry-run"], []], ids=["dry run", "run"])
-def test_a_world_size_of_the_environment_that_is_no_number_is_refused(monkeypatch, capsys, said, options):
+def test_a_world_size_of_the_environment_that_is_not_a_number_is_refused(monkeypatch, capsys, said, options):
     monkeypatch.setenv("WORLD_SIZE", said)
     assert main(["--config", str(PUBLISHED), *options]) == 2
     assert f"WORLD_SIZE (environment): must be a number of ranks from 1, got {said!r}" in capsys.readouterr().err

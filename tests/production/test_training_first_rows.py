@@ -69,7 +69,7 @@ def test_a_chat_file_on_the_direct_path_is_a_note(looked):
     assert looked([ONE, ONE], name="packed.jsonl", manifest=True) == ([], [])
 
 
-def test_settings_that_were_left_out_are_told_online(looked):
+def test_settings_without_a_value_are_noted_online(looked):
     _, notes = looked([ONE], *ONLINE)
     assert [NOTE_ON_LONG in note for note in notes] == [True]
     assert looked([ONE], *ONLINE, "data.on_long_conversation=mask_out")[1] == []

@@ -143,7 +143,7 @@ def dry_run(tmp_path, files, tokenizer, capsys):
     return run
 
 
-def test_a_dry_run_says_from_which_checkpoint_the_run_would_go_on(dry_run, tmp_path):
+def test_a_dry_run_names_the_checkpoint_from_which_the_run_would_resume(dry_run, tmp_path):
     status, out, _ = dry_run()
     assert status == 0
     assert f"the run goes on from {tmp_path / 'checkpoints' / 'step_00000002'} (step 2, run one)" in out

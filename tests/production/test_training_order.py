@@ -73,13 +73,13 @@ def test_settings_that_would_have_to_be_guessed_are_refused_by_name(changes, whe
         ((5,), {"weights": (1.0, 1.0), "last_batch": "wrap"}, "2 sources, one for each weight, got 1 sources"),
     ],
 )
-def test_rows_that_cannot_be_gone_through_as_asked_are_refused(rows, changes, what):
+def test_rows_that_do_not_fit_the_order_are_refused(rows, changes, what):
     with pytest.raises(PackproofError) as caught:
         Order(rows, settings(**changes))
     assert what in caught.value.what
 
 
-def test_r_order_3_what_an_epoch_leaves_out_is_told():
+def test_r_order_3_rows_that_an_epoch_leaves_out_are_reported():
     order = Order((11,), settings(max_epochs=3))
     assert (order.samples_per_epoch, order.dropped_per_epoch) == (8, 3)
     assert (order.total_samples, order.total_steps) == (24, 6)

@@ -48,7 +48,7 @@ def test_r_cp_5_gather_is_the_inverse(layout):
     assert context_parallel.shard(whole, cu, 0, 1, layout).equal(whole)
 
 
-def test_r_cp_3_and_4_what_cannot_be_cut_is_refused():
+def test_r_cp_3_and_4_rows_that_cannot_be_cut_are_refused():
     with pytest.raises(RowRefused, match="segment 1 has 6 tokens, which 4 does not divide") as refused:
         context_parallel.owned_positions([0, 4, 10], 0, 2)
     assert (refused.value.kind, refused.value.conversation) == ("indivisible_segment", 1)

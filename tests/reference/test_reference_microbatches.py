@@ -66,7 +66,7 @@ def test_r_online_4_a_sequence_that_does_not_count_trains_nowhere():
         ({"precision": "fp8_other", "context_parallel_size": 2, "sequence_parallel": True}, 128),
     ],
 )
-def test_r_online_5_what_the_whole_row_is_padded_to(options, multiple):
+def test_r_online_5_the_length_to_which_a_whole_row_is_padded(options, multiple):
     given = {
         "context_parallel_size": 1,
         "sequence_parallel": False,

@@ -12,7 +12,7 @@ def take(count, **how):
     return list(itertools.islice(one_source(given.pop("rows", 3), **given), count))
 
 
-def test_r_order_3_wrap_goes_on_with_the_next_epoch_inside_a_global_batch():
+def test_r_order_3_wrap_continues_with_the_next_epoch_inside_a_global_batch():
     assert take(7) == [(0, 0, 0), (0, 1, 0), (0, 2, 0), (0, 0, 1), (0, 1, 1), (0, 2, 1), (0, 0, 2)]
 
 
@@ -24,7 +24,7 @@ def test_r_order_3_stop_ends_before_the_rest_of_the_first_epoch():
     assert take(9, last_batch="stop") == [(0, 0, 0), (0, 1, 0)]
 
 
-def test_r_order_3_stop_goes_on_where_nothing_is_left_over():
+def test_r_order_3_stop_continues_where_nothing_is_left_over():
     assert len(take(99, rows=4, last_batch="stop", max_epochs=3)) == 12
 
 

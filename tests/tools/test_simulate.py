@@ -57,7 +57,7 @@ def test_a_good_layout_has_no_fault(layout, sequence_parallel):
     assert found.tokens.unique().tolist() == [12 if sequence_parallel else 24]
 
 
-def test_work_is_what_the_queries_see():
+def test_work_counts_the_keys_that_each_query_sees():
     found = walk(job_of(), ROWS)
     # A segment of L tokens has L·(L+1)/2 pairs, and the zigzag shares them equally.
     pairs = [[8, 16, 24], [48], [4, 4, 40], [24, 24]]
