@@ -31,7 +31,7 @@ class PaddedBatch:
     input_ids: torch.Tensor
     """[B, S] int64."""
     token_mask: torch.Tensor
-    """[B, S] float32: of the tokens, not of their targets."""
+    """[B, S] float32: 1 for a token that trains; the mask belongs to the tokens, not to their targets."""
     input_lengths: list[int]
     sample_mask: torch.Tensor
     """[B] float32."""

@@ -141,7 +141,7 @@ class Model:
         return hidden + mlp(self.weights, f"{name}.mlp", normed, self.shape)
 
     def _next_depth(self, hidden: Tensor, input_ids: Tensor, depth: int, row: Row) -> Tensor:
-        """Return the state `[P, hidden]` at `depth`, from the state of the depth before and the tokens `depth` positions ahead. R-MODEL-9."""
+        """Return the state `[P, hidden]` at `depth`, from the state at the previous depth and the tokens `depth` positions ahead. R-MODEL-9."""
         repeated = self.shape.mtp_use_repeated_layer
         name = f"mtp.layers.{0 if repeated else depth - 1}"
         token = norm(self.weights, [f"{name}.enorm."], self._embed(shift(input_ids, row.cu_seqlens, depth)), self.shape)

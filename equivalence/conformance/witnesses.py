@@ -59,9 +59,9 @@ def pack(
     eos_id: int,
     context_parallel_size: int,
 ) -> list[dict[str, Any]]:
-    """Build the one row of these conversations with a side, as one pack. Raises Refused.
+    """Build one row of the conversations with a side, and return the row as one pack. Raises Refused.
 
-    Shards are those of the side's own cut. A Megatron preset tells of no loss, since Megatron-LM counts nothing.
+    The shards come from the side's own cut. A Megatron preset reports no lost tokens, since Megatron-LM does not count them.
     """
     del eos_id
     row = subject.build_row(

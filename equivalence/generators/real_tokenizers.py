@@ -120,7 +120,7 @@ def build_tokenizer(name: str, folder: Path) -> Path:
 def cached_tokenizer(name: str) -> Path:
     """Return the folder of tokenizer `name`, built once into the cache; any number of processes may ask at once.
 
-    The folder is named after a hash of this recipe and of mistral-common's version, so a changed recipe is built anew.
+    The folder is named after a hash of this recipe and of mistral-common's version, so a changed recipe is built again.
     """
     _recipe(name)
     root = cache_root() / "tokenizers"

@@ -110,7 +110,7 @@ def tokenizer_differences(saved: TokenizerFingerprint, now: TokenizerFingerprint
     if saved == now:
         return []
     if saved.version != now.version:
-        return [f"The fingerprints are of versions {saved.version} and {now.version}, which cannot be compared: make the older one anew."]  # fmt: skip
+        return [f"The fingerprints are of versions {saved.version} and {now.version}, which cannot be compared: make the older one again."]  # fmt: skip
     told = [f"The tokenizer was {saved.digest[:12]} and is {now.digest[:12]}."]
     if saved.vocab_size != now.vocab_size:
         told.append(f"It had {saved.vocab_size:,} tokens and has {now.vocab_size:,}.")

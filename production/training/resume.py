@@ -39,7 +39,7 @@ def checkpoints_of(job: Job) -> Checkpoints:
 def found_checkpoint(job: Job, checkpoints: Checkpoints) -> tuple[Path, Manifest] | None:
     """Return the newest checkpoint with every byte verified.
 
-    Raises CheckpointRefused for a damaged one, and for any where the job is to begin anew.
+    Raises CheckpointRefused for a damaged one, and for any checkpoint if the job must begin a new run.
     """
     if not job.checkpointing.enabled:
         return None

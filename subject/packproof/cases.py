@@ -53,7 +53,7 @@ class Case:
 
     @property
     def must_be_built(self) -> bool:
-        """Whether a refusal of this case is a fault."""
+        """Return whether a refusal of this case is a fault."""
         return self.set != "refused"
 
     def arguments(self) -> tuple[list[dict[str, list[int]]], int, int, int, int]:

@@ -1,4 +1,4 @@
-"""R-FILE, the index: right for any lines, built anew whenever the file or the index is another, kept where it can be."""
+"""R-FILE, the index: right for any lines, built again whenever the file or the index is another, kept where it can be."""
 
 import gzip
 import itertools

@@ -1,4 +1,4 @@
-"""An error that a library raises anew in its own class, with a text of its own, still says what, where and how to fix it."""
+"""An error that a library raises again in its own class, with a text of its own, still says what, where and how to fix it."""
 
 import pickle
 

@@ -71,7 +71,7 @@ def test_the_key_that_fixes_a_resume_is_one_that_a_configuration_takes(tmp_path,
             continue
         assert re.match(rf"set {re.escape(option(key))} (\(or [^)]*\) )?to ", caught.value.fix)
         job = load(config, [f"{option(key)}={json.dumps(value)}"])
-        # An option that was moved to its section stands there; null may be derived anew.
+        # An option that was moved to its section stands there; null may be derived again.
         there = option(key) if option(key) in job.sources else f"{MEGATRON}.{key}"
         assert value is None or job.sources[there].kind == "override"
         named += 1

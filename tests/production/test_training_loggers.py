@@ -150,7 +150,7 @@ def test_tensorboard_has_the_numbers_and_a_resumed_run_overrides(tmp_path):
     with open_loggers(settings, rank=0, run=RUN, finished_steps=1) as loggers:
         loggers.log(step(2, 20.0))
     assert scalars(tmp_path / "tensorboard")["loss"] == [(1, 1.0), (2, 20.0)]
-    with open_loggers(settings, rank=0, run=RUN) as loggers:  # one that had no checkpoint yet begins anew
+    with open_loggers(settings, rank=0, run=RUN) as loggers:  # one that had no checkpoint yet begins again
         loggers.log(step(1, 10.0))
     assert scalars(tmp_path / "tensorboard")["loss"] == [(1, 10.0)]
 

@@ -294,7 +294,7 @@ def test_a_packed_file_whose_end_was_cut_is_found_before_a_model_is_built(checke
     with pytest.raises(PackproofError, match=f"of a file of {len(whole):,} bytes"):
         checked(**{f"{TRAIN}.data_path": file})
     status, _, said = dry_run(**{f"{TRAIN}.data_path": file})
-    assert (status, "pack the file anew" in said) == (2, True)
+    assert (status, "pack the file again" in said) == (2, True)
     file.write_bytes(whole)
     assert checked(**{f"{TRAIN}.data_path": file}) == ()
 
@@ -320,7 +320,7 @@ def test_r_file_13_a_file_whose_rows_differ_from_its_manifest_is_refused_also_co
             status, _, err = dry_run(**{f"{TRAIN}.data_path": file})
             assert (status, why is None or why in err) == (2 if why else 0, True), (suffix, why, err)
             if why is not None:
-                assert "pack the file anew" in err
+                assert "pack the file again" in err
                 with pytest.raises(PackproofError, match="the manifest is of a file"):
                     checked(**{f"{TRAIN}.data_path": file})
 

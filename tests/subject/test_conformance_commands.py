@@ -91,7 +91,7 @@ def test_the_report_is_written_in_three_forms(tmp_path, capsys):
         (["--subject", "packers:right", "--case", "{}"], "--case is not a case"),
     ],
 )
-def test_bad_input_is_told_in_one_line(options, told, capsys):
+def test_bad_input_is_reported_in_one_line(options, told, capsys):
     assert main(["conformance", *options]) == 2
     error = capsys.readouterr().err
     assert told in error

@@ -255,7 +255,7 @@ def test_bad_input_is_refused_with_its_fix(tmp_path, tokenizer):
         inspect(SAMPLE, tokenizer, processes=0)
 
 
-def test_settings_are_told_as_semantics_can_be_parsed(tokenizer):
+def test_settings_are_reported_as_semantics_can_be_parsed(tokenizer):
     semantics = parse("strict,lost_conversations=refuse")
     found = inspect(SAMPLE, tokenizer, RowSettings(pack_length=2048, semantics=semantics), most_rows=1)
     assert parse(found.settings["semantics"]) == semantics
@@ -482,7 +482,7 @@ def test_a_manifest_is_written_where_there_is_none_and_read_by_everybody(write, 
     assert "has a manifest already" in capsys.readouterr().err
 
 
-def test_a_manifest_of_another_tokenizer_or_other_bytes_is_told(write, capsys):
+def test_a_manifest_of_another_tokenizer_or_other_bytes_is_reported(write, capsys):
     path = write(CHAT)
     assert command(path, "--pack-length", 64, "--write-manifest") == 0
     assert "note: " not in capsys.readouterr().out

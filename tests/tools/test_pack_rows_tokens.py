@@ -248,7 +248,7 @@ def test_what_is_so_of_every_row_is_told_on_the_screen_and_in_the_manifest(tmp_p
     assert json.loads(manifest_path(out).read_text())["notes"] == {}
 
 
-def test_a_pad_token_that_the_vocabulary_lacks_is_told_and_refused_by_strict(tmp_path, capsys):
+def test_a_pad_token_that_the_vocabulary_lacks_is_reported_and_refused_by_strict(tmp_path, capsys):
     folder = tokenizers.folder("only-unk")
     file, out = write(tmp_path / "chat.jsonl", [chat("a", "b")]), tmp_path / "out.packed"
     arguments = [

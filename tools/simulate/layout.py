@@ -39,7 +39,7 @@ class Job:
     sequence_parallel: bool
     """Whether tensor parallel ranks each hold a slice of the tokens between attention and experts."""
     depths: int
-    """Layers that predict further (MTP)."""
+    """Depths of multi-token prediction."""
     hidden: int
     """Hidden size."""
     kv_heads: int

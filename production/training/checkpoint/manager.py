@@ -50,7 +50,7 @@ from production.training.metrics.versions import versions
 
 _Fault = tuple[str, str]
 """The fault and the fix."""
-_ROOM = "make room or lower checkpointing.keep_top_k, then start the job again: it goes on from its newest checkpoint"
+_ROOM = "make room or lower checkpointing.keep_top_k, then start the job again: it resumes from its newest checkpoint"
 _NUMBERS = (
     "lower the learning rate or change the optimizer's numbers (adam_eps, clip_grad), then start the job again: it goes on from its "
     "newest checkpoint"

@@ -69,7 +69,7 @@ def fingerprint_config(job: Job) -> ConfigFingerprint:
 def config_differences(saved: ConfigFingerprint, now: ConfigFingerprint) -> list[str]:
     """Return each key that decides a number and differs, with both values, in whole sentences."""
     if saved.version != now.version:
-        return [f"The fingerprints are of versions {saved.version} and {now.version}, which cannot be compared: make the older one anew."]  # fmt: skip
+        return [f"The fingerprints are of versions {saved.version} and {now.version}, which cannot be compared: make the older one again."]  # fmt: skip
     keys = sorted({*saved.values, *now.values})
     pairs = ((key, saved.values.get(key, MISSING), now.values.get(key, MISSING)) for key in keys)
     return [f"{key} was {json.dumps(old)} and is {json.dumps(new)}." for key, old, new in pairs if old != new]

@@ -215,7 +215,7 @@ class TensorBoard:
     """Writes an event file for TensorBoard, in float32: compare losses by the JSON lines."""
 
     def __init__(self, folder: Path, finished_steps: int) -> None:
-        """Hide steps after `finished_steps` of earlier event files; a run that begins anew hides all steps, step 0
+        """Hide steps after `finished_steps` of earlier event files; a new run hides all steps, step 0
         too.
         """
         summaries = _import("torch.utils.tensorboard", package="tensorboard", extra=None)

@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None = None, *, load: Callable[[str], Loaded
 
 def _main(arguments: Sequence[str], load: Callable[[str], Loaded]) -> int:
     parser = argparse.ArgumentParser(
-        prog="packproof conformance", description="Hold a packing function to Megatron-LM's rows, level by level."
+        prog="packproof conformance", description="Judge the packs of a packing function, level by level."
     )
     parser.add_argument(
         "--subject",
@@ -44,7 +44,7 @@ def _main(arguments: Sequence[str], load: Callable[[str], Loaded]) -> int:
     parser.add_argument(
         "--drawn", type=int, default=100, metavar="N", help="drawn cases beside the test vectors (default: 100)"
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the drawn cases")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the drawn cases")
     parser.add_argument("--sets", default="valid,divergent,refused", help="sets of test vectors; none leaves them out")
     parser.add_argument("--case", metavar="JSON", help="judge this one case instead, as a JSON report names it")
     options = parser.parse_args(arguments)

@@ -30,7 +30,7 @@ def held_checkpoints(job: Job) -> list[SetupRefused]:
     setup, found = Setup(job=job, world_size=1, device=None), []
     folder, key = Path(job.checkpointing.checkpoint_dir), "checkpointing.checkpoint_dir"
     if job.checkpointing.enabled and not job.checkpointing.resume and any(folder.glob("step_*/packproof.json")):
-        fix = "give a folder of its own to a run that begins anew, or set checkpointing.resume to true"
+        fix = "give a folder of its own to a new run, or set checkpointing.resume to true"
         found.append(
             setup.refuse(
                 "checkpoint",
