@@ -197,6 +197,17 @@ def multi_token_losses(losses: Sequence[Shares], masks: Sequence[Shares]) -> tor
     )
 
 
+def token_losses_of_depths(losses: Sequence[Shares], masks: Sequence[Shares]) -> torch.Tensor:
+    """Return the loss of each depth by token [D]: all targets' losses over their number, which shares without a target do not change. R-LOSS-10b."""
+    return torch.stack([training_loss(*of_depth) for of_depth in zip(losses, masks, strict=True)])
+
+
+def empty_shares(masks: Sequence[Shares]) -> list[float]:
+    """Return, for each depth, the fraction of shares of a microbatch that have no target. R-LOSS-10b."""
+    of_depths = [[bool(mask.sum() == 0) for rank in of_masks for mask in rank] for of_masks in masks]
+    return [sum(shares) / len(shares) for shares in of_depths]
+
+
 def sum_reports(losses: Shares, masks: Shares) -> tuple[torch.Tensor, torch.Tensor]:
     """Add sums and counts over the microbatches of a rank and then over ranks, in the order of the all-reduce. R-LOSS-7."""
     sums, counts = [], []

@@ -14,7 +14,15 @@ from torch import Tensor
 
 from reference.batches import Batch, rows_of_rank
 from reference.context_parallel import owned_positions
-from reference.loss import multi_token_losses, multi_token_weights, online_weights, token_weights, training_loss
+from reference.loss import (
+    empty_shares,
+    multi_token_losses,
+    multi_token_weights,
+    online_weights,
+    token_losses_of_depths,
+    token_weights,
+    training_loss,
+)
 from reference.model import Model
 from reference.multi_token import shift
 from reference.trainer_schedule import Schedule
@@ -60,6 +68,18 @@ class Settings:
             raise ValueError(f"normalization must be global_valid_tokens on the online path, got {self.normalization}")
 
 
+@dataclass(frozen=True, kw_only=True)
+class DepthReport:
+    """The reports of one depth of multi-token prediction in a step. R-LOSS-10."""
+
+    loss: float
+    """Megatron-LM's number, a mean of means over the shares."""
+    token_loss: float
+    """All targets' losses over their number; 0 without targets."""
+    empty_shares: float
+    """Fraction of the shares that have no target."""
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Objective:
     """Result of a global batch: the objective whose gradient is taken, and the reports."""
@@ -68,8 +88,8 @@ class Objective:
     """The scalar whose gradient is the step's."""
     reported: float
     """The step's loss: all trained tokens' losses over their number (R-LOSS-7)."""
-    depths: tuple[float, ...]
-    """Reported loss of each depth of multi-token prediction (R-LOSS-10)."""
+    depths: tuple[DepthReport, ...]
+    """Reports of each depth of multi-token prediction (R-LOSS-10)."""
     balancing_loss: float
     """Of the routers, without its coefficient, a mean over rows and layers with experts; 0 without such a loss."""
     router_gap: float
@@ -82,8 +102,8 @@ class Stepped:
 
     loss: float
     """Before the update."""
-    mtp_losses: tuple[float, ...]
-    """Reported losses of each depth."""
+    depths: tuple[DepthReport, ...]
+    """Reports of each depth."""
     balancing_loss: float
     """Reported load-balancing losses of the routers, without the coefficient."""
     gradient_norm: float
@@ -91,6 +111,11 @@ class Stepped:
     learning_rate: float
     weight_decay: float
     router_gap: float
+
+    @property
+    def mtp_losses(self) -> tuple[float, ...]:
+        """Return Megatron-LM's number for each depth."""
+        return tuple(depth.loss for depth in self.depths)
 
 
 @dataclass(kw_only=True)
@@ -159,7 +184,7 @@ class Trainer:
         self.steps += 1
         return Stepped(
             loss=objective.reported,
-            mtp_losses=objective.depths,
+            depths=objective.depths,
             balancing_loss=objective.balancing_loss,
             gradient_norm=norm,
             learning_rate=learning_rate,
@@ -278,8 +303,8 @@ class _Shares:
         """Return each rank's share of [row][depth] [P], as [rank][microbatch][depth]."""
         return [[[each[self.owned[row][cp]] for each in whole[row]] for row in rows] for rows, cp in self.ranks]
 
-    def reported(self, losses: list[list[Tensor]]) -> tuple[float, ...]:
-        """Return the reported loss of each depth, from token losses [row][depth] [P]; with weights by rows each row is one share. R-LOSS-10."""
+    def reported(self, losses: list[list[Tensor]]) -> tuple[DepthReport, ...]:
+        """Return the reports of each depth, from token losses [row][depth] [P]; with weights by rows each row is one share. R-LOSS-10."""
         if self.settings.mtp_weights == "rows":
             of_ranks = [rows for rows, cp in self.ranks if cp == 0]
             held, masks = ([[whole[row] for row in rows] for rows in of_ranks] for whole in (losses, self.masks))
@@ -288,8 +313,14 @@ class _Shares:
         depths = range(1, len(self.masks[0]))
         if not depths:
             return ()
-        of_depths = [[[[each[depth] for each in rank] for rank in side] for depth in depths] for side in (held, masks)]
-        return tuple(multi_token_losses(*of_depths).tolist())
+        shares = [[[[each[depth] for each in rank] for rank in side] for depth in depths] for side in (held, masks)]
+        reports = zip(
+            multi_token_losses(*shares).tolist(),
+            token_losses_of_depths(*shares).tolist(),
+            empty_shares(shares[1]),
+            strict=True,
+        )
+        return tuple(DepthReport(loss=loss, token_loss=token, empty_shares=empty) for loss, token, empty in reports)
 
     def weights(self, valid: Tensor) -> list[list[list[Tensor]]]:
         """Return weights of the tokens of [row][cp rank][depth], [n] float64. R-LOSS-2 to R-LOSS-6."""

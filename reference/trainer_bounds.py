@@ -28,6 +28,8 @@ class Trained:
     """For each step, of the reported loss."""
     depth_bounds: list[tuple[float, ...]]
     """For each step, of what is reported of each depth."""
+    token_depth_bounds: list[tuple[float, ...]]
+    """For each step, of each depth's loss by token."""
     balancing_bounds: list[float]
     """For each step, of the routers' balancing loss."""
     norm_bounds: list[float]
@@ -117,6 +119,13 @@ def _bounded(
             tuple(
                 of_loss(loss, [other.steps[place].mtp_losses[depth] for other in runs], trained)
                 for depth, loss in enumerate(each.mtp_losses)
+            )
+            for place, each in enumerate(exact.steps)
+        ],
+        token_depth_bounds=[
+            tuple(
+                of_loss(depth.token_loss, [other.steps[place].depths[number].token_loss for other in runs], trained)
+                for number, depth in enumerate(each.depths)
             )
             for place, each in enumerate(exact.steps)
         ],

@@ -12,6 +12,8 @@ _NAMES: tuple[tuple[str, str], ...] = (
     (r"^refusal", "refusal"),
     (r"^names", "names"),
     (r"how many", "count"),
+    (r"empty.shares", "token_count"),
+    (r"steps that Adam", "optimizer_step"),
     (r"learning rate", "learning_rate"),
     (r"weight decay", "weight_decay"),
     (r"gradient norm", "gradient_norm"),

@@ -98,7 +98,8 @@ def expect_run(case: RunCase, folder: Path, weights: Mapping[str, torch.Tensor])
         numbers, mask = batches.pad_validation(range(len(some)), case.data_size)
         validation.append(_made(case, [some[number] for number in numbers], mask))
     wanted = {step: [each.rows for each in validation] for step in range(0, case.steps + 1, VALIDATION_PERIOD)}
-    trained = train(shape(), weights, case.reference_settings(), [each.rows for each in steps], validations=wanted)
+    rows_of_steps = [each.rows for each in steps]
+    trained = train(shape(), weights, case.reference_settings(), rows_of_steps, dtype=case.dtype, validations=wanted)
     return ExpectedRun(steps=steps, validation=validation, trained=trained)
 
 

@@ -93,7 +93,7 @@ def _in_draws(mutant: LayoutMutant, check: str, seed: int) -> int:
 def _in_whole_run(mutant: LayoutMutant, seed: int) -> int:
     """Return 1 if a whole run of four steps shows the fault, else 0."""
     runs = importlib.import_module("equivalence.runner.whole_run_jobs")
-    result = runs.check_fault(mutant.name, path=mutant.path, layout=mutant.layout, seed=seed)
+    result = runs.check_fault(mutant, seed=seed)
     _expect_no_other_failure(mutant, result)
     return 0 if result.equal else 1
 

@@ -32,6 +32,8 @@ class LayoutMutant:
     """The cheapest layout of the smallest run whose training steps show it, if any do."""
     path: str = "direct"
     """Of a fault of whole runs: the path whose run shows it, in `layout`."""
+    is_distributed: bool = False
+    """Of a fault of whole runs: whether it takes the distributed optimizer, or depths weighed by rows, to show it."""
     raises: tuple[str, ...] = ()
     """Exceptions by which production itself may refuse to go on; any other is a failure of this suite."""
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from equivalence.mutants.deal_faults import DP2
-from equivalence.mutants.layout_mutant import LayoutMutant
+from equivalence.mutants.layout_mutant import CP2, LayoutMutant
 from equivalence.mutants.rank_faults import ONE
 
 WHOLE_RUN = "whole_run"
@@ -43,6 +43,32 @@ def _without_moments(engine: Any) -> None:
         for state in each.optimizer.state.values():
             state["exp_avg"].zero_()
             state["exp_avg_sq"].zero_()
+
+
+def _counts_left(_sound: Any) -> Any:
+    def set_steps(optimizer: Any) -> None:
+        """Leave the counts as megatron-core loads them."""
+
+    return set_steps
+
+
+def _divided_by_its_own(_sound: Any) -> Any:
+    def token_sums(feed: Any, loss: torch.Tensor, depth: int) -> torch.Tensor:
+        own = feed.tables.rank_counts[depth]
+        return torch.stack([loss.float() * own, own, (own == 0).to(torch.float32)])
+
+    return token_sums
+
+
+def _training_on(sound: Any) -> Any:
+    def evaluate(engine: Any, batches: Any) -> Any:
+        engine.model.eval = engine.model.train
+        try:
+            return sound(engine, batches)
+        finally:
+            del engine.model.eval
+
+    return evaluate
 
 
 def _a_step_back(sound: Any) -> Any:
@@ -277,6 +303,32 @@ RUN_MUTANTS = (
         story="the learning rate is read when the schedule has gone on",
         target="production.training.engine:Engine.step",
         wrong=_of_the_next_step,
+        first=WHOLE_RUN,
+        layout=ONE,
+    ),
+    LayoutMutant(
+        name="adams_steps_as_loaded",
+        story="after a resume with the distributed optimizer Adam's own count of steps is what megatron-core loads",
+        target="production.training.checkpoint.manager:set_steps",
+        wrong=_counts_left,
+        first=WHOLE_RUN,
+        layout=DP2,
+        is_distributed=True,
+    ),
+    LayoutMutant(
+        name="depths_by_token_divided_by_the_rank",
+        story="with depths weighed by rows the losses by token are counted as if each rank divided by its own targets",
+        target="production.parallel.multi_token_feed:DepthFeed.token_sums",
+        wrong=_divided_by_its_own,
+        first=WHOLE_RUN,
+        layout=CP2,
+        is_distributed=True,
+    ),
+    LayoutMutant(
+        name="validation_counts_as_training",
+        story="a validation leaves the model training, and the losses of its depths are counted into the next step",
+        target="production.training.engine:Engine.evaluate",
+        wrong=_training_on,
         first=WHOLE_RUN,
         layout=ONE,
     ),

@@ -4,6 +4,7 @@ reference.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import tempfile
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ from equivalence.checks.runs.whole_run import NAME, check_whole_run, whole
 from equivalence.errors import SuiteError
 from equivalence.expectations.run import ExpectedRun, expect_run
 from equivalence.generators.models import Layout, layouts
+from equivalence.mutants.layout_mutant import CP2, LayoutMutant
 from equivalence.runner.counters import Tally, differing
 from equivalence.runner.job import Job
 from equivalence.runner.layout_runs import MODULES, seats
@@ -55,15 +57,29 @@ def preload_whole_runs() -> None:
 
 
 def cases_of(job: Job) -> list[RunCase]:
-    """Return the runs of a job: one path in data parallelism alone, or in every layout of as many ranks as `first` says."""
+    """Return the runs of a job: one path in data parallelism alone, or in every layout of as many ranks as `first` says.
+
+    The direct path is then run again with the distributed optimizer, whose state a resume puts together from shares, and
+    with depths weighed by rows: over cp 2, or in each of those layouts.
+    """
     assert job.aim is not None
     found = [each for each in layouts(job.first) if each.sizes.expert_tensor == 1] if job.first else [DP2]
-    return [
-        RunCase(
-            path=job.aim, sizes=each.sizes, data_size=each.data_size, seed=job.seed % 2**31, workers=(2, job.first % 2)
-        )
-        for each in found
+    shared = [each for each in found if each.data_size * each.sizes.context > 1] if job.first else [CP2]
+    rows, workers = job.seed % 2**31, (2, job.first % 2)
+    cases = [
+        RunCase(path=job.aim, sizes=each.sizes, data_size=each.data_size, seed=rows, workers=workers) for each in found
     ]
+    if job.aim == "direct":
+        cases += [
+            distributed(RunCase(path="direct", sizes=each.sizes, data_size=each.data_size, seed=rows, workers=workers))
+            for each in shared
+        ]
+    return cases
+
+
+def distributed(case: RunCase) -> RunCase:
+    """Return the case with the distributed optimizer, and with depths weighed by rows."""
+    return dataclasses.replace(case, mtp_weights="rows", is_distributed=True)
 
 
 def run_drawn(job: Job, tally: Tally) -> None:
@@ -96,10 +112,11 @@ def check_case(case: RunCase, *, fault: str | None = None, expected: ExpectedRun
             return _finding("what all ranks give", "one model's weights", str(error))
 
 
-def check_fault(fault: str, *, path: str, layout: Layout, seed: int) -> CheckResult:
+def check_fault(mutant: LayoutMutant, *, seed: int) -> CheckResult:
     """Run four steps with a fault on every rank, stopped after the second, against the reference's run of them."""
-    case = short_case(path, layout, seed=seed)
-    return check_case(case, fault=fault, expected=sound_run(case)[1])
+    case = short_case(mutant.path, mutant.layout, seed=seed)
+    case = distributed(case) if mutant.is_distributed else case
+    return check_case(case, fault=mutant.name, expected=sound_run(case)[1])
 
 
 def short_case(path: str, layout: Layout, *, seed: int) -> RunCase:

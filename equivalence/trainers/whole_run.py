@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import torch
+
 from equivalence.cases.step import layout_name
 from equivalence.generators import tokenizers
 from equivalence.trainers.production_step import Part
@@ -42,6 +44,8 @@ BALANCE = 0.05
 MULTIPLE = 4
 """Multiple to which each sequence of the online path is padded."""
 PACKER = "first_fit_decreasing"
+UNANSWERED = 0.2
+"""Share of packed rows without an answer: such a row's share has no target at any depth."""
 WEIGHTS = (0.7, 0.3)
 """Of the two files that the direct path blends."""
 GLOBAL_BATCH = {"direct": 4, "online": 6}
@@ -71,6 +75,20 @@ class RunCase:
     """Loader processes before and after that."""
     report_period: int = 1
     """Steps between reports."""
+    mtp_weights: str = "rank"
+    """Tokens by which a depth is weighted: those of the `rank`, or of the `rows` (R-LOSS-6)."""
+    is_distributed: bool = False
+    """True for megatron-core's distributed optimizer, which has no float64: the run is then in float32."""
+
+    @property
+    def precision(self) -> str:
+        """Name of the dtype that the model computes in."""
+        return "float32" if self.is_distributed else "float64"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That dtype."""
+        return torch.float32 if self.is_distributed else torch.float64
 
     @property
     def is_direct(self) -> bool:
@@ -85,7 +103,9 @@ class RunCase:
     @property
     def layout(self) -> str:
         """Path and sizes above 1, in words."""
-        return f"{self.path} {layout_name(self.sizes, self.data_size)}"
+        weights = ", depths weighed by rows" if self.mtp_weights == "rows" else ""
+        optimizer = ", distributed optimizer" if self.is_distributed else ""
+        return f"{self.path} {layout_name(self.sizes, self.data_size)}{weights}{optimizer}"
 
     @property
     def global_batch_size(self) -> int:
@@ -107,6 +127,7 @@ class RunCase:
             schedule=self.schedule,
             beta1=0.9,
             beta2=0.95,
+            mtp_weights=self.mtp_weights,
             normalization="per_token" if self.is_direct else "global_valid_tokens",
             data_parallel_size=self.data_size,
             context_parallel_size=self.sizes.context,
@@ -169,6 +190,8 @@ class RunOutcome:
     """By step the learning rates that it was taken with, of all groups of parameters."""
     decays: dict[int, set[float]]
     """By step the weight decays of the groups that hold a parameter here."""
+    counted: dict[int, set[int]]
+    """By step the steps that Adam had counted before it, of all parameters whose state this rank holds."""
     fed: dict[int, list[list[int]]]
     """By step the tokens of each of this rank's rows, online of each bin's sequences, end to end."""
     validated: list[list[list[int]]]
@@ -205,6 +228,7 @@ def _part(case: RunCase, folder: Path, part: int, worker: Worker) -> RunOutcome:
         numbers={each.step: each.values() for each in outcome.numbers},
         rates=seen.rates,
         decays=seen.decays,
+        counted=seen.counted,
         fed=seen.fed,
         validated=seen.validated,
         begun=seen.begun,
@@ -221,6 +245,7 @@ class _Seen:
         self.data_rank = 0
         self.rates: dict[int, set[float]] = {}
         self.decays: dict[int, set[float]] = {}
+        self.counted: dict[int, set[int]] = {}
         self.fed: dict[int, list[list[int]]] = {}
         self.validated: list[list[list[int]]] = []
         self.begun: list[Part] = []
@@ -252,6 +277,7 @@ class _Seen:
         groups = [group for group in engine.optimizer.param_groups if group["params"]]
         self.rates[self._next] = {group["lr"] for group in groups}
         self.decays[self._next] = {group["weight_decay"] for group in groups}
+        self.counted[self._next] = _counted(engine.optimizer)
         self.fed[self._next] = [_tokens(each) for each in batches]
         if self._next == self._stop_in and self._is_told:
             os.kill(os.getpid(), signal.SIGTERM)
@@ -266,6 +292,19 @@ def _tokens(microbatch: Any) -> list[int]:
         return list(microbatch.input_ids.reshape(-1).tolist())
     lengths = microbatch.input_lengths.tolist()
     return [token for ids, length in zip(microbatch.input_ids, lengths, strict=True) for token in ids[:length].tolist()]
+
+
+def _counted(optimizer: Any) -> set[int]:
+    """Return the step counts of torch's Adam; a parameter without a state has taken no step."""
+    from production.training.checkpoint.megatron_state import single_optimizers  # noqa: PLC0415 - megatron-core
+
+    adams = [each.optimizer for each in single_optimizers(optimizer)]
+    return {
+        int(adam.state[parameter]["step"]) if adam.state.get(parameter) else 0
+        for adam in adams
+        for group in adam.param_groups
+        for parameter in group["params"]
+    }
 
 
 def _weights(engine: Any) -> list[Part]:
@@ -284,11 +323,13 @@ def _weights(engine: Any) -> list[Part]:
 
 
 def _row(draw: random.Random, *, is_packed: bool) -> list[dict[str, str]]:
-    """Draw one to three conversations: some rows cannot hold all of them; online they fit a bin and may begin with an answer."""
+    """Draw one to three conversations: some rows cannot hold all of them, and some have no answer; online they fit a bin and may begin with an answer."""
     if not is_packed:
         question, answer = ({"role": role, "content": _words(draw, 1, 8)} for role in ("user", "assistant"))
         return [answer, question, answer] if draw.random() < 0.25 else [question, answer]
     messages: list[dict[str, str]] = []
+    if draw.random() < UNANSWERED:
+        return [{"role": "system", "content": ""}, {"role": "user", "content": _words(draw, 1, 3)}]
     for _ in range(draw.randint(1, 3)):
         messages.append({"role": "system", "content": ""})
         for _ in range(draw.randint(1, 2)):
@@ -317,7 +358,7 @@ def _settings(case: RunCase, folder: Path, part: int) -> dict[str, Any]:
         "policy.train_global_batch_size": case.global_batch_size,
         "policy.max_total_sequence_length": PACK_LENGTH if case.is_direct else BIN_TOKENS,
         "data.max_input_seq_length": None if case.is_direct else PACK_LENGTH,
-        "policy.precision": "float64",
+        "policy.precision": case.precision,
         "policy.make_sequence_length_divisible_by": MULTIPLE,
         "policy.sequence_packing.enabled": not case.is_direct,
         "policy.sequence_packing.algorithm": PACKER,
@@ -329,6 +370,7 @@ def _settings(case: RunCase, folder: Path, part: int) -> dict[str, Any]:
         "data.last_batch": "wrap" if case.is_direct else "drop",
         "data.num_workers": case.workers[part],
         "data.cache_folder": str(folder / "index"),
+        "loss.mtp_weights": case.mtp_weights,
         "loss.normalization": case.reference_settings().normalization,
         "checkpointing.checkpoint_dir": str(folder / f"{case.path}-checkpoints"),
         "logger.log_dir": str(folder / f"{case.path}-logs"),
@@ -357,6 +399,7 @@ def _settings(case: RunCase, folder: Path, part: int) -> dict[str, Any]:
         f"{megatron}.transformer.moe_router_load_balancing_type": "aux_loss",
         f"{megatron}.transformer.moe_aux_loss_coeff": BALANCE,
         f"{megatron}.optimizer.optimizer": "adam",
+        f"{megatron}.optimizer.use_distributed_optimizer": case.is_distributed,
         f"{megatron}.optimizer.lr": schedule.max_lr,
         f"{megatron}.optimizer.min_lr": schedule.min_lr,
         f"{megatron}.optimizer.weight_decay": schedule.weight_decay,

@@ -139,15 +139,16 @@ class Engine:
         )
 
     def evaluate(self, batches: Sequence[Batch | PaddedBatch]) -> StepReport:
-        """Return losses without gradients. Collective over the world."""
+        """Return losses without gradients. Collective over the world.
+
+        A model that does not train adds nothing to what megatron-core tracks of depths and routers.
+        """
         self.model.eval()
         try:
             with torch.no_grad(), self.settled():
                 return forward_backward(self.model, batches, self._settings_now(), self.place, forward_only=True)
         finally:
             self.model.train()
-            self._take_multi_token()  # megatron-core counts losses of depths without a gradient too
-            clear_router_losses()
 
     @contextlib.contextmanager
     def settled(self) -> Iterator[None]:

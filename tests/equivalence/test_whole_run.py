@@ -73,12 +73,18 @@ def test_each_fault_of_a_rank_or_log_is_named(run):
     wrong = {
         "trained_tokens of step 1": (numbers(first, 1, trained_tokens=7), second),
         "learning_rate of step 4": (first, numbers(second, 4, learning_rate=0.5)),
+        "mtp_1_loss_by_tokens of step 3": (first, numbers(second, 3, mtp_1_loss_by_tokens=9.0)),
+        "mtp_1_empty_shares of step 3": (first, numbers(second, 3, mtp_1_empty_shares=0.125)),
         "mtp_2_loss of step 3": (first, numbers(second, 3, mtp_2_loss=9.0)),
         "gradient_norm of step 2": (numbers(first, 2, gradient_norm=torch.nan), second),
         "tokens_per_second of step 2, times its seconds": (numbers(first, 2, tokens_per_second=1.0), second),
         "rank 0 ended [0]": (dataclasses.replace(first, reason="finished"), second),
         "rank 0 reported steps [1]: how many": (first, dataclasses.replace(second, numbers={4: second.numbers[4]})),
         "rank 0 learning rates of step 3 [0]": (first, dataclasses.replace(second, rates=second.rates | {3: {0.1}})),
+        "rank 0 steps that Adam has counted before step 4 [0]": (
+            first,
+            dataclasses.replace(second, counted=second.counted | {4: {3, 4}}),
+        ),
         "rank 0 weight decays of step 3: how many": (first, dataclasses.replace(second, decays={})),
         "rank 0 rows of validations after [3]: how many": (first, dataclasses.replace(second, validated=[])),
         f"weight {nudged[0].name}, resumed": (first, dataclasses.replace(second, begun=nudged)),
@@ -113,11 +119,17 @@ def test_the_main_job_runs_both_paths_and_counts_them(monkeypatch):
     tally = Tally()
     for job in jobs:
         RUNNERS["whole_run"](job, [], tally)
-    assert [case.layout for case in asked] == ["direct dp2", "online dp2"]
+    assert [case.layout for case in asked] == [
+        "direct dp2",
+        "direct cp2, depths weighed by rows, distributed optimizer",
+        "online dp2",
+    ]
     assert all(case.workers == (2, 0) for case in asked)
-    assert tally.equal[WHOLE_RUN, "any"] == 2
+    assert tally.equal[WHOLE_RUN, "any"] == 3
     several = whole_run_jobs.cases_of(Job(kind="whole_run", subjects=(), aim="direct", first=2))
-    assert {case.layout for case in several} == {f"direct {name}2" for name in ("dp", "cp", "tp", "pp")} | {"direct dp2 ep2", "direct cp2 ep2", "direct tp2 ep2"}  # fmt: skip
+    plain = {f"direct {name}2" for name in ("dp", "cp", "tp", "pp")} | {"direct dp2 ep2", "direct cp2 ep2", "direct tp2 ep2"}  # fmt: skip
+    distributed = {f"{name}, depths weighed by rows, distributed optimizer" for name in plain if "dp2" in name or "cp2" in name}  # fmt: skip
+    assert {case.layout for case in several} == plain | distributed
 
 
 def whole_run_jobs_of_tiny():

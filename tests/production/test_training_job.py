@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import shutil
 from collections import Counter
 from pathlib import Path
 
@@ -270,6 +271,24 @@ def test_a_validation_that_a_signal_cut_off_is_made_up_for(world, rows, tmp_path
     assert not jobs.records(tmp_path, "validation")
     world(1, "train", {"config": config})
     assert [each["step"] for each in jobs.records(tmp_path, "validation")] == [2, 4]
+
+
+def test_a_resume_does_not_repeat_the_validation_of_the_checkpoint_that_it_starts_from(world, rows, tmp_path):
+    validated = {
+        "data.validation.dataset_name": "megatron_sft_packed",
+        "data.validation.data_path": str(rows),
+        "sft.val_period": 2,
+        "checkpointing.save_period": 2,
+    }
+    config = str(jobs.write_job(tmp_path, rows, **validated))
+    world(1, "train", {"config": config})
+    logged = jobs.records(tmp_path, "validation")
+    assert [each["step"] for each in logged] == [2, 4]
+    # A job that was killed after its second step has the checkpoint of that step as its newest.
+    shutil.rmtree(tmp_path / "checkpoints" / "step_00000004")
+    world(1, "train", {"config": config})
+    assert [each["step"] for each in jobs.records(tmp_path, "validation")] == [2, 4, 4]
+    assert jobs.records(tmp_path, "validation")[2]["validation_loss"] == logged[1]["validation_loss"]
 
 
 def test_the_time_to_save_by_ends_a_job_with_a_checkpoint(train, tmp_path):

@@ -95,6 +95,8 @@ def test_r_loss_7_to_10_reported_losses_follow_the_rules():
     assert float(loss.valid_tokens_loss(LOSSES, MASKS, VALID, online=False)) == 13 / 4
     assert float(loss.valid_tokens_loss(LOSSES, MASKS, VALID, online=True)) == 13 / (4 + 1e-8)
     assert loss.multi_token_losses([LOSSES, LOSSES], [MASKS, MASKS]).tolist() == [2.5, 2.5]
+    assert loss.token_losses_of_depths([LOSSES, LOSSES], [MASKS, MASKS]).tolist() == [13 / 4, 13 / 4]
+    assert loss.empty_shares([MASKS, MASKS]) == [0.25, 0.25]
 
 
 def test_r_loss_1_where_all_is_masked_everything_is_0():

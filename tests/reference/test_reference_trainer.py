@@ -259,9 +259,14 @@ def test_r_loss_10_each_depth_is_reported_as_a_mean_over_ranks_of_its_own_means(
         for sizes in ({}, {"data_parallel_size": 2}, {"context_parallel_size": 2, "mtp_weights": "rows"}):
             found = global_objective(model, given, Settings(schedule=COSINE, **sizes)).depths
             assert len(found) == SHAPE.mtp_num_layers
-            assert found[depth - 1] == pytest.approx(sum(means) / len(means), rel=1e-6)
+            assert found[depth - 1].loss == pytest.approx(sum(means) / len(means), rel=1e-6)
+            targets = float(sum(mask.sum() for mask in masks))
+            by_token = sum(mean * float(mask.sum()) for mean, mask in zip(means, masks, strict=True)) / targets
+            assert found[depth - 1].token_loss == pytest.approx(by_token, rel=1e-6)
+            assert found[depth - 1].empty_shares == sum(not mask.any() for mask in masks) / len(masks)
     by_rank = global_objective(model, given, Settings(schedule=COSINE, context_parallel_size=2)).depths
-    assert by_rank != pytest.approx(found, rel=1e-4)
+    assert [each.loss for each in by_rank] != pytest.approx([each.loss for each in found], rel=1e-4)
+    assert [each.token_loss for each in by_rank] == pytest.approx([each.token_loss for each in found], rel=1e-6)
 
 
 def test_a_validation_weighs_tokens_and_moves_nothing():

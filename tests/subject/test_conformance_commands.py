@@ -85,7 +85,10 @@ def test_the_report_is_written_in_three_forms(tmp_path, capsys):
         (["--subject", "packers:right", "--preset", "stict"], "--preset must be one of"),
         (["--subject", "packers:right", "--convention", "shift"], "NAME=VALUE"),
         (["--subject", "packers:right", "--convention", "shift=modle"], "did you mean 'model'"),
-        (["--subject", "packers:right", "--sets", "vald"], "--sets has vald"),
+        (
+            ["--subject", "packers:right", "--sets", "vald"],
+            "--sets must be of valid, divergent, refused and none, got vald",
+        ),
         (["--subject", "packers:right", "--sets", "none", "--drawn", "0"], "no case is left"),
         (["--subject", "packers:right", "--case", "{"], "--case is not JSON"),
         (["--subject", "packers:right", "--case", "{}"], "--case is not a case"),

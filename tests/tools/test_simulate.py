@@ -173,8 +173,8 @@ def test_rows_that_cannot_be_cut_are_refused():
     ("changes", "message"),
     [
         ({"cp": 0}, "cp: must be at least 1, got 0"),
-        ({"depths": -1}, "-1 depths"),
-        ({"rows": 5}, "5 rows over 2 data-parallel ranks"),
+        ({"depths": -1}, "depths: must be at least 0, got -1"),
+        ({"rows": 5}, "rows: must be a multiple of dp, 2, got 5"),
         ({"ep": 3}, "must divide tp·cp·dp, 8, got 3"),
         ({"layout": "spiral"}, "must be one of zigzag, contiguous, got 'spiral'"),
         ({"tp": 5, "ep": 1}, "48 tokens over 2 × 5 ranks"),
@@ -208,7 +208,7 @@ def test_rows_of_a_file(tmp_path):
     path.write_text('[8, 16]\n{"cu_seqlens": [0, 4, 24]}\n')
     assert [row.tolist() for row in read_rows(path)] == [[0, 8, 24], [0, 4, 24]]
     for text, message in (
-        ("[8, 16]\n[8,", "line 2: no JSON"),
+        ("[8, 16]\n[8,", "line 2: the line must be JSON"),
         ("[8, -1]", "line 1: neither lengths"),
         ("[8.0]", "line 1: neither lengths"),
         ("[true]", "line 1: neither lengths"),
@@ -235,7 +235,7 @@ def test_the_command_line(tmp_path, capsys):
     assert call(f"--cp 4 --dp 2 --pack-length 512 --file {file}") == 0
     assert "4 rows of 512 tokens, 8 segments" in capsys.readouterr().out
     assert call(f"--cp 4 --dp 2 --pack-length 512 --rows 6 --file {file}") == 2
-    assert "the file has 4, and 6 are asked for" in capsys.readouterr().err
+    assert "rows: must be at most the 4 rows of the file, got 6" in capsys.readouterr().err
     file.write_text("[6, 506]\n")
     assert call(f"--cp 4 --pack-length 512 --file {file}") == 2
     assert "row 0: segment 0 must have a multiple of 8 (2·cp) tokens, got 6" in capsys.readouterr().err

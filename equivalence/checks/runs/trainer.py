@@ -16,6 +16,7 @@ from equivalence.expectations.step import TIE, reference_shape
 from equivalence.trainers.production_run import TrainingCase, TrainingOutcome
 from equivalence.trainers.production_step import known
 from production.training.metrics.step_numbers import StepNumbers
+from reference.trainer import Stepped
 from reference.trainer_bounds import Trained
 from reference.trainer_bounds import train as train_reference
 
@@ -138,11 +139,7 @@ def _numbers(outcome: TrainingOutcome, expected: Trained) -> list[Difference]:
     for step, (each, found) in enumerate(zip(expected.steps, outcome.numbers, strict=True)):
         name = f"{where} loss of step {step}"
         differences += _near(name, each.loss, known(found.loss), expected.loss_bounds[step])
-        if len(each.mtp_losses) != len(found.mtp_losses):
-            differences.append(difference(f"{where} depths", None, len(each.mtp_losses), len(found.mtp_losses)))
-        for depth, pair in enumerate(zip(each.mtp_losses, found.mtp_losses, strict=False), 1):
-            name = f"{where} loss of depth {depth} of step {step}"
-            differences += _near(name, pair[0], known(pair[1]), expected.depth_bounds[step][depth - 1])
+        differences += _depths(where, step, each, found, expected)
         name = f"{where} gradient norm of step {step}"
         differences += _near(name, each.gradient_norm, _norm(found), expected.norm_bounds[step])
         if found.learning_rate != each.learning_rate:
@@ -152,6 +149,23 @@ def _numbers(outcome: TrainingOutcome, expected: Trained) -> list[Difference]:
         if wrong:
             name = f"{where} weight decay of step {step}"
             differences.append(difference(name, None, each.weight_decay, str(sorted(wrong))))
+    return differences
+
+
+def _depths(where: str, step: int, wanted: Stepped, found: StepNumbers, expected: Trained) -> list[Difference]:
+    reported = [found.mtp_losses, found.mtp_token_losses, found.mtp_empty_shares]
+    if any(len(each) != len(wanted.depths) for each in reported):
+        numbers = [len(each) for each in reported]
+        return [difference(f"{where} depths", None, len(wanted.depths), str(numbers))]
+    differences = []
+    for place, (depth, loss, by_tokens, empty) in enumerate(zip(wanted.depths, *reported, strict=True)):
+        name = f"{where} loss of depth {place + 1} of step {step}"
+        differences += _near(name, depth.loss, known(loss), expected.depth_bounds[step][place])
+        bound = expected.token_depth_bounds[step][place]
+        differences += _near(f"{name}, by token", depth.token_loss, known(by_tokens), bound)
+        if empty != depth.empty_shares:
+            name = f"{where} empty shares of depth {place + 1} of step {step}"
+            differences.append(difference(name, None, depth.empty_shares, empty))
     return differences
 
 

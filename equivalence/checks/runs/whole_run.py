@@ -33,7 +33,7 @@ def check_whole_run(
     case: RunCase, outcomes: Sequence[Parts], expected: ExpectedRun, log: Sequence[Record]
 ) -> CheckResult:
     """Compare production's run, given by the parts of each rank, with the reference's run. Refuse as `router_tie` if rounding chose an expert."""
-    if expected.trained.router_gap <= TIES["float64"]:
+    if expected.trained.router_gap <= TIES[case.precision]:
         return CheckResult(check=NAME, refused=ROUTER_TIE)
     differences: list[Difference] = []
     for parts in outcomes:
@@ -87,7 +87,7 @@ def _fed(case: RunCase, parts: Parts, expected: ExpectedRun) -> list[Difference]
 
 
 def _scheduled(parts: Parts, expected: ExpectedRun) -> list[Difference]:
-    """Compare the rate and the decay of each step, for all groups of parameters, exactly."""
+    """Compare the rate, the decay and Adam's count of each step, for all parameters, exactly."""
     differences: list[Difference] = []
     for step, wanted in enumerate(expected.trained.steps, 1):
         where = f"rank {parts[0].rank}"
@@ -95,6 +95,8 @@ def _scheduled(parts: Parts, expected: ExpectedRun) -> list[Difference]:
         decays = [part.decays[step] for part in parts if step in part.decays]
         differences += _same(f"{where} learning rates of step {step}", [{wanted.learning_rate}], rates)
         differences += _same(f"{where} weight decays of step {step}", [{0.0, wanted.weight_decay}], decays)
+        counted = [part.counted[step] for part in parts if step in part.counted]
+        differences += _same(f"{where} steps that Adam has counted before step {step}", [{step - 1}], counted)
     return differences
 
 
@@ -108,10 +110,11 @@ def _reported(case: RunCase, outcomes: Sequence[Parts], expected: ExpectedRun) -
         differences += _same(f"what rank {parts[0].rank} reports", numbers, others)
     for step, wanted in enumerate(trained.steps, 1):
         found, place = numbers.get(step, {}), step - 1
-        losses = {"loss": (wanted.loss, trained.loss_bounds[place])} | {
-            f"mtp_{depth}_loss": (loss, trained.depth_bounds[place][depth - 1])
-            for depth, loss in enumerate(wanted.mtp_losses, 1)
-        }
+        losses = {"loss": (wanted.loss, trained.loss_bounds[place])}
+        for number, depth in enumerate(wanted.depths):
+            name = f"mtp_{number + 1}"
+            losses[f"{name}_loss"] = (depth.loss, trained.depth_bounds[place][number])
+            losses[f"{name}_loss_by_tokens"] = (depth.token_loss, trained.token_depth_bounds[place][number])
         losses["load_balancing_loss"] = (wanted.balancing_loss, trained.balancing_bounds[place])
         for name, (value, bound) in (
             losses | {"gradient_norm": (wanted.gradient_norm, trained.norm_bounds[place])}
@@ -122,6 +125,7 @@ def _reported(case: RunCase, outcomes: Sequence[Parts], expected: ExpectedRun) -
             "consumed_samples": step * case.global_batch_size,
             "all_masked": False,
         } | _counts(expected.steps[place].counts)
+        exact |= {f"mtp_{number}_empty_shares": depth.empty_shares for number, depth in enumerate(wanted.depths, 1)}
         for name, value in exact.items():
             differences += _same(f"{name} of step {step}", value, found.get(name))
         tokens = found.get("tokens_per_second", 0.0) * found.get("step_seconds", 0.0)
