@@ -209,10 +209,10 @@ def test_rows_of_a_file(tmp_path):
     assert [row.tolist() for row in read_rows(path)] == [[0, 8, 24], [0, 4, 24]]
     for text, message in (
         ("[8, 16]\n[8,", "line 2: the line must be JSON"),
-        ("[8, -1]", "line 1: neither lengths"),
-        ("[8.0]", "line 1: neither lengths"),
-        ("[true]", "line 1: neither lengths"),
-        ("{}", "line 1: neither lengths"),
+        ("[8, -1]", "line 1: the line must have lengths"),
+        ("[8.0]", "line 1: the line must have lengths"),
+        ("[true]", "line 1: the line must have lengths"),
+        ("{}", "line 1: the line must have lengths"),
         ("", "no row"),
     ):
         path.write_text(text)
