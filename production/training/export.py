@@ -1,9 +1,9 @@
 """Write the weights of a checkpoint of any layout, whole, to one file: `python -m production.training.export
 CHECKPOINT OUT.safetensors`.
 
-With `--huggingface NAME` the output is a Hugging Face checkpoint in the folder OUT, through Megatron-Bridge. One
-process does the export, with memory for the model twice, and needs neither the job's layout nor its data; the plain
-file needs no device.
+With `--huggingface NAME` the output is a Hugging Face checkpoint in the folder OUT, through Megatron-Bridge; with `--megatron-lm` it is a
+folder that Megatron-LM's `--load` takes. One process does the export, with memory for the model twice, and needs
+neither the job's layout nor its data; the plain file and Megatron-LM's folder need no device.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import distributed
 from torch._C._distributed_c10d import HashStore
+from torch.distributed.checkpoint.api import CheckpointException
 
 from production import exits
 from production.errors import PackproofError
@@ -54,7 +55,9 @@ def export(checkpoint: Path, out: Path) -> dict[str, tuple[int, ...]]:
     """
     with _alone():
         manifest = _verified(checkpoint)
-        tensors = {name: tensor for key, whole in _stored(checkpoint).items() for name, tensor in _apart(key, whole)}
+        tensors = {
+            name: tensor for key, whole in stored_weights(checkpoint).items() for name, tensor in _apart(key, whole)
+        }
     if not tensors:
         raise PackproofError(what="it holds no weights", where=str(checkpoint), fix="give a checkpoint of a job")
     beside = out.with_name(f".{out.name}.writing")
@@ -90,6 +93,30 @@ def export_huggingface(checkpoint: Path, name: str, folder: Path) -> None:
         save_huggingface(model, name, folder)
 
 
+def export_megatron_lm(checkpoint: Path, folder: Path) -> Path:
+    """Verify a checkpoint and write its weights into `folder` as Megatron-LM does; return the folder of its iteration.
+
+    Megatron-LM starts from it with `--load FOLDER --finetune`, in any layout, and takes the model's shape from it with
+    `--use-checkpoint-args`. Raises PackproofError as `export`, and for a folder that is not empty. Call it in a process without a process group.
+    """
+    from production.training.checkpoint.megatron_lm import model_arguments, stored_objects, write_folder  # noqa: PLC0415
+
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise _unwritable(folder, "it is there already")
+    with _alone():
+        manifest = _verified(checkpoint)
+        arguments = model_arguments(
+            _settings(manifest), iteration=manifest.step, consumed_samples=manifest.consumed_samples
+        )
+        weights, objects = stored_weights(checkpoint), stored_objects(checkpoint)
+        if not weights:
+            raise PackproofError(what="it holds no weights", where=str(checkpoint), fix="give a checkpoint of a job")
+        try:
+            return write_folder(weights, objects, arguments=arguments, iteration=manifest.step, folder=folder)
+        except (OSError, CheckpointException) as error:
+            raise _unwritable(folder, error) from error
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line. Exit status: 0 done, 2 the checkpoint cannot be exported."""
     quiet()
@@ -100,15 +127,25 @@ def _main(arguments: Sequence[str] | None) -> int:
     parser = argparse.ArgumentParser(prog="python -m production.training.export", description="Weights in one file.")
     parser.add_argument("checkpoint", type=Path, help="a folder step_NNNNNNNN")
     parser.add_argument(
-        "out", type=Path, help="the file to write, such as weights.safetensors; a folder for --huggingface"
+        "out",
+        type=Path,
+        help="the file to write, such as weights.safetensors; a folder for --huggingface and --megatron-lm",
     )
-    parser.add_argument(
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument(
         "--huggingface",
         metavar="NAME",
         help="write a Hugging Face checkpoint instead, as NAME (a folder or a name) is written; needs Megatron-Bridge",
     )
+    form.add_argument(
+        "--megatron-lm", action="store_true", help="write a folder instead that Megatron-LM's --load takes (--finetune)"
+    )
     options = parser.parse_args(arguments)
     try:
+        if options.megatron_lm:
+            written = export_megatron_lm(options.checkpoint, options.out)
+            print(f"{written}; Megatron-LM starts from it with --load {options.out} --finetune")
+            return 0
         if options.huggingface is not None:
             export_huggingface(options.checkpoint, options.huggingface, options.out)
             print(f"{options.out}, in the form of {options.huggingface}")
@@ -168,7 +205,11 @@ def _alone() -> Iterator[None]:
         distributed.destroy_process_group()
 
 
-def _stored(checkpoint: Path) -> Mapping[str, torch.Tensor]:
+def stored_weights(checkpoint: Path) -> Mapping[str, torch.Tensor]:
+    """Return the weights of a checkpoint of a job or of Megatron-LM (torch_dist), whole, under megatron-core's names.
+
+    Call it in a process group of one rank, within the CPU shim where CUDA is absent.
+    """
     from megatron.core import dist_checkpointing  # noqa: PLC0415 - heavy
 
     # Without the optimizer's: at two moments and a copy in float32 it is several times the model.

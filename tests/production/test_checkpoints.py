@@ -210,6 +210,63 @@ def test_an_export_to_hugging_face_writes_over_nothing(saved, tmp_path, monkeypa
     assert f"{tmp_path}: it cannot be written: it is there already" in capsys.readouterr().err
 
 
+def test_megatron_lm_loads_the_exported_folder_with_its_own_code_and_one_flag(world, saved, tmp_path):
+    checkpoint, out = saved[0] / "checkpoints" / "step_00000002", tmp_path / "out"
+    done = subprocess.run(
+        [sys.executable, "-m", "production.training.export", str(checkpoint), str(out), "--megatron-lm"],
+        capture_output=True, text=True, check=False, cwd=Path(__file__).parents[2],
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+    assert f"--load {out} --finetune" in done.stdout
+    assert sorted(path.name for path in out.iterdir()) == ["iter_0000002", "latest_checkpointed_iteration.txt"]
+    assert (out / "latest_checkpointed_iteration.txt").read_text() == "2"
+    payload = {"folder": str(out), "checkpoint": str(checkpoint), "flags": ["--finetune"]}
+    (found,) = world(1, "loaded_by_megatron_lm", payload)
+    assert found["equal"]
+    assert found["weights"] > 10
+    assert found["iteration"] == 0, "a new run begins"
+    # --use-checkpoint-args takes the shape of the model from it.
+    config = json.loads((saved[0] / "job.yaml").read_text())
+    model, arguments = config["model"], found["arguments"]
+    for name in ("num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size", "moe_ffn_hidden_size"):
+        assert arguments[name] == model[name], name
+    assert (arguments["num_experts"], arguments["swiglu"], arguments["normalization"]) == (2, True, "RMSNorm")
+    assert (arguments["mtp_num_layers"], arguments["moe_layer_freq"]) == (1, [0, 1])
+    assert (arguments["add_bias_linear"], arguments["untie_embeddings_and_output_weights"]) == (False, True)
+    assert (found["stored"]["iteration"], found["stored"]["no_save_optim"], found["stored"]["no_save_rng"]) == (
+        2,
+        True,
+        True,
+    )
+    assert found["stored"]["consumed_train_samples"] > 0
+
+
+def test_every_argument_in_an_exported_folder_is_one_of_megatron_lm(saved):
+    from production.training.checkpoint.manifest import read_manifest
+    from production.training.checkpoint.megatron_lm import model_arguments
+    from production.training.export import _settings
+    from tools.from_megatron_lm.arguments import DERIVED
+    from tools.from_megatron_lm.reading import defaults
+
+    manifest = read_manifest(saved[0] / "checkpoints" / "step_00000002")
+    found = vars(model_arguments(_settings(manifest), iteration=2, consumed_samples=8))
+    assert found.keys() - defaults().keys() - DERIVED == {"iteration"}
+
+
+def test_an_export_to_megatron_lm_writes_over_nothing_and_takes_no_damaged_checkpoint(folder, tmp_path, capsys):
+    from production.training.export import main
+
+    checkpoint = folder / "checkpoints" / "step_00000002"
+    assert main([str(checkpoint), str(tmp_path), "--megatron-lm"]) == 2
+    assert f"{tmp_path}: it cannot be written: it is there already" in capsys.readouterr().err
+    flipped(next(checkpoint.glob("*.distcp")), 100)
+    out = tmp_path / "out"
+    assert main([str(checkpoint), str(out), "--megatron-lm"]) == 2
+    assert not out.exists()
+    with pytest.raises(SystemExit):
+        main([str(checkpoint), str(out), "--megatron-lm", "--huggingface", "x"])
+
+
 STARTS = {
     "Megatron-LM's, without a manifest": ("iter_0000002", [], None),
     "one whose manifest is not there": ("step_00000009", [], "the folder must be a whole checkpoint"),

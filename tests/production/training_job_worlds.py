@@ -479,6 +479,41 @@ def exported_to_hugging_face(payload, worker):  # noqa: ARG001 - as a world call
     return kept
 
 
+def loaded_by_megatron_lm(payload, worker):  # noqa: ARG001 - as a world calls it
+    """What the installed Megatron-LM takes of a folder: the arguments of the model, the iteration, and whether its weights are the checkpoint's."""
+    import argparse
+
+    from megatron.training import checkpointing, global_vars
+    from megatron.training.arguments import add_megatron_arguments
+
+    from production.model.model import build_model
+    from production.parallel.sizes import ParallelSizes
+    from production.training.checkpoint.manifest import read_manifest
+    from production.training.checkpoint.weights import load_weights
+    from production.training.distributed.launch import launched
+    from production.training.export import _settings
+
+    parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    given = parser.parse_args(["--load", payload["folder"], "--ckpt-format", "torch_dist", *payload["flags"]])
+    given.world_size, given.data_parallel_size, given.use_dist_ckpt, given.rank = 1, 1, True, 0
+    checkpoint = Path(payload["checkpoint"])
+    with launched(ParallelSizes(), device="cpu", timeout_seconds=600, seed=0, deterministic=False):
+        given, of_checkpoint = checkpointing.load_args_from_checkpoint(given)
+        global_vars.set_args(given)
+        first, second = (build_model(_settings(read_manifest(checkpoint)), ParallelSizes()) for _ in range(2))
+        load_weights(checkpoint, first)
+        iteration, _ = checkpointing.load_checkpoint([second], None, None)
+        pairs = [(mine, theirs) for mine, theirs in zip(first.parameters(), second.parameters(), strict=True)]
+        equal = all(torch.equal(mine, theirs) for mine, theirs in pairs)
+    return {
+        "arguments": vars(given),
+        "stored": vars(of_checkpoint),
+        "iteration": iteration,
+        "equal": equal,
+        "weights": len(pairs),
+    }
+
+
 def told(payload, worker):
     """Several jobs one after the other, each with what it printed to standard error."""
     import io

@@ -406,6 +406,28 @@ def test_a_name_that_no_argument_has_is_refused_in_a_dump_too():
     assert read_text(text, name="log").unknown == ("new_magic",)
 
 
+def test_what_megatron_lm_fills_in_is_taken_in_a_dump_and_refused_where_it_was_given(tmp_path, capsys):
+    """A dump has `eval_micro_batch_size 1`, sizes of a layout that is not asked for, and more that no command line has."""
+    filled = {
+        "eval_micro_batch_size": 1,
+        "tensor_parallel_num_weight_shards": 1,
+        "expert_tensor_parallel_num_weight_shards": 1,
+    }
+    log, whole = tmp_path / "run.log", dump_of([*COMMON, "--train-iters", "8", "--expert-tensor-parallel-size", "1"])
+    for name, value in filled.items():
+        whole = re.sub(rf"( {name} \.+) None", rf"\1 {value}", whole)
+    derived = ["gtp_weight_remat_size", "expert_gtp_weight_remat_size", "use_dist_ckpt"]
+    more = "".join(f"  {name} ........ {'True' if name == 'use_dist_ckpt' else 1}\n" for name in derived)
+    log.write_text(whole.replace("  world_size ", f"{more}  world_size "))
+    assert main([str(log), "-o", str(tmp_path / "job.yaml")]) == 0
+    assert "num_weight_shards" not in (tmp_path / "job.yaml").read_text()
+    log.write_text(log.read_text().replace("  gtp_weight_remat_size ........ 1", "  gtp_weight_remat_size ........ 2"))
+    assert main([str(log), "-o", str(tmp_path / "job.yaml")]) == 2
+    assert "refused: gtp_weight_remat_size 2" in capsys.readouterr().err
+    assert main(["--", *COMMON, "--train-iters", "8", "--eval-micro-batch-size", "1"]) == 2
+    assert "refused: --eval-micro-batch-size 1" in capsys.readouterr().err
+
+
 def test_words_of_an_argument_dump_are_read_as_the_parser_stores_them():
     text = dump_of([*COMMON, "--train-iters", "8", "--attention-backend", "unfused"])
     text = re.sub(r"(main_grads_dtype \.+) fp32", r"\1 torch.float32", text)

@@ -1,8 +1,11 @@
 """`compare_runs live`: Megatron-LM's own pieces and packproof on the same file, weights, layout and schedule, interleaved in one run.
 
     python -m tools.compare_runs live --config examples/jobs/small-cpu.yaml --layout cp2 --html live.html
+    python -m tools.compare_runs live --config examples/jobs/small-cpu.yaml --layout cp2 --megatron-source ../Megatron-LM
 
-On CPU it forks its ranks, up to eight; under torchrun (GPUs) it is one of them. Exit status: 0 equal as asked, 1 not, 2 bad input.
+With --megatron-source Megatron-LM's side is its own driver script, `pretrain_gpt.py` of that source tree, unmodified; then one program runs
+after the other, on CPU. On CPU it forks its ranks, up to eight; under torchrun (GPUs) it is one of them. Exit status: 0 equal as
+asked, 1 not, 2 bad input.
 """
 
 from __future__ import annotations
@@ -49,6 +52,7 @@ TIMED = (
     "timed: from cleared gradients to updated weights, begun together after a barrier, the slowest rank's; rows were fetched "
     "before and numbers read after, on both sides"
 )
+UNTIMED = "not timed: the two programs ran one after the other"
 _DAY = 86_400.0
 _DIMENSIONS = {
     "tp": "tensor_model_parallel_size",
@@ -75,6 +79,10 @@ class Arguments:
     """Such as tp2,cp2,dp2: sizes of tp, cp, pp, dp, ep, etp; what it does not name is the job's, and dp 1."""
     normalization: Literal["per_token", "mean_of_means", "global_valid_tokens"] | None = None
     """Divisor of losses; by default the job's. Megatron-LM has no global_valid_tokens: it then runs per_token."""
+    megatron_source: Path | None = None
+    """Source tree of Megatron-LM, of the installed megatron-core's minor version: its pretrain_gpt.py is the other side."""
+    keep: Path | None = None
+    """With --megatron-source: an empty folder in which the driver's log and command line, the job and all checkpoints are kept."""
     html: Annotated[Path | None, tyro.conf.arg(aliases=["--picture"])] = None
     """Write a self-contained page with pictures of both systems there."""
     json_file: Annotated[Path | None, tyro.conf.arg(name="json")] = None
@@ -99,7 +107,10 @@ def main(arguments: Sequence[str]) -> int:
             raise InputError(
                 f"no step of {window} is among the {options.steps} that are taken: choose --window or --steps"
             )
-        measured = _measure(job, world_size)
+        if options.megatron_source is not None:
+            measured: Any = _measure_driver(job, world_size, options)
+        else:
+            measured = _measure(job, world_size)
         if measured is None:
             return 0  # another rank tells
         runs, weights = _runs(job, world_size, measured), measured.unequal_weights
@@ -108,7 +119,7 @@ def main(arguments: Sequence[str]) -> int:
             *broken_limits(comparison, most_loss_difference=None, most_time_ratio=options.most_time_ratio),
             *(() if limit is None else _unequal(comparison, limit, weights)),
         ]
-        more = {"live": _document(options, job, world_size, runs, weights)}
+        more = {"live": _document(options, job, world_size, runs, measured)}
         deliver(comparison, broken=broken, html=options.html, json_file=options.json_file, more=more)
     except (SuiteError, PackproofError, OSError) as error:
         print(f"packproof-compare-runs: {error}", file=sys.stderr)
@@ -180,6 +191,18 @@ def _measure(job: Job, world_size: int) -> Any:
         return together(world.run(TARGET, job))
 
 
+def _measure_driver(job: Job, world_size: int, options: Arguments) -> Any:
+    """Return `driver.run.Measured`. Raises InputError where the driver cannot be started like this."""
+    if device_here(job) != "cpu" or "RANK" in os.environ:
+        raise InputError(
+            "--megatron-source runs on CPU ranks that are forked here: set cluster.device=cpu, without torchrun"
+        )
+    from tools.compare_runs.driver.run import measure  # noqa: PLC0415 - megatron-core
+
+    assert options.megatron_source is not None
+    return measure(job, world_size, source=options.megatron_source, keep=options.keep)
+
+
 def read_ahead(job: Job) -> None:
     """Have this process open the file and the tokenizer, so that ranks forked from it need not."""
     from equivalence.subjects.megatron_lm import training_dataset  # noqa: PLC0415 - megatron-core
@@ -190,15 +213,15 @@ def read_ahead(job: Job) -> None:
 
 
 def _runs(job: Job, world_size: int, measured: Any) -> tuple[Run, Run]:
-    from equivalence.trainers.megatron_step import STAND_INS  # noqa: PLC0415 - megatron-core, which warns where it is not preloaded
-
     where = f"{world_size} ranks, {layout_name(sizes(job), sizes(job).data(world_size))}, {device_here(job)}"
-    remarks = {name: [_rows_took(series)] for name, series in measured.series.items()}
+    remarks: dict[str, list[str]] = {name: [] for name in measured.series}
     first, second = measured.series
-    remarks[first] += [f"stand-in for {what}: {why}" for what, why in STAND_INS.items()]
+    if measured.is_interleaved:
+        remarks = {name: [_rows_took(series)] for name, series in measured.series.items()}
+    remarks[first] += [f"stand-in for {what}: {why}" for what, why in measured.stand_ins.items()]
     if job.loss.normalization == "global_valid_tokens":
         remarks[first].append("divides per token, as it has no global_valid_tokens")
-    remarks[second].append(TIMED)
+    remarks[second].append(TIMED if measured.is_interleaved else UNTIMED)
     return tuple(
         Run(name=name, source="run here", place=where, series=measured.series[name], remarks=remarks[name])
         for name in (first, second)
@@ -246,11 +269,7 @@ def _trains_nothing(comparison: Comparison) -> set[int]:
     }
 
 
-def _document(
-    options: Arguments, job: Job, world_size: int, runs: tuple[Run, Run], weights: Sequence[str]
-) -> dict[str, Any]:
-    from equivalence.trainers.megatron_step import STAND_INS, UPSTREAM  # noqa: PLC0415 - as above
-
+def _document(options: Arguments, job: Job, world_size: int, runs: tuple[Run, Run], measured: Any) -> dict[str, Any]:
     return {
         "config": [str(path) for path in options.config],
         "overrides": [*ALIKE, *options.overrides],
@@ -260,14 +279,8 @@ def _document(
         "normalization": job.loss.normalization,
         "multi_token_depths": multi_token_depths(job),
         "device": device_here(job),
-        "stand_ins": dict(STAND_INS),
-        "upstream": [
-            "SFTDataset",
-            "MegatronPretrainingSampler",
-            *UPSTREAM,
-            "get_megatron_optimizer",
-            "OptimizerParamScheduler",
-        ],
-        "unequal_weights": list(weights),
+        "stand_ins": dict(measured.stand_ins),
+        "upstream": list(measured.upstream),
+        "unequal_weights": list(measured.unequal_weights),
         "series": {run.name: {name: list(values.items()) for name, values in run.series.items()} for run in runs},
     }

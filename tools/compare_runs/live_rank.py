@@ -10,7 +10,7 @@ import gc
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from torch import distributed
 
 from equivalence.errors import SuiteError
+from equivalence.trainers import megatron_step
 from equivalence.workers import Worker
 from production.model.device.shim import cpu_shim
 from production.parallel.sizes import RankCoordinates, parallel
@@ -28,6 +29,15 @@ from production.training.config import Job, device_here, sizes
 from tools.compare_runs.live_systems import MEGATRON_LM, PACKPROOF, System, both, unequal_weights
 
 Series = dict[str, dict[int, float]]
+STAND_INS = megatron_step.STAND_INS
+UPSTREAM = (
+    "SFTDataset",
+    "MegatronPretrainingSampler",
+    *megatron_step.UPSTREAM,
+    "get_megatron_optimizer",
+    "OptimizerParamScheduler",
+)
+"""Parts of the assembled Megatron-LM that are its own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +48,12 @@ class Measured:
     """By system: those of `Run.series`, and `data_seconds`, what fetching the step's rows took."""
     unequal_weights: Sequence[str]
     """Tensors of which the two systems' values differ after the last step."""
+    stand_ins: Mapping[str, str] = field(default_factory=lambda: STAND_INS)
+    """What stands in for a part of Megatron-LM's side, by the part."""
+    upstream: Sequence[str] = UPSTREAM
+    """Parts of Megatron-LM's side that are its own."""
+    is_interleaved: bool = True
+    """Whether the two systems took turns step by step, so that their times can be compared."""
 
 
 @contextlib.contextmanager
@@ -88,22 +104,23 @@ def run_both(job: Job, worker: Worker) -> Measured:
 
 def together(measured: Sequence[Measured]) -> Measured:
     """Combine the measurements of all ranks: the slowest rank's seconds, and numbers on which all ranks agree. Raises SuiteError if they disagree."""
-    merged: dict[str, Series] = {}
-    for system in measured[0].series:
-        series: Series = {}
-        for rank, each in enumerate(measured):
-            for name, values in each.series[system].items():
-                known = series.setdefault(name, {})
-                for step, value in values.items():
-                    if name.endswith("_seconds"):
-                        known[step] = max(value, known.get(step, 0.0))
-                    elif known.setdefault(step, value) != value and value == value:  # noqa: PLR0124 - NaN is no disagreement
-                        raise SuiteError(
-                            f"{system}, step {step}: rank {rank} has {name} {value}, another {known[step]}"
-                        )
-        merged[system] = series
+    merged = {system: agreed(system, [each.series[system] for each in measured]) for system in measured[0].series}
     names = sorted({name for each in measured for name in each.unequal_weights})
     return Measured(series=merged, unequal_weights=names)
+
+
+def agreed(system: str, ranks: Sequence[Series]) -> Series:
+    """Return one system's series of all ranks as one: of seconds the longest. Raises SuiteError for other numbers that differ."""
+    series: Series = {}
+    for rank, each in enumerate(ranks):
+        for name, values in each.items():
+            known = series.setdefault(name, {})
+            for step, value in values.items():
+                if name.endswith("_seconds"):
+                    known[step] = max(value, known.get(step, 0.0))
+                elif known.setdefault(step, value) != value and value == value:  # noqa: PLR0124 - NaN is no disagreement
+                    raise SuiteError(f"{system}, step {step}: rank {rank} has {name} {value}, another {known[step]}")
+    return series
 
 
 def _timed(system: System, *, is_cuda: bool) -> float:

@@ -282,8 +282,18 @@ WITHOUT_EFFECT: Mapping[str, str] = {name: why for why, names in _WITHOUT_EFFECT
 
 _DERIVED = """
     _is_global_batch_size_explicitly_specified consumed_train_bins consumed_train_samples consumed_valid_samples cpu_offloading
-    data_parallel_size grpo_samples_per_iteration params_dtype rank skipped_train_samples transformer_pipeline_model_parallel_size
-    use_custom_fsdp use_layer_wise_distributed_optimizer variable_seq_lengths virtual_pipeline_model_parallel_size world_size
+    data_parallel_size expert_gtp_weight_remat_size grpo_samples_per_iteration gtp_weight_remat_size params_dtype rank skipped_train_samples transformer_pipeline_model_parallel_size
+    use_custom_fsdp use_dist_ckpt use_layer_wise_distributed_optimizer variable_seq_lengths virtual_pipeline_model_parallel_size world_size
 """
 DERIVED = frozenset(_DERIVED.split())
 """Names of a dump that Megatron-LM derives from its arguments."""
+
+ONLY_ONE = ("gtp_weight_remat_size", "expert_gtp_weight_remat_size")
+"""Derived sizes of a layout that a job does not have: they must be 1."""
+
+FILLED_IN: Mapping[str, str] = {
+    "eval_micro_batch_size": "micro_batch_size",
+    "tensor_parallel_num_weight_shards": "tensor_model_parallel_size",
+    "expert_tensor_parallel_num_weight_shards": "expert_tensor_parallel_size",
+}
+"""Argument that a run fills in from another one, so that a dump has its value where nothing was given."""

@@ -12,7 +12,7 @@ from typing import Any
 from production.tokens.folder import folder_fault
 from production.training.config.megatron_options import option_defaults
 from production.training.data.tokenizer import rows_needed
-from tools.from_megatron_lm.arguments import BOTH, PASSED_ON, REFUSED, SILENT, WITHOUT_EFFECT
+from tools.from_megatron_lm.arguments import BOTH, FILLED_IN, ONLY_ONE, PASSED_ON, REFUSED, SILENT, WITHOUT_EFFECT
 from tools.from_megatron_lm.job_yaml import Line, Translation
 from tools.from_megatron_lm.reading import Arguments, defaults, flags
 
@@ -355,6 +355,8 @@ class _Translator:
         for kind in ("transformer", "distributed_data_parallel_config"):
             for name in sorted(PASSED_ON[kind]):
                 value, default = self._get(name), option_defaults(kind)[name]
+                if self._is_filled_in(name):
+                    continue
                 if (
                     name in _ALWAYS
                     or (_differs(value, default) and _differs(value, defaults()[name]))
@@ -365,8 +367,13 @@ class _Translator:
     def _others(self) -> None:
         given = self._arguments.given or frozenset()
         for name, fix in REFUSED.items():
-            if name in self._arguments.values and _differs(self._get(name), defaults()[name]):
+            is_away = name in self._arguments.values and _differs(self._get(name), defaults()[name])
+            if is_away and not self._is_filled_in(name):
                 self._refuse(name, fix)
+        for name in ONLY_ONE:
+            if self._get(name) not in (None, 1):
+                fix = "the job does not have this layout of ranks: take out what makes it more than 1"
+                self._found.refused.append((f"{name} {self._get(name)}", fix))
         for name, why in WITHOUT_EFFECT.items():
             if name in given or (name in self._arguments.values and _differs(self._get(name), defaults()[name])):
                 self._told.add(name)
@@ -375,6 +382,10 @@ class _Translator:
             self._found.refused.append(
                 (word, "the installed Megatron-LM has no such argument: take it out, or add what it says to the YAML")
             )
+
+    def _is_filled_in(self, name: str) -> bool:
+        """Return whether Megatron-LM gave an argument of a dump the value of another one, as it does where nothing is given."""
+        return self._arguments.is_dump and name in FILLED_IN and self._get(name) == self._get(FILLED_IN[name])
 
     def _launcher(self) -> None:
         """Write torchrun's number of ranks; where it is left to the machine (`gpu`, `1:4`), there is no key."""
