@@ -1,4 +1,4 @@
-"""The main job: `python -m equivalence` compares all sides on saved, real and generated rows; `promote` keeps a case; `mutants` prints what finds which fault."""
+"""The main job: `python -m equivalence` compares all sides on saved, real and generated rows; `promote` makes a case permanent; `mutants` prints which check finds which fault."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Run:
     """
 
     size: Literal["tiny", "standard", "long"] = "tiny"
-    """tiny: some three minutes on two idle cores; standard: some twenty; long: until --rows are done, or for ever."""
+    """tiny: some three minutes on two idle cores; standard: some twenty; long: until --rows are done, or until you stop it."""
     seed: int = 0
     """The same seed draws the same rows, on any number of workers."""
     shard: str = "1/1"
@@ -60,9 +60,9 @@ class Run:
     sample: str = str(EXAMPLES / "packed" / "sample.jsonl.packed")
     """Packed JSONL file of real rows: each is built first as its manifest says; `none` leaves it out."""
     tokenizer: str = "nemotron-mini"
-    """Of the sample: a name (nemotron-mini, nemotron-like, …) or a folder."""
+    """Tokenizer of the sample: a name (nemotron-mini, nemotron-like, …) or a folder."""
     pack_length: int | None = None
-    """Of the sample, in tokens; if not given, what its manifest says, else 2048. In other settings rounded down to what cp divides."""
+    """Pack length of the sample, in tokens. Default: the manifest's, or 2048 without a manifest. In other settings it is rounded down to a multiple that cp allows."""
     formats: str | None = None
     """Prompt formats to build rows in, comma-separated; all unless given."""
     cp: str | None = None
@@ -70,11 +70,11 @@ class Run:
     semantics: str | None = None
     """Presets of rows, comma-separated, each with its overrides: strict,row_ends=any; all unless given."""
     rows_only: bool = False
-    """Only rows and batches: no cuts, files, losses, training steps and runs, which a subject has no part in."""
+    """Compare only rows and batches; leave out cuts, files, losses, training steps and runs, in which a subject takes no part."""
     models: bool = True
-    """Training steps of models in worlds of one to eight ranks; half of the time."""
+    """Compare training steps of models in worlds of one to eight ranks, which takes half of the time."""
     job: str | None = None
-    """Only jobs whose title, as a report names it, holds this text."""
+    """Run only jobs whose title in a report contains this text."""
     out: Path = Path("build/equivalence")
     """Folder for report.json, report.html and shrunk counterexamples."""
 
@@ -104,11 +104,11 @@ class Mutants:
     """Put each known fault into production and print which check finds it. Exit code 1 if one survives or a check finds none."""
 
     kind: Literal["rows", "layouts", "both"] = "both"
-    """Of fault: what is wrong with rows and batches, or with how they are cut, shifted, dealt and turned into a gradient."""
+    """Kind of fault: faults of rows and batches, or faults in cutting, shifting and distributing rows and computing gradients."""
     workers: int | None = None
     """Processes; the cores that there are unless given."""
     seed: int = 0
-    """Of what is generated."""
+    """Seed of the generated rows."""
     first_only: bool = False
     """Stop at the first check that finds a fault: a minute instead of some minutes."""
     sample: str = str(EXAMPLES / "packed" / "sample.jsonl.packed")

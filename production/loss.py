@@ -45,7 +45,7 @@ class LossSettings:
         """Refuse what would only show in the gradient."""
         if self.normalization not in get_args(Normalization):
             raise PackproofError(
-                what=f"unknown normalization {self.normalization!r}",
+                what=f"must be one of {', '.join(get_args(Normalization))}, got {self.normalization!r}",
                 where="normalization",
                 fix=f"choose one of {', '.join(get_args(Normalization))}",
             )
@@ -100,9 +100,9 @@ def loss_function(
     row, divisor = microbatch.row, _needed(global_valid_tokens)
     if settings.normalization != "global_valid_tokens":
         raise PackproofError(
-            what=f"the online path has no normalization {settings.normalization}",
+            what=f"must be global_valid_tokens on the online path, got {settings.normalization}",
             where="normalization",
-            fix="take global_valid_tokens, or the direct path",
+            fix="set it to global_valid_tokens, or use the direct path",
         )
 
     def online(logits: torch.Tensor) -> LossResult:
@@ -166,7 +166,7 @@ def gather_context(share: torch.Tensor, row: OnlineRow, settings: LossSettings, 
         return share
     if group is None or distributed.get_world_size(group) != settings.context_parallel_size:
         raise PackproofError(
-            what=f"no group of {settings.context_parallel_size} ranks to gather over",
+            what=f"must be the group of the {settings.context_parallel_size} context parallel ranks",
             where="context_group",
             fix="give parallel_state.get_context_parallel_group()",
         )
@@ -208,7 +208,7 @@ def _undo_averaging(loss: torch.Tensor, settings: LossSettings) -> torch.Tensor:
 def _needed(global_valid_tokens: torch.Tensor | None) -> torch.Tensor:
     if global_valid_tokens is None:
         raise PackproofError(
-            what="no divisor for the normalization global_valid_tokens",
+            what="must be given for the normalization global_valid_tokens",
             where="global_valid_tokens",
             fix="give batches.count_trained of the global batch, summed over the data-parallel ranks",
         )

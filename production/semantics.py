@@ -56,7 +56,7 @@ class Semantics:
         for name, value in dataclasses.asdict(self).items():
             if value not in CHOICES[name]:
                 raise PackproofError(
-                    what=f"{value!r} is no value of {name}; the nearest is {nearest(value, CHOICES[name])!r}",
+                    what=f"must be one of {', '.join(CHOICES[name])}, got {value!r}; the nearest is {nearest(value, CHOICES[name])!r}",
                     where=f"semantics field {name}",
                     fix=f"choose one of {', '.join(CHOICES[name])}",
                 )
@@ -67,21 +67,23 @@ def parse(text: str) -> Semantics:
     preset, *overrides = text.split(",")
     if preset not in PRESETS:
         raise PackproofError(
-            what=f"no preset is called {preset!r}; the nearest is {nearest(preset, PRESETS)!r}",
+            what=f"must begin with a preset, got {preset!r}; the nearest is {nearest(preset, PRESETS)!r}",
             where=f"semantics {text!r}",
-            fix=f"begin with one of {', '.join(PRESETS)}, then field=value where one field should differ",
+            fix=f"begin with one of {', '.join(PRESETS)}, then write field=value for each field that differs",
         )
     changes: dict[str, str] = {}
     for override in overrides:
         field, equals, value = override.partition("=")
         if not equals or field not in CHOICES:
             raise PackproofError(
-                what=f"{override!r} sets no field; the nearest is {nearest(field, CHOICES)!r}",
+                what=f"an override must set a field, got {override!r}; the nearest is {nearest(field, CHOICES)!r}",
                 where=f"semantics {text!r}",
                 fix=f"write field=value, the field one of {', '.join(CHOICES)}",
             )
         if field in changes:
-            raise PackproofError(what=f"{field} is set twice", where=f"semantics {text!r}", fix="set it once")
+            raise PackproofError(
+                what=f"{field} must be set once, got two values", where=f"semantics {text!r}", fix="set it once"
+            )
         changes[field] = value
     return dataclasses.replace(PRESETS[preset], **changes)  # type: ignore[arg-type]  # __post_init__ checks the values
 

@@ -93,9 +93,11 @@ def check_tools(conversation: Conversation, prompt: Prompt, tokenizer: Tokenizer
         return
     whole = prompts.render(conversation, prompt, tokenizer, **given(tools)) if tools or has_calls else ""
     if tools and whole == text_or_none(conversation, prompt, tokenizer, None):
-        raise RowRefused("tools_not_rendered", "the template makes nothing of the tools; use one that does")
+        raise RowRefused("tools_not_rendered", "the chat template does not render the tools; use one that renders them")
     if has_calls and whole == text_or_none(bare, prompt, tokenizer, tools):
-        raise RowRefused("tools_not_rendered", "the template makes nothing of the tool calls; use one that does")
+        raise RowRefused(
+            "tools_not_rendered", "the chat template does not render the tool calls; use one that renders them"
+        )
 
 
 def text_or_none(conversation: Conversation, prompt: Prompt, tokenizer: Tokenizer, tools: Any) -> str | None:

@@ -38,7 +38,8 @@ def returned(
         return total, mask.sum().to(torch.int32)
     if normalization != "global_valid_tokens" or valid_tokens is None:
         raise ValueError(
-            f"{normalization!r} with {valid_tokens} valid tokens; choose one of {', '.join(NORMALIZATIONS)}"
+            f"normalization must be one of {', '.join(NORMALIZATIONS)}, with valid_tokens for global_valid_tokens, "
+            f"got {normalization!r} with {valid_tokens}"
         )
     loss = total / torch.clamp(valid_tokens, min=1)
     return loss * microbatches / context_parallel_size, None

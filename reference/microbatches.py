@@ -31,7 +31,7 @@ class PaddedBatch:
     input_ids: torch.Tensor
     """[B, S] int64."""
     token_mask: torch.Tensor
-    """[B, S] float32: of the tokens, not of their targets."""
+    """[B, S] float32: 1 for a token that trains; the mask belongs to the tokens, not to their targets."""
     input_lengths: list[int]
     sample_mask: torch.Tensor
     """[B] float32."""
@@ -93,7 +93,9 @@ def padded_batch(
     """Pad tokens and masks of conversations at the right, to a multiple, with the tokenizer's pad token. R-ONLINE-2."""
     lengths = [len(tokens) for tokens, _ in conversations]
     if not lengths or 0 in lengths:
-        raise PaddingError("a conversation of no token, or none at all; leave it out")
+        raise PaddingError(
+            "every conversation must have a token, and a batch at least one conversation; leave empty conversations out"
+        )
     width = round_up(max(lengths), multiple)
     ids = [[*tokens] + [pad_token_id] * (width - len(tokens)) for tokens, _ in conversations]
     masks = [[*mask] + [0] * (width - len(mask)) for _, mask in conversations]
@@ -160,7 +162,9 @@ def squeeze(batch: PaddedBatch, how: Padding) -> Squeezed:
     padded = [round_up(length, how.sequence_multiple) for length in batch.input_lengths]
     whole = round_up(sum(padded), how.row_multiple) if how.row_length is None else how.row_length
     if whole < sum(padded):
-        raise PaddingError(f"a bin of {sum(padded)} tokens in rows of {whole}; take the longest bin of the rank")
+        raise PaddingError(
+            f"the row length must be at least the {sum(padded)} tokens of the bin, got {whole}; give the longest bin of the rank"
+        )
     padded[-1] += whole - sum(padded)
     ids: list[int] = []
     positions: list[int] = []
@@ -200,7 +204,7 @@ def process_microbatch(
     if isinstance(batch, Batch):  # it has `packed_cu_seqlens`
         return direct(batch, rank, context_parallel_size, depths, layout)
     if how is None:
-        raise PaddingError("the online path needs a padding; give one")
+        raise PaddingError("padding must be given on the online path")
     row = squeeze(batch, how)
 
     def share(tensor: torch.Tensor) -> torch.Tensor:

@@ -57,7 +57,7 @@ class Model:
         `rounding` (R-MODEL-10). Raises ValueError for a missing or unused name, or for several dtypes.
         """
         if len(dtypes := {tensor.dtype for name, tensor in named.items() if not _is_buffer(name)}) != 1:
-            raise ValueError(f"the weights have the dtypes {dtypes}; cast them to one")
+            raise ValueError(f"the weights must have one dtype, got {dtypes}; cast them to one")
         model = cls(shape, Weights({name: _leaf(name, tensor) for name, tensor in named.items()}), rounding)
         # One token reads every weight, also those of all experts.
         model.logits(torch.zeros(1, dtype=torch.int64), [0, 1])
@@ -88,7 +88,9 @@ class Model:
 
     def _run(self, input_ids: Tensor, row: Row) -> list[Tensor]:
         if row.cu_seqlens[-1] != len(input_ids):
-            raise ValueError(f"cu_seqlens end at {row.cu_seqlens[-1]}, and the row has {len(input_ids)} tokens")
+            raise ValueError(
+                f"cu_seqlens must end at {len(input_ids)}, the tokens of the row, got {row.cu_seqlens[-1]}"
+            )
         states = [self._decoder(self._embed(input_ids), row)]
         for depth in range(1, self.shape.mtp_num_layers + 1):
             states.append(self._next_depth(states[-1], input_ids, depth, row))
@@ -97,7 +99,7 @@ class Model:
     def _row(self, cu_seqlens: Sequence[int]) -> Row:
         boundaries = [int(boundary) for boundary in cu_seqlens]
         if boundaries[0] != 0 or boundaries != sorted(boundaries):
-            raise ValueError(f"cu_seqlens {boundaries} do not begin at 0, or run backwards")
+            raise ValueError(f"cu_seqlens must begin at 0 and never fall, got {boundaries}")
         return Row(cu_seqlens=boundaries, rounding=self.rounding)
 
     def _embed(self, input_ids: Tensor) -> Tensor:
@@ -139,7 +141,7 @@ class Model:
         return hidden + mlp(self.weights, f"{name}.mlp", normed, self.shape)
 
     def _next_depth(self, hidden: Tensor, input_ids: Tensor, depth: int, row: Row) -> Tensor:
-        """Return the state `[P, hidden]` at `depth`, from the state of the depth before and the tokens `depth` positions ahead. R-MODEL-9."""
+        """Return the state `[P, hidden]` at `depth`, from the state at the previous depth and the tokens `depth` positions ahead. R-MODEL-9."""
         repeated = self.shape.mtp_use_repeated_layer
         name = f"mtp.layers.{0 if repeated else depth - 1}"
         token = norm(self.weights, [f"{name}.enorm."], self._embed(shift(input_ids, row.cu_seqlens, depth)), self.shape)

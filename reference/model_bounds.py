@@ -41,7 +41,7 @@ def bounds(
     Raises ValueError for weights that are not float64.
     """
     if any(tensor.dtype != torch.float64 for name, tensor in named.items() if not name.endswith(".expert_bias")):
-        raise ValueError("bounds are taken from float64; cast the weights")
+        raise ValueError("the weights must be float64, from which bounds are taken; cast them")
     exact_tokens, exact = _result(Model.from_tensors(shape, named, rounding=EXACT), run)
     models = [Model.from_tensors(shape, named, rounding=FLOAT32)]
     for seed in range(NOISY_RUNS):

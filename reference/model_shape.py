@@ -60,15 +60,17 @@ class Shape:
             if value not in choices:
                 raise ValueError(f"{name} must be one of {choices}, which the reference covers, got {value!r}")
         if self.num_attention_heads % self.num_query_groups != 0:
-            raise ValueError(f"{self.num_query_groups} query groups do not divide {self.num_attention_heads} heads")
+            raise ValueError(
+                f"num_query_groups must divide num_attention_heads, {self.num_attention_heads}, got {self.num_query_groups}"
+            )
         if self.rotary_channels % 2 != 0:
-            raise ValueError(f"rotary embeddings turn pairs of channels, and {self.rotary_channels} is odd")
+            raise ValueError(f"the rotary channels must be an even number, got {self.rotary_channels}")
         if self.hybrid_layer_pattern is None:
             return
         main, *depths = self.hybrid_layer_pattern.split("/")
         if set(main + "".join(depths)) - set(LAYERS + "|") or len(set(depths)) > 1 or "|" in "".join(depths):
             raise ValueError(
-                f"hybrid_layer_pattern is {self.hybrid_layer_pattern!r}; use {LAYERS}, and one pattern for all depths"
+                f"hybrid_layer_pattern must be of {LAYERS} with one pattern for all depths, got {self.hybrid_layer_pattern!r}"
             )
         if (len(main.replace("|", "")), len(depths)) != (self.num_layers, self.mtp_num_layers):
             raise ValueError(

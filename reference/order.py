@@ -49,7 +49,7 @@ def one_source(
     """Sample after sample, epoch after epoch. R-ORDER-1, R-ORDER-3, R-ORDER-4."""
     if last_batch != "wrap" and rows < global_batch_size:
         raise OrderError(
-            f"a source needs at least {global_batch_size} rows, one global batch, got {rows}; wrap, or lower global_batch_size"
+            f"a source needs at least {global_batch_size} rows, one global batch, got {rows}; set wrap, or lower global_batch_size"
         )
     given = 0
     for epoch in itertools.count():
@@ -68,7 +68,9 @@ def one_source(
 def cyclic(rows: int, *, run_samples: int, data_parallel_size: int, is_sharded: bool) -> Iterator[Sample]:
     """Yield the samples of a whole run, permuted once, as Megatron-LM's driver draws them. R-ORDER-5."""
     if run_samples % data_parallel_size:
-        raise OrderError(f"{run_samples} samples over {data_parallel_size} ranks; take a global batch that dp divides")
+        raise OrderError(
+            f"the samples of a run must be a multiple of the {data_parallel_size} data-parallel ranks, got {run_samples}; give a global batch that dp divides"
+        )
     share = run_samples // data_parallel_size if is_sharded else run_samples
     for number in torch.randperm(share, generator=torch.Generator().manual_seed(0)).tolist():
         # Sharded, the ranks draw alike, each from its own run of samples.
@@ -81,7 +83,7 @@ def blend(rows: Sequence[int], weights: Sequence[float], *, kind: str, seed: int
     """Yield samples of the sources, each from the source that lags furthest behind its weight. R-ORDER-6."""
     if len(weights) > MOST_SOURCES:
         raise OrderError(
-            f"a blend must have at most {MOST_SOURCES} sources here, whose weights are added as numpy adds them, got {len(weights)}"
+            f"a blend must have at most {MOST_SOURCES} sources, up to which numpy adds the weights in their order, got {len(weights)}"
         )
     total = 0.0
     for weight in weights:  # not sum(), which rounds otherwise

@@ -106,7 +106,7 @@ def raise_bin_count(bins: Bins, multiple: int) -> Bins:
     have = sum(len(members) for members in bins)
     if have < len(bins) + missing:
         raise PackingError(
-            f"{have} sequences cannot fill {len(bins) + missing} bins; give more, or fewer data-parallel ranks"
+            f"there must be at least {len(bins) + missing} sequences, one for each bin, got {have}; give more sequences, or fewer data-parallel ranks"
         )
     # The order of the donors is settled before any of them gives, and a new bin is never one.
     donors = sorted(range(len(bins)), key=lambda number: (len(bins[number]), number), reverse=True)
@@ -131,9 +131,11 @@ def check_lengths(lengths: Sequence[int], capacity: int) -> None:
     """Refuse a sequence that no bin can hold."""
     for index, length in enumerate(lengths):
         if length < 1:
-            raise PackingError(f"sequence {index} has {length} tokens; leave it out")
+            raise PackingError(f"sequence {index} must have at least one token, got {length}; leave it out")
         if length > capacity:
-            raise PackingError(f"sequence {index} has {length} tokens, a bin {capacity}; raise the capacity or cut it")
+            raise PackingError(
+                f"sequence {index} must have at most the {capacity} tokens of a bin, got {length}; raise the capacity or cut the sequence"
+            )
 
 
 PACKERS: dict[str, Callable[[Sequence[int], int], Bins]] = {

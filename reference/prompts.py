@@ -159,7 +159,9 @@ def render_message(message: Message, prompt_format: str, null_content: str = "no
         return ""
     content = message.get("content")
     if not isinstance(content, str):
-        raise RowRefused("bad_content", f"content of role {message['role']!r} is {type(content).__name__}, not text")
+        raise RowRefused(
+            "bad_content", f"content of role {message['role']!r} must be text, got {type(content).__name__}"
+        )
     if prompt_format == "nemotron-h-aligned":
         content = content.strip()
         return {

@@ -61,9 +61,11 @@ class Settings:
     def __post_init__(self) -> None:
         """Refuse sizes below 1, and the online path with another normalization."""
         if min(self.data_parallel_size, self.context_parallel_size) < 1:
-            raise ValueError(f"dp {self.data_parallel_size}, cp {self.context_parallel_size}; give at least 1")
+            raise ValueError(
+                f"dp and cp must be at least 1, got dp {self.data_parallel_size}, cp {self.context_parallel_size}"
+            )
         if self.is_online and self.normalization != "global_valid_tokens":
-            raise ValueError(f"the online path with {self.normalization}; give global_valid_tokens")
+            raise ValueError(f"normalization must be global_valid_tokens on the online path, got {self.normalization}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,7 +146,7 @@ class Trainer:
     def __init__(self, model: Model, settings: Settings) -> None:
         """Train `model` in place. Raises ValueError for a load-balancing loss under `mean_of_means`, of which no rule speaks."""
         if model.shape.moe_aux_loss_coeff and settings.normalization == "mean_of_means":
-            raise ValueError("a load-balancing loss under mean_of_means; set moe_aux_loss_coeff to 0")
+            raise ValueError("moe_aux_loss_coeff must be 0 with mean_of_means; set it to 0")
         self.model, self.settings = model, settings
         self.steps = 0
         """Taken so far."""

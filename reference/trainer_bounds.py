@@ -67,7 +67,7 @@ def train(
     `validations` gives the global batches of the validation after each number of steps. Raises ValueError for another dtype.
     """
     if dtype not in (torch.float64, torch.float32):
-        raise ValueError(f"bounds are taken between float32 and float64, not in {dtype}")
+        raise ValueError(f"dtype must be float32 or float64, between which bounds are taken, got {dtype}")
     start = {name: tensor.to(dtype) for name, tensor in named.items()}
 
     def run(rounding: Rounding, weights: Mapping[str, Tensor]) -> _Run:

@@ -49,15 +49,21 @@ class Schedule:
             (self.last_style, LAST_STYLES if self.style == "WSD" else (None,)),
         ):
             if value not in choices:
-                raise ValueError(f"the schedule {self.style} knows {choices}, not {value!r}")
+                raise ValueError(f"the schedule {self.style} must have one of {choices}, got {value!r}")
         if not 0 <= self.warmup_steps < self.decay_steps:
-            raise ValueError(f"a warm-up of {self.warmup_steps} steps does not end before step {self.decay_steps}")
+            raise ValueError(
+                f"warmup_steps must be at least 0 and below decay_steps, {self.decay_steps}, got {self.warmup_steps}"
+            )
         if self.style == "WSD" and not 1 <= (self.last_steps or 0) <= self.decay_steps - self.warmup_steps:
-            raise ValueError(f"under WSD last_steps is {self.last_steps}; give the length of the final decay")
+            raise ValueError(
+                f"last_steps must be from 1 to {self.decay_steps - self.warmup_steps} under WSD, got {self.last_steps}"
+            )
         if self.weight_decay_steps is not None and self.weight_decay_steps < 1:
-            raise ValueError(f"weight_decay_steps is {self.weight_decay_steps}: a schedule has at least one")
+            raise ValueError(f"weight_decay_steps must be at least 1, got {self.weight_decay_steps}")
         if self.weight_decay_style == "constant" and self.end_weight_decay not in (None, self.weight_decay):
-            raise ValueError("a constant weight decay has one value; choose linear or cosine")
+            raise ValueError(
+                "the first and last weight decay must be equal where it is constant; choose linear or cosine"
+            )
 
     def learning_rate_at(self, step: int) -> float:
         """Return the learning rate of a step; steps count from 0. R-TRAIN-1, R-TRAIN-2."""
@@ -78,7 +84,7 @@ class Schedule:
         if self.weight_decay_style == "constant":
             return end
         if self.weight_decay_steps is None:
-            raise ValueError("a weight decay that grows does so over the run: give weight_decay_steps")
+            raise ValueError("weight_decay_steps must be given for a weight decay that grows over the run")
         if step > self.weight_decay_steps:
             return end
         passed = float(step) / float(self.weight_decay_steps)

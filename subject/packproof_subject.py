@@ -285,7 +285,7 @@ def _mapping(made: Any, seam: str, keys: str) -> Mapping[str, Any]:
         return made
     if hasattr(made, "_asdict"):
         return dict(made._asdict())
-    raise TypeError(f"{seam} gave {type(made).__name__} where a dict with {keys} is expected")
+    raise TypeError(f"{seam} must return a dict with {keys}, got {type(made).__name__}")
 
 
 def _told(error: Exception, refusals: Mapping[str, str]) -> Header:
@@ -337,7 +337,7 @@ def _as_bytes(key: str, value: Any) -> tuple[str, list[int], bytes, bool]:
         try:
             return "float64", shape, array.array("d", flat).tobytes(), True
         except TypeError as error:
-            raise TypeError(f"{key} holds something that is no number: {error}") from error
+            raise TypeError(f"{key} must hold numbers only: {error}") from error
     raise TypeError(f"{key} is of type {type(value).__name__}: give a list of numbers, a numpy array or a torch tensor")
 
 

@@ -26,7 +26,7 @@ class Command:
 COMMANDS = {
     "check": Command(
         module="tools.check.__main__",
-        when="may this job start? its own file, tokenizer and YAML against Megatron-LM, with a certificate",
+        when="may this job start? Compares its own file, tokenizer and YAML with Megatron-LM, and writes a certificate",
     ),
     "diff-row": Command(
         module="tools.diff_row.__main__", when="my loss is off: what does my trainer feed, and where does it differ?"
@@ -40,12 +40,16 @@ COMMANDS = {
     ),
     "inspect": Command(
         module="tools.inspect_rows.__main__",
-        when="look at every row of a packed file: what a run refuses, loses or trains otherwise; --fix repairs",
+        when="inspect every row of a packed file: which rows a run refuses, cuts or trains differently; --fix writes a repaired copy",
     ),
     "conformance": Command(
-        module="tools.conformance", when="which level does a packing function reach, in whatever environment it runs?"
+        module="tools.conformance",
+        when="which conformance level does a packing function reach, in its own environment?",
     ),
-    "vectors": Command(module="packproof.commands.vectors", when="write test vectors for a CI that keeps no process"),
+    "vectors": Command(
+        module="packproof.commands.vectors",
+        when="write test vectors for a CI in which packproof cannot start the code under test",
+    ),
     "judge": Command(module="packproof.commands.judge", when="judge answers to the test vectors"),
     "pack": Command(module="tools.pack_rows.cli", when="pack chat files into rows of Megatron-LM's format"),
     "train": Command(
@@ -57,14 +61,19 @@ COMMANDS = {
         when="write a job's YAML from a Megatron-LM command line, or from the head of its log",
     ),
     "simulate": Command(
-        module="tools.simulate.__main__", when="walk all ranks of a layout: owners, load, messages and bytes"
+        module="tools.simulate.__main__",
+        when="compute the indices of all ranks of a layout: owners of tokens, load, messages and bytes",
     ),
     "witness": Command(
         module="tools.witness.__main__",
         when="keep other versions of Megatron-LM beside the installed one, and compare their rows: add, list, remove, compare",
     ),
-    "bench": Command(module="tools.bench.__main__", when="measure packproof's parts against what they replace"),
-    "build-tokenizer": Command(module="tools.build_tokenizer", when="build a real tokenizer without a hub"),
+    "bench": Command(
+        module="tools.bench.__main__", when="measure the speed of packproof's parts and of the code that they replace"
+    ),
+    "build-tokenizer": Command(
+        module="tools.build_tokenizer", when="build a real tokenizer without a download from a hub"
+    ),
 }
 ALIASES = {"pack-rows": "pack"}
 CANNOT_RUN = 2
@@ -94,7 +103,7 @@ def _help() -> str:
     lines = [f"  {name:{width}}  {command.when}" for name, command in COMMANDS.items()]
     return "\n".join(
         [
-            "usage: packproof COMMAND …   (packproof COMMAND --help tells the options of one)",
+            "usage: packproof COMMAND …   (packproof COMMAND --help lists the options of a command)",
             "",
             "Shows that a path for packed SFT rows feeds the model exactly what Megatron-LM would.",
             "",

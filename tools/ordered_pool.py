@@ -67,7 +67,7 @@ def run_in_order[Task, Result](
     `processes` is below 1.
     """
     if processes < 1:
-        raise PackproofError(what=f"{processes} processes", where="processes", fix="give at least 1")
+        raise PackproofError(what=f"must be at least 1, got {processes}", where="processes", fix="give at least 1")
     if processes == 1:
         for task in tasks:
             yield task, function(task)

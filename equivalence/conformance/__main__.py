@@ -1,4 +1,4 @@
-"""Write the test vectors anew: `python -m equivalence.conformance FOLDER` (default: those that `packproof` ships)."""
+"""Write the test vectors again: `python -m equivalence.conformance FOLDER` (default: those that `packproof` ships)."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def load(name: str) -> tuple[Callable[..., list[dict[str, Any]]], dict[str, str]
             f"no side is called {name!r}: choose one of {', '.join(SIDES)}, with @ and one of {', '.join(PRESETS)}"
         )
     if side == "megatron_lm" and preset not in MEGATRON_PRESETS:
-        raise InputError(f"megatron_lm is no witness of {preset!r}; choose one of {', '.join(MEGATRON_PRESETS)}")
+        raise InputError(f"megatron_lm cannot be a witness of {preset!r}; choose one of {', '.join(MEGATRON_PRESETS)}")
     subject = importlib.import_module(f"equivalence.subjects.{side}").SUBJECT
 
     def rows(*arguments: Any) -> list[dict[str, Any]]:
@@ -59,9 +59,9 @@ def pack(
     eos_id: int,
     context_parallel_size: int,
 ) -> list[dict[str, Any]]:
-    """Build the one row of these conversations with a side, as one pack. Raises Refused.
+    """Build one row of the conversations with a side, and return the row as one pack. Raises Refused.
 
-    Shards are those of the side's own cut. A Megatron preset tells of no loss, since Megatron-LM counts nothing.
+    The shards come from the side's own cut. A Megatron preset reports no lost tokens, since Megatron-LM does not count them.
     """
     del eos_id
     row = subject.build_row(

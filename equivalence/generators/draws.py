@@ -56,8 +56,8 @@ def _no_constants_of_modules() -> Iterator[None]:
     # change with a comment's number elsewhere, or with what ran before in the process. It has no public switch for it.
     if missing := [name for name in _PATCHED if not hasattr(providers, name)]:
         raise InputError(
-            f"hypothesis {hypothesis.__version__}: {', '.join(missing)} is not where it was, so that a seed would not "
-            "decide the draws alone; install the release in constraints.txt"
+            f"hypothesis {hypothesis.__version__}: {', '.join(missing)} has moved, so that a seed alone would not "
+            "decide the draws; install the release in constraints.txt"
         )
     with (
         mock.patch.object(providers, "_get_local_constants", Constants),

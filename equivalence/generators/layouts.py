@@ -36,7 +36,7 @@ class CutCase:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class DepthCase:
-    """A row and to how many depths its tensors are shifted."""
+    """Holds a row and the number of depths to which its tensors are shifted."""
 
     row: CutRow
     depths: int

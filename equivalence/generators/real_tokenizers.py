@@ -103,7 +103,7 @@ def build_tokenizer(name: str, folder: Path) -> Path:
     found = hashlib.sha256(raw).hexdigest()
     if found != VOCABULARY_SHA256:
         raise TokenizerSourceError(
-            what=f"its sha256 is {found}, and the recipe was written for {VOCABULARY_SHA256}",
+            what=f"its sha256 must be {VOCABULARY_SHA256}, for which the recipe was written, got {found}",
             where=f"{VOCABULARY_FILE} of {PACKAGE} {_package_version()}",
             fix=_INSTALL,
         )
@@ -118,7 +118,7 @@ def build_tokenizer(name: str, folder: Path) -> Path:
 def cached_tokenizer(name: str) -> Path:
     """Return the folder of tokenizer `name`, built once into the cache; any number of processes may ask at once.
 
-    The folder is named after a hash of this recipe and of mistral-common's version, so a changed recipe is built anew.
+    The folder is named after a hash of this recipe and of mistral-common's version, so a changed recipe is built again.
     """
     _recipe(name)
     root = cache_root() / "tokenizers"
@@ -137,7 +137,9 @@ def cached_tokenizer(name: str) -> Path:
 def _recipe(name: str) -> TokenizerRecipe:
     if name not in RECIPES:
         raise PackproofError(
-            what=f"unknown tokenizer {name!r}", where="tokenizer name", fix=f"choose one of {', '.join(RECIPES)}"
+            what=f"must be one of {', '.join(RECIPES)}, got {name!r}",
+            where="tokenizer name",
+            fix=f"choose one of {', '.join(RECIPES)}",
         )
     return RECIPES[name]
 

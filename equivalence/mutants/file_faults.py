@@ -300,4 +300,4 @@ FILE_MUTANTS = (
     _mutant("verdicts_of_packed_rows", "a chat file leaves out what is no packed row", "production.files.source:_RowFile._find_bad", _as_packed_rows),
     _mutant("seam_of_files", "the first row of a file is sought in the one before", "production.files.source:PackedSource._find", _first_file_for_the_seam),
 )  # fmt: skip
-"""Each shows in drawn files alone."""
+"""Faults of the file reader that only the check of drawn files finds."""

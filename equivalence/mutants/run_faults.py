@@ -201,7 +201,7 @@ RUN_MUTANTS = (
     ),
     LayoutMutant(
         name="moments_lost_at_a_resume",
-        story="a resumed run has the weights, and an optimizer that begins anew",
+        story="a resumed run has the weights, and a new optimizer",
         target="production.training.checkpoint.manager:restore",
         wrong=_restored(_without_moments),
         first=WHOLE_RUN,

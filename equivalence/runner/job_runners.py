@@ -202,7 +202,7 @@ def packed_rows(path: Path, wanted: range) -> Iterator[tuple[int, list[Any]]]:
                     messages = read["messages"]
                 except (ValueError, TypeError, KeyError, RecursionError) as error:
                     raise ValueError(
-                        f"{path} line {number + 1} is no packed row: {error!r}; it needs a key messages"
+                        f"{path} line {number + 1} must be a packed row with a key messages: {error!r}"
                     ) from error
                 yield number, messages
 

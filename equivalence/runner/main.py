@@ -52,7 +52,7 @@ Progress = Callable[[str, Outcome], None]
 def execute(options: Options, progress: Progress) -> Outcome:
     """Run everything. InputError for what cannot be used, WitnessError for a side that cannot be loaded."""
     if options.workers < 1 or any(each is not None and each < 1 for each in (options.rows, options.pack_length)):
-        raise InputError("--workers, --rows and --pack-length count something: give at least 1")
+        raise InputError("--workers, --rows and --pack-length must be at least 1")
     try:
         options.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -64,7 +64,9 @@ def restriction(formats: str | None, sizes: str | None, semantics: str | None) -
             )
     numbers = _listed(sizes)
     if wrong := [each for each in numbers if not (each.isascii() and each.isdigit() and 1 <= int(each) < 1 << 20)]:
-        raise InputError(f"--cp {sizes}: {wrong[0]!r} is no context parallel size; give numbers from 1, such as 1,2")
+        raise InputError(
+            f"--cp {sizes}: each size must be a number from 1, got {wrong[0]!r}; write numbers such as 1,2"
+        )
     presets = _presets(semantics)
     for name in presets:
         try:

@@ -103,7 +103,7 @@ def run_layout(cases: Sequence[ModelCase], *, entered: Entered = plain_layout) -
     """
     for case in cases:
         if (case.sizes, case.world_size) != (cases[0].sizes, cases[0].world_size):
-            raise ValueError(f"cases of two layouts: {case.layout} and {cases[0].layout}")
+            raise ValueError(f"all cases must have one layout, got {case.layout} and {cases[0].layout}")
     left = list(cases)
     while left:
         asked: list[tuple[Judge | Failure, float]] = []

@@ -55,14 +55,14 @@ class RowSettings:
                 f"prompt_format {self.prompt_format!r} is unknown; choose one of {', '.join(PROMPT_FORMATS)}"
             )
         if self.pack_length < 1:
-            raise ValueError(f"pack_length is {self.pack_length}; it counts tokens, so it must be at least 1")
+            raise ValueError(f"pack_length must be at least 1, got {self.pack_length}")
         if self.context_parallel_size < 1:
-            raise ValueError(f"context_parallel_size is {self.context_parallel_size}; it must be at least 1")
+            raise ValueError(f"context_parallel_size must be at least 1, got {self.context_parallel_size}")
         if max(self.pack_length, 2 * self.context_parallel_size) >= LONGEST:
             raise ValueError(f"pack_length and 2·context_parallel_size must be below {LONGEST}: boundaries are int32")
         if self.assistant_prefix_len is not None:
             if self.assistant_prefix_len < 0:
-                raise ValueError(f"assistant_prefix_len is {self.assistant_prefix_len}; it must not be negative")
+                raise ValueError(f"assistant_prefix_len must be at least 0, got {self.assistant_prefix_len}")
             if self.assistant_prefix_len > 0 and self.prompt_format == "identity":
                 raise ValueError("assistant_prefix_len must be 0 with prompt_format identity, which renders no prefix")
 

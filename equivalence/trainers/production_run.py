@@ -29,10 +29,10 @@ REPORT_PERIOD = 3
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingCase:
-    """A run: the model, layout and rows of a case, its tokens drawn anew for each step, and how it is trained."""
+    """A run: the model, layout and rows of a case, its tokens drawn again for each step, and how it is trained."""
 
     model: ModelCase
-    """`per_token` or `global_valid_tokens` train the same in every layout; without depths, or with `mtp_weights` of `rows`."""
+    """The model; its normalization is `per_token` or `global_valid_tokens`, and depths have `mtp_weights` `rows`, so that every layout trains the same."""
     schedule: Schedule
     steps: int = STEPS
     precision: str = "float64"

@@ -32,9 +32,7 @@ def check_whole(root: Path, halves: Mapping[str, str]) -> None:
     strange = [name for name, file in halves.items() if not Path(file).resolve().is_relative_to(root.resolve())]
     if strange:
         told = ", ".join(f"{name} from {file}" for name, file in halves.items())
-        raise RuntimeError(
-            f"a mixture of two versions: {told}, where both must come from {root}; add the witness again"
-        )
+        raise RuntimeError(f"both must come from {root}, got {told}; add the witness again")
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -75,7 +75,9 @@ def add(requirement: str, *, source: Path | None = None) -> VersionWitness:
         return _add_source(requirement, source.resolve())
     matched = _REQUIREMENT.fullmatch(requirement)
     if matched is None:
-        raise InputError(f"{requirement!r} names no version: write megatron-core==0.18.2, or NAME --source DIR")
+        raise InputError(
+            f"the requirement must name a version, got {requirement!r}: write megatron-core==0.18.2, or NAME --source DIR"
+        )
     version = matched["version"]
     _check_free(version)
     folder().mkdir(parents=True, exist_ok=True)
@@ -114,7 +116,9 @@ def _add_source(name: str, source: Path) -> VersionWitness:
 
 def _check_free(version: str) -> None:
     if (folder() / version).exists():
-        raise InputError(f"the witness {PREFIX}{version} is there; remove it first: packproof witness remove {version}")
+        raise InputError(
+            f"the witness {PREFIX}{version} exists already; remove it first: packproof witness remove {version}"
+        )
 
 
 def _write(place: Path, witness: VersionWitness) -> None:

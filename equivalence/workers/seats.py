@@ -24,7 +24,7 @@ def seats(size: int, *, patience_s: float) -> Iterator[None]:
     Raises InputError if there are never that many seats, SuiteError if this thread itself holds the missing seats, or if they stay taken.
     """
     if not 1 <= size <= MOST_WORKERS:
-        raise InputError(f"a world has 1 to {MOST_WORKERS} ranks, not {size}")
+        raise InputError(f"a world must have 1 to {MOST_WORKERS} ranks, got {size}")
     thread = threading.get_ident()
     until = time.monotonic() + patience_s
     with _changed:

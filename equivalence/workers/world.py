@@ -181,7 +181,7 @@ def open_world(
     `enter(entry, worker)`, returns (a CPU shim, megatron-core's parallel state); the value of that context manager is `worker.entered`.
 
     Ranks are killed at the end, without leaving `enter`: nothing of a rank outlives the process. Call `preload` first, or each
-    world imports anew. Raises InputError for an impossible size, SuiteError where running workers leave no room for the world
+    world imports again. Raises InputError for an impossible size, SuiteError where running workers leave no room for the world
     or in a rank itself, WorldNotOpened (with `.failure`) if a rank fails before the first case.
     """
     if enter is not None:

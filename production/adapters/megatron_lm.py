@@ -46,7 +46,7 @@ class DirectPath:
         self._settings = settings
         if settings.global_batch_size % self.place.data_size:
             raise PackproofError(
-                what=f"{settings.global_batch_size} rows over {self.place.data_size} data-parallel ranks",
+                what=f"must be a multiple of the {self.place.data_size} data-parallel ranks, got {settings.global_batch_size}",
                 where="global_batch_size",
                 fix="make it a multiple of the data-parallel size",
             )
@@ -125,7 +125,9 @@ class Script:
 
         if vp_stage is not None:
             raise PackproofError(
-                what="interleaved stages", where="--num-virtual-stages-per-pipeline-rank", fix="leave it out"
+                what="must not be set: this adapter does not interleave stages",
+                where="--num-virtual-stages-per-pipeline-rank",
+                fix="leave it out",
             )
         args = get_args()
         self.path = DirectPath(self._settings(args), tokenizer=self._tokenizer(args))

@@ -138,7 +138,7 @@ def packed_microbatch(
         return None
     if missing := [name for name in BATCH_FIELDS if name not in data_dict]:
         raise PackproofError(
-            what=f"a packed batch without {', '.join(missing)}",
+            what=f"a packed batch must have {', '.join(missing)}",
             where="process_microbatch",
             fix="collate it with collate()",
         )

@@ -57,7 +57,9 @@ def check_packed(first: bytes, expected: str | None, *, file: str) -> None:
     if found is not None:
         says = "no compression" if expected is None else expected
         raise _other(
-            f"packed with {found}, and its name says {says}", f"rename it to end in {_COMPRESSED[found][1]}", file
+            f"the file is packed with {found}, and its name says {says}",
+            f"rename it to end in {_COMPRESSED[found][1]}",
+            file,
         )
     check_contents(first, file=file)
     if expected is not None and first.lstrip()[:1] in (b"{", b"["):

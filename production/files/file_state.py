@@ -80,7 +80,9 @@ def open_for_reading(path: Path, name: str) -> int:
     except OSError as error:
         raise bad_file("unreadable_file", f"it cannot be opened ({error.strerror})", file=name) from error
     if descriptor is None:
-        raise bad_file("not_a_file", "it is a folder" if path.is_dir() else "it is no regular file", file=name)
+        raise bad_file(
+            "not_a_file", "it must be a file, got a folder" if path.is_dir() else "it must be a regular file", file=name
+        )
     return descriptor
 
 

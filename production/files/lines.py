@@ -135,7 +135,7 @@ class LineFile:
                 descriptor = self._descriptors.get(which)
                 if descriptor is None:
                     descriptor = self._try_open(which)
-                    if descriptor is None:  # removed or replaced since: build it anew, and see whether it is the same
+                    if descriptor is None:  # removed or replaced since: build it again, and see whether it is the same
                         header = self.header
                         self._find_or_build(verify=False)
                         self.header = header

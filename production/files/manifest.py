@@ -26,7 +26,7 @@ from production.files.head import stream_lines
 _KINDS: dict[str, type] = {"pack_length": int, "prompt_format": str, "context_parallel_size": int, "semantics": str}
 FORMAT = "packproof-packed-rows/3"
 """Name and version of the manifests that are written; older ones are read too, which have no checksum."""
-_ANEW = "pack the file anew, or move the manifest away and say what it was packed for"
+_ANEW = "pack the file again, or move the manifest away and say what it was packed for"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -66,7 +66,7 @@ def open_source(
 ) -> "PackedSource":
     """Open one file or several, end to end in the order given: JSON lines, plain or packed with gzip or Zstandard.
 
-    An index that is missing, damaged or of another state of the file is built anew: in `cache_folder`, or beside the
+    An index that is missing, damaged or of another state of the file is built again: in `cache_folder`, or beside the
     file, or in the user's cache. `verify` compares all bytes, not only size, time and samples. `takes_tool_calls`
     is for chat files, whose messages may have tool calls in place of a content (R-FILE-14). BadInput where a file cannot be
     opened (SPEC R-FILE).

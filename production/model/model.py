@@ -85,14 +85,14 @@ class ModelSettings:
                 told["fix"] = "see megatron-core's TransformerConfig for its fields"
                 raise PackproofError(what=f"{name} is not a field of TransformerConfig", **told)
             if name in DERIVED:
-                raise PackproofError(what=f"{name} follows from the layout", **told)
+                raise PackproofError(what=f"{name} must not be set: it follows from the layout of ranks", **told)
             if name in NOT_BUILT and value != known[name]:
                 raise PackproofError(what=f"this model does not have {NOT_BUILT[name]}", **told)
         if (self.architecture == "hybrid") != (self.hybrid_layer_pattern is not None):
             raise PackproofError(
-                what=f"architecture {self.architecture} and hybrid_layer_pattern {self.hybrid_layer_pattern!r}",
+                what=f"must {'be set' if self.architecture == 'hybrid' else 'not be set'} for the architecture {self.architecture}, got {self.hybrid_layer_pattern!r}",
                 where="model.hybrid_layer_pattern",
-                fix="give a pattern to hybrid, and to hybrid only",
+                fix="give a pattern to the architecture hybrid only",
             )
 
     @property
@@ -133,7 +133,7 @@ def transformer_config(settings: ModelSettings, sizes: ParallelSizes) -> Transfo
         raise PackproofError(
             what=f"megatron-core refuses this model: {reason_of(error)}",
             where="model.transformer",
-            fix="change the field that it names, or the layout",
+            fix="change the field that the message names, or the layout",
         ) from error
 
 

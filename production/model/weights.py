@@ -70,7 +70,7 @@ def fill(model: torch.nn.Module, whole: Callable[[str, tuple[int, ...]], torch.T
         tensor = whole(shard.name, shard.shape)
         if tuple(tensor.shape) != shard.shape:
             raise PackproofError(
-                what=f"a tensor of shape {list(tensor.shape)} for {list(shard.shape)}",
+                what=f"must have the shape {list(shard.shape)}, got {list(tensor.shape)}",
                 where=f"weight {shard.name}",
                 fix="give the whole tensor of a model of the same shape",
             )
@@ -106,9 +106,9 @@ def assemble(
             covered[part] += 1
         if not bool((covered == 1).all()):
             raise PackproofError(
-                what=f"{int((covered == 0).sum())} values from no rank, {int((covered > 1).sum())} from several",
+                what=f"every value must come from one rank, got {int((covered == 0).sum())} values from no rank and {int((covered > 1).sum())} from several",
                 where=f"weight {name}",
-                fix="give the main parts of every rank of one model",
+                fix="give the main parts of all ranks of one model",
             )
         whole[name] = tensor
     return whole

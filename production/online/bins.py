@@ -40,7 +40,7 @@ class Padding:
             raise PackproofError(what=f"{self}", where="padding", fix="give at least 1")
         if self.row_length is not None and self.row_length % self.row_multiple:
             raise PackproofError(
-                what=f"{self.row_length} tokens, no multiple of {self.row_multiple}",
+                what=f"must be a multiple of {self.row_multiple}, got {self.row_length}",
                 where="pad_packed_seq_to",
                 fix="round it up to the multiple (choose_padding does)",
             )
@@ -94,7 +94,7 @@ def choose_padding(
     """
     if precision not in get_args(Precision):
         raise PackproofError(
-            what=f"unknown precision {precision!r}",
+            what=f"must be one of {', '.join(get_args(Precision))}, got {precision!r}",
             where="precision",
             fix=f"choose one of {', '.join(get_args(Precision))}",
         )
@@ -128,9 +128,9 @@ def squeeze(padded_batch: PaddedBatch, padding: Padding) -> Squeezed:
     row = padding.row_length if padding.row_length is not None else round_up(total, padding.row_multiple)
     if row < total:
         raise PackproofError(
-            what=f"a bin of {total} tokens with padding, and rows of {row}",
+            what=f"must be at least the {total} tokens of the bin with its padding, got {row}",
             where="pad_packed_seq_to",
-            fix="take the longest bin of the rank (padded_batch.longest_bin)",
+            fix="give the length of the rank's longest bin (padded_batch.longest_bin)",
         )
     padded[-1] += row - total
     ends = padded.cumsum(0)

@@ -68,18 +68,20 @@ class ChatSettings:
         """Refuse settings that contradict each other."""
         if self.prompt_format not in FORMATS:
             raise PackproofError(
-                what=f"unknown prompt format {self.prompt_format!r}; the nearest is {nearest(self.prompt_format, FORMATS)!r}",
+                what=f"must be a prompt format, got {self.prompt_format!r}; the nearest is {nearest(self.prompt_format, FORMATS)!r}",
                 where="prompt_format",
                 fix=f"choose one of {', '.join(FORMATS)}",
             )
         if self.add_generation_prompt and self.prompt_format != "default":
             raise PackproofError(
-                what=f"the format {self.prompt_format} has no generation prompt to add: only a chat template has",
+                what=f"the format {self.prompt_format} has no generation prompt to add: only a chat template has one",
                 where="add_generation_prompt",
                 fix="set it to false, or render with the tokenizer's chat template (format default)",
             )
         if self.max_length is not None and self.max_length < 1:
-            raise PackproofError(what=f"{self.max_length} tokens", where="max_length", fix="give 1 or more")
+            raise PackproofError(
+                what=f"must be at least 1, got {self.max_length}", where="max_length", fix="give 1 or more"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,7 +168,7 @@ class ChatTokenizer:
             if self._settings.on_long_conversation == "refuse":
                 raise RowRefused(
                     kind="truncated",
-                    what=f"{len(ids)} tokens, where a conversation must have fewer than {longest}",
+                    what=f"a conversation must have fewer than {longest} tokens, got {len(ids)}",
                     where=f"conversation {number}",
                     fix="cut the conversation or leave it out, raise data.max_input_seq_length, or set data.on_long_conversation to mask_out",
                     conversation=number,
@@ -219,7 +221,9 @@ class ChatTokenizer:
         """Refuse tools, and calls of them, that the template leaves out (R-ONLINE-10)."""
         whole = render_template(messages, self._tokenizer, number, tools=tools)
         if tools and whole == self._other_text(messages, None, number):
-            raise refusal("tools_not_rendered", "the chat template makes nothing of its tools", conversation=number)
+            raise refusal(
+                "tools_not_rendered", "the chat template does not render the conversation's tools", conversation=number
+            )
         bare = [{key: value for key, value in message.items() if key != "tool_calls"} for message in messages]
         has_calls = any(message.get("tool_calls") for message in messages)
         if has_calls and whole == self._other_text(bare, tools, number):

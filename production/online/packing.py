@@ -37,13 +37,15 @@ def pack(
     """
     if algorithm not in PACKERS and algorithm != "first_fit_shuffle":
         raise PackproofError(
-            what=f"unknown packer {algorithm!r}",
+            what=f"must be one of {', '.join(PACKERS)}, first_fit_shuffle, got {algorithm!r}",
             where="packing algorithm",
             fix=f"choose one of {', '.join(PACKERS)}, first_fit_shuffle",
         )
     if (algorithm == "first_fit_shuffle") != (seed is not None):
         why = "needs a seed" if seed is None else "takes no seed"
-        raise PackproofError(what=f"{algorithm} {why}", where="packing seed", fix="give one to first_fit_shuffle only")
+        raise PackproofError(
+            what=f"{algorithm} {why}", where="packing seed", fix="give a seed to first_fit_shuffle only"
+        )
     if seed is not None:
         bins = first_fit(lengths, capacity, order=shuffled(len(lengths), seed=seed))
     else:
@@ -199,12 +201,16 @@ def raise_bin_count(bins: Bins, multiple_of: int) -> Bins:
     fullest does. Raises PackproofError for fewer sequences than bins.
     """
     if multiple_of < 1:
-        raise PackproofError(what=f"a multiple of {multiple_of}", where="number of bins", fix="give at least 1")
+        raise PackproofError(
+            what=f"multiple_of must be at least 1, got {multiple_of}",
+            where="number of bins",
+            fix="give at least 1",
+        )
     missing = -len(bins) % multiple_of
     sequences = sum(map(len, bins))
     if sequences < len(bins) + missing:
         raise PackproofError(
-            what=f"{sequences} sequences for {len(bins) + missing} bins, a multiple of {multiple_of}",
+            what=f"there must be at least {len(bins) + missing} sequences, one for each bin of a multiple of {multiple_of}, got {sequences}",
             where="number of bins",
             fix="give at least one sequence per data-parallel rank: a larger batch, or fewer ranks",
         )
@@ -222,13 +228,15 @@ def take_rank(bins: Bins, *, rank: int, size: int) -> Bins:
     """
     if not 0 <= rank < size:
         raise PackproofError(
-            what=f"rank {rank} of {size}", where="data-parallel rank", fix="give one from 0 to size - 1"
+            what=f"must be from 0 to {size - 1}, got {rank}",
+            where="data-parallel rank",
+            fix=f"give a rank from 0 to {size - 1}",
         )
     if len(bins) % size:
         raise PackproofError(
-            what=f"{len(bins)} bins over {size} data-parallel ranks",
+            what=f"must be a multiple of the {size} data-parallel ranks, got {len(bins)}",
             where="number of bins",
-            fix="raise their number first (raise_bin_count)",
+            fix="raise the number of bins first (raise_bin_count)",
         )
     return bins[rank::size]
 

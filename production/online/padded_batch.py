@@ -68,7 +68,11 @@ def build_padded_batch(
     lengths = torch.tensor([len(each.token_ids) for each in conversations], dtype=torch.int64)
     if not len(lengths) or not lengths.all():
         where = f"conversation {int(lengths.argmin())}" if len(lengths) else "conversations"
-        raise PackproofError(what="no token", where=where, fix="leave it out, and give at least one conversation")
+        raise PackproofError(
+            what="every conversation must have a token",
+            where=where,
+            fix="leave empty conversations out, and give at least one conversation",
+        )
     width = round_up(int(lengths.max()), multiple)
     ids = torch.full((len(lengths), width), pad_token_id, dtype=torch.int64)
     mask = torch.zeros(len(lengths), width)
@@ -104,7 +108,11 @@ def take_sequences(padded_batch: PaddedBatch, members: Sequence[int]) -> PaddedB
     Raises PackproofError for an empty bin.
     """
     if not members:
-        raise PackproofError(what="an empty bin", where="bin", fix="leave it out (raise_bin_count makes none)")
+        raise PackproofError(
+            what="a bin must hold at least one sequence",
+            where="bin",
+            fix="leave the bin out (raise_bin_count makes no empty bin)",
+        )
     index = torch.tensor(members, dtype=torch.int64)
     fields = {field.name: getattr(padded_batch, field.name)[index] for field in dataclasses.fields(padded_batch)}
     return PaddedBatch(**fields)

@@ -140,7 +140,7 @@ def shard_tensors(
     totals = {name: tensor.numel() for name, tensor in tensors.items()}
     if len(set(totals.values())) != 1:
         raise PackproofError(
-            what=f"tensors of different sizes: {', '.join(f'{name} {total}' for name, total in totals.items())}",
+            what=f"all tensors must have the same number of tokens, got {', '.join(f'{name} {total}' for name, total in totals.items())}",
             where="context parallel cut",
             fix="give tensors with one value for each token of the rows",
         )
@@ -165,7 +165,7 @@ def gather(
     """
     if other := next((rank for rank, shard in enumerate(shards) if shard.shape != shards[0].shape), None):
         raise PackproofError(
-            what=f"a shard of shape {list(shards[other].shape)} where rank 0 has {list(shards[0].shape)}",
+            what=f"must have the shape of rank 0's shard, {list(shards[0].shape)}, got {list(shards[other].shape)}",
             where=f"context parallel rank {other}",
             fix="give every rank's part of the same rows",
         )
@@ -184,7 +184,7 @@ def find_layout(layout: str | Layout) -> Layout:
         return layout
     if layout not in LAYOUTS:
         raise PackproofError(
-            what=f"unknown layout {layout!r}",
+            what=f"must be one of {', '.join(LAYOUTS)}, got {layout!r}",
             where="context parallel layout",
             fix=f"choose one of {', '.join(LAYOUTS)}",
         )
@@ -249,7 +249,9 @@ def _expand(boundaries: torch.Tensor, owned: tuple[int, ...], pieces: int, count
 def _check_rank(rank: int, size: int) -> None:
     if not 0 <= rank < size:
         raise PackproofError(
-            what=f"rank {rank} of {size}", where="context parallel rank", fix="give a rank from 0 to size - 1"
+            what=f"must be from 0 to {size - 1}, got {rank}",
+            where="context parallel rank",
+            fix="give a rank from 0 to size - 1",
         )
 
 
@@ -258,7 +260,7 @@ def _check_rows(pieces: int, *, size: int, rows: int, total: int) -> None:
         raise BatchRefused(
             kind="indivisible_segment",
             row=0,
-            what=f"{total} tokens in {rows} rows are not divisible among {size} ranks",
+            what=f"the tokens of each row must be a multiple of the {size} ranks, got {total} tokens in {rows} rows",
             where="row 0",
             fix="make pack_length a multiple of cp",
         )
@@ -268,16 +270,18 @@ def _refused(boundaries: torch.Tensor, pieces: int, *, rows: int, total: int) ->
     """Return the refusal of the first fault of boundaries that have one."""
     lengths = boundaries.diff()
     if boundaries[0] != 0:
-        return _boundary_refused("cu_start", f"cu_seqlens begins at {int(boundaries[0])}, not at 0")
+        return _boundary_refused("cu_start", f"cu_seqlens must begin at 0, got {int(boundaries[0])}")
     if (lengths < 0).any():
         entry = int((lengths < 0).nonzero()[0]) + 1
         pair = f"{int(boundaries[entry - 1])} and then {int(boundaries[entry])}"
         return _boundary_refused("cu_order", f"cu_seqlens has {pair} at entry {entry}")
     if boundaries[-1] != total:
-        return _boundary_refused("cu_end", f"cu_seqlens ends at {int(boundaries[-1])}, and there are {total} tokens")
+        return _boundary_refused(
+            "cu_end", f"cu_seqlens must end at {total}, the number of tokens, got {int(boundaries[-1])}"
+        )
     if not (lengths % pieces).any():
         return _boundary_refused(
-            "cu_end", f"cu_seqlens has no boundary between the {rows} rows of {total // rows} tokens"
+            "cu_end", f"cu_seqlens must have a boundary between the {rows} rows of {total // rows} tokens"
         )
     segment = int((lengths % pieces).nonzero()[0])
     row = int(boundaries[segment]) // max(total // rows, 1)
@@ -285,7 +289,7 @@ def _refused(boundaries: torch.Tensor, pieces: int, *, rows: int, total: int) ->
     return BatchRefused(
         kind="indivisible_segment",
         row=row,
-        what=f"segment {segment - first} has {int(lengths[segment])} tokens, which {pieces} (2·cp) does not divide",
+        what=f"segment {segment - first} must have a multiple of {pieces} (2·cp) tokens, got {int(lengths[segment])}",
         where=f"row {row}",
         fix="build the rows for this context_parallel_size, with a pack_length that is a multiple of 2·cp",
     )

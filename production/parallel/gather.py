@@ -111,9 +111,9 @@ def gather_ranks(
     """
     if gradient not in ("sum", "own"):
         raise PackproofError(
-            what=f"unknown gradient {gradient!r}",
+            what=f"gradient must be sum or own, got {gradient!r}",
             where="gather over context parallel ranks",
-            fix='choose "sum" where the ranks\' losses add up, "own" where all ranks compute the same one',
+            fix='choose "sum" where the ranks\' losses add up, "own" where all ranks compute the same loss',
         )
     find_layout(layout)
     if (size := distributed.get_world_size(group)) == 1:

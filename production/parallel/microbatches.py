@@ -53,12 +53,14 @@ class MicrobatchSettings:
     def __post_init__(self) -> None:
         """Refuse settings that contradict each other."""
         if self.depths < 0:
-            raise PackproofError(what=f"{self.depths} depths", where="mtp_num_layers", fix="give 0 or more")
+            raise PackproofError(
+                what=f"must be at least 0, got {self.depths}", where="mtp_num_layers", fix="give 0 or more"
+            )
         if self.depths and self.mtp == "upstream_roll" and self.weights == "rows":
             raise PackproofError(
-                what="megatron-core's own roll weights by rank",
+                what="must not be combined: megatron-core's own roll weights by rank",
                 where="weights=rows, mtp=upstream_roll",
-                fix="take mtp=tables, or weights=rank",
+                fix="set mtp=tables, or weights=rank",
             )
         find_layout(self.layout)
 
@@ -282,7 +284,7 @@ def _check_host(tensors: dict[str, torch.Tensor]) -> None:
             raise BatchRefused(
                 kind="field_shape",
                 row=None,
-                what=f"{name} lies on {tensor.device}",
+                what=f"{name} must be on the host, got {tensor.device}",
                 where="batch",
                 fix="give the batch on the host, and the device as an argument",
             )

@@ -65,7 +65,7 @@ def depth_tables(
     shifted along; `has_positions` says whether the model is given positions. Raises PackproofError for a number of depths below 0, BatchRefused as `context_parallel.shard_index`.
     """
     if depths < 0:
-        raise PackproofError(what=f"{depths} depths", where="mtp_num_layers", fix="give 0 or more")
+        raise PackproofError(what=f"must be at least 0, got {depths}", where="mtp_num_layers", fix="give 0 or more")
     flat, rows = (flatten(batch), len(batch.sample_mask)) if isinstance(batch, Batch) else (batch, 1)
     total = flat.input_ids.numel()
     boundaries = flat.cu_seqlens.long()

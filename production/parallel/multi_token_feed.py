@@ -224,7 +224,9 @@ def rolls_from_tables() -> Iterator[None]:
     upstream = multi_token_prediction.roll_tensor
     if getattr(upstream, "answers_from_tables", False):
         raise PackproofError(
-            what="the rolls are answered from tables already", where="rolls_from_tables", fix="enter it once"
+            what="the feed is entered already: the rolls come from its tables",
+            where="rolls_from_tables",
+            fix="enter it once",
         )
     begun: set[DepthFeed] = set()
     helper = multi_token_prediction.MTPLossLoggingHelper

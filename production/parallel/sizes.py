@@ -31,7 +31,11 @@ class ParallelSizes:
         """Refuse a size below 1: raises PackproofError."""
         for field in dataclasses.fields(self):
             if (size := getattr(self, field.name)) < 1:
-                raise PackproofError(what=f"{field.name} parallel size {size}", where="layout", fix="give at least 1")
+                raise PackproofError(
+                    what=f"the {field.name} parallel size must be at least 1, got {size}",
+                    where="layout",
+                    fix="give at least 1",
+                )
 
     @property
     def of_a_replica(self) -> int:
@@ -104,7 +108,7 @@ def parallel(sizes: ParallelSizes, *, timeout_seconds: float | None = None) -> I
     sizes.data(world_size)
     if parallel_state.model_parallel_is_initialized():
         raise PackproofError(
-            what="megatron-core's parallel state is there already",
+            what="megatron-core's parallel state must not exist yet, and it does",
             where="parallel",
             fix="enter `parallel` once in a process, and start new processes for another layout",
         )

@@ -115,7 +115,9 @@ def flatten(batch: Batch) -> FlatBatch:
     is_own[1:, 0] = False  # the seam stands at the end of the row before
     shifted = batch.packed_cu_seqlens.long() + torch.arange(count)[:, None] * length
     if count * length > torch.iinfo(torch.int32).max:
-        raise ValueError(f"{count} rows of {length} tokens have boundaries beyond int32: flatten fewer rows at a time")
+        raise ValueError(
+            f"boundaries must fit int32, got {count} rows of {length} tokens: flatten fewer rows at a time"
+        )
     return FlatBatch(
         input_ids=batch.input_ids.reshape(1, -1),
         target_ids=batch.target_ids.reshape(1, -1),
@@ -132,10 +134,12 @@ def take_rank(batch: Batch, *, rank: int, size: int) -> Batch:
     Raises ValueError where `size` does not divide them.
     """
     if not 0 <= rank < size:
-        raise ValueError(f"data-parallel rank {rank} of {size}: ranks run from 0 to {size - 1}")
+        raise ValueError(f"the data-parallel rank must be from 0 to {size - 1}, got {rank}")
     count = len(batch.sample_mask)
     if count % size:
-        raise ValueError(f"{count} rows over {size} data-parallel ranks: pad a validation batch first (pad_validation)")
+        raise ValueError(
+            f"the number of rows must be a multiple of the {size} data-parallel ranks, got {count}: pad a validation batch first (pad_validation)"
+        )
     return dataclasses.replace(batch, **{name: tensor[rank::size] for name, tensor in _tensors(batch).items()})
 
 

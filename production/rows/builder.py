@@ -68,21 +68,25 @@ class RowSettings:
         """Refuse settings that no row could satisfy."""
         if self.prompt_format not in FORMATS:
             raise PackproofError(
-                what=f"unknown prompt format {self.prompt_format!r}; the nearest is {nearest(self.prompt_format, FORMATS)!r}",
+                what=f"must be a prompt format, got {self.prompt_format!r}; the nearest is {nearest(self.prompt_format, FORMATS)!r}",
                 where="prompt_format",
                 fix=f"choose one of {', '.join(FORMATS)}",
             )
         if self.pack_length < 1:
-            raise PackproofError(what=f"{self.pack_length} tokens", where="pack_length", fix="give at least 1")
+            raise PackproofError(
+                what=f"must be at least 1, got {self.pack_length}", where="pack_length", fix="give at least 1"
+            )
         if self.context_parallel_size < 1:
             raise PackproofError(
-                what=f"{self.context_parallel_size} ranks", where="context_parallel_size", fix="give at least 1"
+                what=f"must be at least 1, got {self.context_parallel_size}",
+                where="context_parallel_size",
+                fix="give at least 1",
             )
         if max(self.pack_length, 2 * self.context_parallel_size) >= LONGEST:
             raise PackproofError(
-                what=f"{self.pack_length} tokens on {self.context_parallel_size} ranks",
+                what=f"P and 2·cp must be below {LONGEST}, got P {self.pack_length} and cp {self.context_parallel_size}",
                 where="pack_length, context_parallel_size",
-                fix=f"keep P and 2·cp below {LONGEST}: boundaries are int32",
+                fix="give smaller numbers: boundaries are int32",
             )
         try:
             (self.pad_token or "").encode()
@@ -206,7 +210,9 @@ class RowBuilder:
         """Split the row into conversations, after all checks that come before tokenization."""
         semantics = self._semantics
         if self._format.render is None and semantics.default_format == "refuse":
-            raise refusal("unsupported_format", f"the prompt format {self._format.name} under default_format=refuse")
+            raise refusal(
+                "unsupported_format", f"the prompt format {self._format.name} is refused by default_format=refuse"
+            )
         if not self._knows_pad and semantics.unknown_pad_token == "refuse":
             raise refusal("no_pad_token", "the vocabulary lacks the pad token")
         if not len(messages):
@@ -319,7 +325,7 @@ class RowBuilder:
         """Apply R-LAYOUT-7, after the pad id."""
         semantics, length = self._semantics, self._settings.pack_length
         if semantics.boundaries_beyond_pack_length == "refuse" and len(boundaries) > length + 1:
-            raise refusal("too_many_boundaries", f"{len(boundaries)} boundaries in a row of {length} tokens")
+            raise refusal("too_many_boundaries", f"a row of {length} tokens cannot hold {len(boundaries)} boundaries")
         if semantics.indivisible_segment == "refuse" and self._settings.context_parallel_size > 1:
             odd = np.flatnonzero(np.diff(boundaries) % self._granularity())
             if len(odd):

@@ -60,7 +60,7 @@ class BatchSettings:
                 raise PackproofError(what=f"must be at least 1, got {value}", where=name, fix="give at least 1")
         if self.multi_token_prediction and self.pad_token_id is None:
             raise PackproofError(
-                what="without the pad id the mask cannot be held against the targets",
+                what="must be given: the guard compares the mask with the targets by it",
                 where="pad_token_id",
                 fix="give the pad id that the rows were built with",
             )
@@ -76,7 +76,7 @@ def as_fields(row: Row | Sample) -> dict[str, Any]:
 def check_rows(rows: Sequence[Row | Sample], settings: BatchSettings) -> None:
     """Refuse rows that cannot be a batch of this job: BatchRefused with kind, row, what and fix, in the order of R-GUARD-1."""
     if not rows:
-        raise _refused("global_batch_size", None, "a batch of no row", "give at least one row")
+        raise _refused("global_batch_size", None, "a batch must have at least one row, got 0", "give at least one row")
     fields = [as_fields(row) for row in rows]
     _check_presence(fields)
     _check_shapes(fields)
@@ -102,14 +102,22 @@ def _check_presence(fields: list[dict[str, Any]]) -> None:
         for name in FIELDS:
             if name not in row:
                 raise _refused(
-                    "missing_field", index, f"no field {name}", "give every field that production.rows.builder.Row has"
+                    "missing_field",
+                    index,
+                    f"a row must have the field {name}",
+                    "give every field that production.rows.builder.Row has",
                 )
 
 
 def _check_shapes(fields: list[dict[str, Any]]) -> None:
     for index, row in enumerate(fields):
         if unknown := sorted(set(row) - {*FIELDS, *OPTIONAL_FIELDS}):
-            raise _refused("field_shape", index, f"unknown fields {', '.join(unknown)}", "leave them out")
+            raise _refused(
+                "field_shape",
+                index,
+                f"a row must have no other field than production.rows.builder.Row, got {', '.join(unknown)}",
+                "leave them out",
+            )
         for name in (*TOKEN_FIELDS, "cu_seqlens"):
             tensor = row[name]
             if not isinstance(tensor, torch.Tensor):
@@ -117,7 +125,7 @@ def _check_shapes(fields: list[dict[str, Any]]) -> None:
                 raise _refused("field_dtype", index, what, "give tensors, as production.rows.builder builds them")
             if tensor.device.type != "cpu":
                 fix = "collate on the host and copy the batch afterwards"
-                raise _refused("field_shape", index, f"{name} lies on {tensor.device}", fix)
+                raise _refused("field_shape", index, f"{name} must be on the host, got {tensor.device}", fix)
             if tensor.ndim != 1 or not len(tensor) or (name in TOKEN_FIELDS and len(tensor) != len(row["input_ids"])):
                 what = f"{name} has the shape {list(tensor.shape)}"
                 raise _refused("field_shape", index, what, "give one value per token, and at least one")
@@ -131,7 +139,9 @@ def _check_dtypes(fields: list[dict[str, Any]]) -> None:
     for index, row in enumerate(fields):
         for name, dtype in expected.items():
             if row[name].dtype != dtype:
-                raise _refused("field_dtype", index, f"{name} is {row[name].dtype}", f"give it as {dtype}")
+                raise _refused(
+                    "field_dtype", index, f"{name} must be {dtype}, got {row[name].dtype}", f"give it as {dtype}"
+                )
         for name in ("max_seqlen", "context_parallel_size"):
             if not _is_integer(row[name]):
                 what = f"{name} is a {type(row[name]).__name__}"

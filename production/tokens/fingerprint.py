@@ -80,9 +80,9 @@ class TokenizerFingerprint:
             special = {str(name): list(pair) for name, pair in fields.pop("special_tokens").items()}
             whole = cls(**fields, probes=probes, special_tokens=special)
         except (TypeError, KeyError, AttributeError, ValueError) as error:
-            raise ValueError(f"it is no fingerprint of a tokenizer ({error})") from error
+            raise ValueError(f"it is not a fingerprint of a tokenizer ({error})") from error
         if not (type(whole.version) is int and type(whole.digest) is str and type(whole.definition) is str):
-            raise ValueError("it is no fingerprint of a tokenizer (version, digest or definition has another type)")
+            raise ValueError("it is not a fingerprint of a tokenizer (version, digest or definition has another type)")
         return whole
 
 
@@ -110,7 +110,7 @@ def tokenizer_differences(saved: TokenizerFingerprint, now: TokenizerFingerprint
     if saved == now:
         return []
     if saved.version != now.version:
-        return [f"The fingerprints are of versions {saved.version} and {now.version}, which cannot be compared: make the older one anew."]  # fmt: skip
+        return [f"The fingerprints are of versions {saved.version} and {now.version}, which cannot be compared: make the older one again."]  # fmt: skip
     told = [f"The tokenizer was {saved.digest[:12]} and is {now.digest[:12]}."]
     if saved.vocab_size != now.vocab_size:
         told.append(f"It had {saved.vocab_size:,} tokens and has {now.vocab_size:,}.")

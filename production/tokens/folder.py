@@ -27,13 +27,13 @@ def load_folder(folder: Path) -> Any:
     """
     if not (is_there(folder) and folder.is_dir()):
         raise PackproofError(
-            what="no such tokenizer folder",
+            what="the tokenizer folder does not exist",
             where=str(folder),
             fix="give the folder that holds tokenizer.json; packproof-build-tokenizer writes one",
         )
     fix = f"give the folder that holds tokenizer.json and {CONFIG}"
     if (why := folder_fault(folder)) is not None:
-        raise PackproofError(what=f"no tokenizer can be loaded from it: {why}", where=str(folder), fix=fix)
+        raise PackproofError(what=f"no tokenizer can be loaded from the folder: {why}", where=str(folder), fix=fix)
     from transformers import AutoTokenizer  # noqa: PLC0415 - its import takes seconds, and --help needs none of it
 
     try:

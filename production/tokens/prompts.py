@@ -158,7 +158,9 @@ def _text(message: Message, content: Any) -> str:
     if isinstance(content, str):
         return content
     raise _ContentError(
-        f"a content of type {type(content).__name__}" if "content" in message else "a message without content"
+        f"the content must be text, got {type(content).__name__}"
+        if "content" in message
+        else "the message must have content"
     )
 
 

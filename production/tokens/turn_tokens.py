@@ -120,9 +120,16 @@ class TurnRules:
                 what = "an assistant message whose content is missing or has no length"
                 raise refusal("bad_content", what, conversation=number, turn=turn) from None
             if length == 0:
-                raise refusal("empty_assistant", "an assistant message without content", conversation=number, turn=turn)
+                raise refusal(
+                    "empty_assistant", "an assistant message must have content", conversation=number, turn=turn
+                )
             if turn == 0 and rules != "masked_formats":
-                raise refusal("role_order", "an assistant turn first", conversation=number, turn=turn)
+                raise refusal(
+                    "role_order",
+                    "the conversation must not begin with an assistant turn",
+                    conversation=number,
+                    turn=turn,
+                )
             before = conversation[turn - 1]["role"]  # of the first turn, the last
             if not isinstance(before, str):
                 what = f"the turn before this one has a role that is a {type(before).__name__}"

@@ -139,7 +139,10 @@ def _refuse(found: Sequence[PackproofError], against: str = "") -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m production.training", description="SFT on packed rows.")
+    parser = argparse.ArgumentParser(
+        prog="python -m production.training",
+        description="Train (SFT) on packed rows, or on chat files that are packed during training.",
+    )
     parser.add_argument(
         "--config", action="append", required=True, help="YAML file; several are laid over each other in order"
     )
@@ -147,12 +150,14 @@ def _parser() -> argparse.ArgumentParser:
         "--print-config", action="store_true", help="print the resolved configuration with the source of each value"
     )
     parser.add_argument(
-        "--dry-run", action="store_true", help="validate and print the plan; no machine, no process group"
+        "--dry-run",
+        action="store_true",
+        help="validate the job and print its plan, without its machines and without a process group",
     )
     parser.add_argument(
         "--world-size",
         type=int,
-        help="ranks of a dry run, whatever the cluster section says; default: WORLD_SIZE, else the cluster section, else one replica",
+        help="ranks of a dry run, in place of the cluster section; default: WORLD_SIZE, else the cluster section, else one replica",
     )
     parser.add_argument(
         "--dump-batch",
@@ -160,7 +165,7 @@ def _parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="STEP",
-        help="dump what each rank feeds in this step",
+        help="dump the batch that each rank feeds in this step",
     )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides, such as policy.precision=float32")
     return parser

@@ -63,7 +63,7 @@ def oversized(job: Job, world_size: int, device: str) -> list[PackproofError]:
         return []
     return [
         PackproofError(
-            what=f"one rank's weights, gradients and optimizer take {needed >> 30:,} GiB, where the {device} here has {there >> 30:,} GiB",
+            what=f"one rank's weights, gradients and optimizer must fit into the {there >> 30:,} GiB of the {device} here, got {needed >> 30:,} GiB",
             where=job.where("model.hidden_size"),
             fix="give the model's real sizes, or share it over more ranks (tensor_model_parallel_size, pipeline_model_parallel_size)",
         )

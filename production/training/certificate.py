@@ -60,7 +60,9 @@ def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
         told += [f"tokenizer: {each.removesuffix('.')}" for each in tokenizer_differences(*tokenizers)]
         told += _other_files(saved["files"], now["files"])
     except (ValueError, KeyError, TypeError) as error:
-        raise PackproofError(what=f"its fingerprints cannot be read: {error}", where="certificate", fix=_FIX) from error
+        raise PackproofError(
+            what=f"the certificate's fingerprints cannot be read: {error}", where="certificate", fix=_FIX
+        ) from error
     keys = [f"configuration: {each.removesuffix('.')}" for each in config_differences(*configs)]
     more = len(keys) - _MOST_SHOWN
     return [*told, *keys[:_MOST_SHOWN], *([f"configuration: {more} more keys differ"] if more > 0 else [])]
@@ -76,7 +78,7 @@ def read_certificate(path: Path, where: str = "") -> dict[str, Any]:
     if not isinstance(read, dict) or read.get("format") != FORMAT:
         found = read.get("format") if isinstance(read, dict) else type(read).__name__
         raise PackproofError(
-            what=f"{path} is no certificate of the format {FORMAT}: it has {found!r}", where=place, fix=_FIX
+            what=f"the certificate {path} must have the format {FORMAT}, got {found!r}", where=place, fix=_FIX
         )
     held = read.get("fingerprints")
     kinds = {"ranks": int, "tokenizer": dict, "files": list, "config": dict}
@@ -121,19 +123,23 @@ def without_certificate(job: Job, ranks: int) -> list[str]:
     return [f"this job has no certificate: {how}, and {KEY}: check/{_NAME} then holds the job to what was checked"]
 
 
-_FIX = "make it anew with packproof check JOB.yaml --out DIR, or take data.certificate out"
+_FIX = "make the certificate again with packproof check JOB.yaml --out DIR, or take data.certificate out"
 
 
 def _held(job: Job, ranks: int) -> dict[str, Any]:
     """Return the fingerprints of the job's certificate; SetupRefused where it cannot be read or proves nothing."""
     path = Path(job.data.certificate or "")
-    fix = f"make it anew ({_anew(job, ranks)}), or take {KEY} out"
+    fix = f"make the certificate again ({_anew(job, ranks)}), or take {KEY} out"
     try:
         read = read_certificate(path, job.where(KEY))
     except PackproofError as error:
         raise _refused(job, error.what, fix) from error
     if read.get("verdict") not in HELD:
-        raise _refused(job, f"its verdict is {read.get('verdict')!r}: {read.get('summary', 'no summary')}", fix)
+        raise _refused(
+            job,
+            f"the certificate's verdict must be one of {', '.join(HELD)}, got {read.get('verdict')!r}: {read.get('summary', 'no summary')}",
+            fix,
+        )
     held: dict[str, Any] = read["fingerprints"]
     return held
 
@@ -142,9 +148,11 @@ def _compare(job: Job, held: Mapping[str, Any], now: Mapping[str, Any], ranks: i
     try:
         told = differences(held, now)
     except PackproofError as error:
-        raise _refused(job, error.what, f"make it anew ({_anew(job, ranks)}), or take {KEY} out") from error
+        raise _refused(
+            job, error.what, f"make the certificate again ({_anew(job, ranks)}), or take {KEY} out"
+        ) from error
     if told:
-        fix = f"give the job the file, tokenizer and configuration that were checked, or check it anew ({_anew(job, ranks)})"
+        fix = f"give the job the file, tokenizer and configuration that were checked, or check the job again ({_anew(job, ranks)})"
         raise _refused(job, "; ".join(told), fix)
 
 

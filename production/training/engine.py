@@ -211,7 +211,7 @@ def _in_our_words(part: str, key: str) -> Iterator[None]:
         raise PackproofError(
             what=f"megatron-core cannot build {part}: {reason_of(error) or type(error).__name__}",
             where=key,
-            fix="change the option that it names, or the sizes of the model",
+            fix="change the option that the message names, or the sizes of the model",
         ) from error
 
 
@@ -223,9 +223,9 @@ def _scheduler(job: Job, optimizer: Any, config: OptimizerConfig, run_steps: int
     """
     if run_steps is None and job.megatron.scheduler.weight_decay_incr_style != "constant":
         raise PackproofError(
-            what="a weight decay that grows over a run of no known length",
+            what="must be constant where the length of the run is not known",
             where="policy.megatron_cfg.scheduler.weight_decay_incr_style",
-            fix="set sft.max_num_steps, or let it be constant",
+            fix="set sft.max_num_steps, or set weight_decay_incr_style to constant",
         )
     schedule, rows = job.megatron.scheduler, job.policy.train_global_batch_size
     decay = schedule.lr_decay_iters or max(job.sft.max_num_steps or 0, schedule.lr_warmup_iters + 1)

@@ -40,7 +40,7 @@ def check_going_on(
 ) -> bool:
     """Compare this run with the one that a checkpoint was saved by; return True where it continues in another layout.
 
-    Consumed samples alone decide the order of rows, and weights and optimizer are laid out anew. Raises ResumeRefused
+    Consumed samples alone decide the order of rows, and weights and optimizer are laid out again. Raises ResumeRefused
     for keys that may not differ, CheckpointRefused where a number or the checkpoint's format depends on the layout; of
     a tokenizer the error says which probe text has other ids.
     """

@@ -39,22 +39,26 @@ class OrderSettings:
         """Refuse settings that no order could satisfy, or that leave something to be guessed."""
         for name, choices in (("kind", get_args(Kind)), ("last_batch", get_args(LastBatch))):
             if (value := getattr(self, name)) not in choices:
-                raise order_refused(f"{value!r} is no {name}", name, f"choose one of {', '.join(choices)}")
+                raise order_refused(
+                    f"must be one of {', '.join(choices)}, got {value!r}", name, f"choose one of {', '.join(choices)}"
+                )
         for name in ("global_batch_size", "data_parallel_size", "max_epochs", "run_steps"):
             if (size := getattr(self, name)) is not None and size < 1:
                 raise order_refused(f"must be at least 1, got {size}", name, "give at least 1")
         if self.global_batch_size % self.data_parallel_size:
-            what = f"{self.global_batch_size} rows over {self.data_parallel_size} data-parallel ranks"
+            what = f"must be a multiple of data_parallel_size, {self.data_parallel_size}, got {self.global_batch_size}"
             raise order_refused(what, "global_batch_size", "make it a multiple of data_parallel_size")
         if (self.kind == "shuffle") != (self.seed is not None):
             why = (
-                "needs a seed"
+                "must be set for the order shuffle"
                 if self.seed is None
-                else "takes no seed: what Megatron-LM draws never depends on one here"
+                else f"must not be set for the order {self.kind}, which draws nothing from it, got {self.seed}"
             )
-            raise order_refused(f"{self.kind} {why}", "seed", "give one to shuffle only")
+            raise order_refused(why, "seed", "give a seed to the order shuffle only")
         if self.seed is not None and not 0 <= self.seed < 1 << 64:
-            raise order_refused(f"{self.seed} is beyond 64 bits", "seed", "give one from 0 to 2**64 - 1")
+            raise order_refused(
+                f"must be from 0 to 2**64 - 1, got {self.seed}", "seed", "give a seed from 0 to 2**64 - 1"
+            )
         self._check_cyclic()
         if self.weights is not None:
             self._check_blend(self.weights)
@@ -63,30 +67,38 @@ class OrderSettings:
         if self.kind not in _CYCLIC:
             if self.run_steps is not None:
                 raise order_refused(
-                    f"{self.kind} does not depend on the length of the run", "run_steps", "leave it out"
+                    f"must not be set for the order {self.kind}, which does not depend on the length of the run, got {self.run_steps}",
+                    "run_steps",
+                    "leave it out",
                 )
             return
         if self.last_batch != "wrap":
-            what = f"{self.kind} permutes the samples of the whole run, in which no epoch ends, as Megatron-LM's driver does"
-            raise order_refused(what, "last_batch", "say wrap, or choose sequential or shuffle")
+            what = f"must be wrap for the order {self.kind}, got {self.last_batch}: it permutes the samples of the whole run, which has no epochs"
+            raise order_refused(what, "last_batch", "set it to wrap, or choose the order sequential or shuffle")
         if self.max_epochs is not None:
-            what = f"{self.kind} permutes the samples of the whole run, which has no epochs to count"
-            raise order_refused(what, "max_epochs", "leave it out (in a job: null) and say how many steps to train")
+            what = f"must not be set for the order {self.kind}, got {self.max_epochs}: it permutes the samples of the whole run, which has no epochs"
+            raise order_refused(what, "max_epochs", "leave it out (in a job: null) and set the number of steps")
         if self.run_steps is None:
-            what = f"{self.kind} permutes the samples of the whole run, whose number of steps is not given"
-            raise order_refused(what, "run_steps", "say how many steps to train, or choose sequential or shuffle")
+            what = f"must be set for the order {self.kind}, which permutes the samples of the whole run"
+            raise order_refused(what, "run_steps", "set the number of steps, or choose the order sequential or shuffle")
 
     def _check_blend(self, weights: tuple[float, ...]) -> None:
         if not weights or not all(0 < weight < float("inf") for weight in weights):
-            raise order_refused(f"the weights {weights}", "weights", "give each source a finite weight above 0")
+            raise order_refused(
+                f"each weight must be finite and above 0, got {weights}",
+                "weights",
+                "give each source a finite weight above 0",
+            )
         if self.kind in _CYCLIC:
-            raise order_refused(f"a blend in the order {self.kind}", "kind", "choose sequential or shuffle for a blend")
+            raise order_refused(
+                f"must be sequential or shuffle for a blend, got {self.kind}", "kind", "choose sequential or shuffle"
+            )
         if self.last_batch != "wrap":
-            what = "a blend's sources end their epochs each for itself"
-            raise order_refused(what, "last_batch", "say wrap for a blend")
+            what = f"must be wrap for a blend, got {self.last_batch}: each source of a blend ends its own epochs"
+            raise order_refused(what, "last_batch", "set it to wrap")
         if self.max_epochs is not None:
-            what = "a blend has no epoch of its own: its sources are gone through at their own pace"
-            raise order_refused(what, "max_epochs", "leave it out (in a job: null) and say how many steps to train")
+            what = f"must not be set for a blend, got {self.max_epochs}: each source of a blend ends its own epochs"
+            raise order_refused(what, "max_epochs", "leave it out (in a job: null) and set the number of steps")
 
 
 def order_refused(what: str, where: str, fix: str) -> PackproofError:

@@ -39,7 +39,7 @@ def checkpoints_of(job: Job) -> Checkpoints:
 def found_checkpoint(job: Job, checkpoints: Checkpoints) -> tuple[Path, Manifest] | None:
     """Return the newest checkpoint with every byte verified.
 
-    Raises CheckpointRefused for a damaged one, and for any where the job is to begin anew.
+    Raises CheckpointRefused for a damaged one, and for any checkpoint if the job must begin a new run.
     """
     if not job.checkpointing.enabled:
         return None
@@ -48,9 +48,9 @@ def found_checkpoint(job: Job, checkpoints: Checkpoints) -> tuple[Path, Manifest
         return None
     if not job.checkpointing.resume:
         raise CheckpointRefused(
-            what=f"the folder has checkpoints of another run, the newest {path.name}",
+            what=f"the folder must hold no checkpoint where checkpointing.resume is false, got {path.name} as the newest",
             where=job.where("checkpointing.checkpoint_dir"),
-            fix="give a folder of its own to a run that begins anew, or move them away, or set checkpointing.resume=true",
+            fix="give a new run a folder of its own, or move the checkpoints away, or set checkpointing.resume=true",
         )
     return path, verify(path)
 
@@ -69,7 +69,7 @@ def check_same(identity: Mapping[str, Any], place: RankCoordinates) -> None:
         differing = [key for key in {**first, **other} if first.get(key, MISSING) != other.get(key, MISSING)]
         if differing:
             raise PackproofError(
-                what=f"ranks are not told the same: {', '.join(differing)} differ ({_apart(differing, first, other)})",
+                what=f"all ranks must have the same rows and settings, and {', '.join(differing)} differ ({_apart(differing, first, other)})",
                 where=f"rank 0 and rank {rank}",
                 fix="give all ranks the same configuration, the same files and the same tokenizer (a shared folder, or equal copies)",
             )

@@ -49,7 +49,7 @@ def check_whole(path: Path, manifest: Manifest) -> None:
         if not (path / name).is_file():
             raise damaged(f"the checkpoint is damaged: {name} is missing", path)
         if (path / name).stat().st_size != size:
-            raise damaged(f"the checkpoint is damaged: {name} is not as it was written", path)
+            raise damaged(f"the checkpoint is damaged: {name} was changed after it was written", path)
 
 
 def _identity(job: Job, path: Path, manifest: Manifest, world_size: int, tokenizer: Any) -> dict[str, Any]:

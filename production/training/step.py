@@ -80,7 +80,7 @@ def wrap(
     per_token = calculates_per_token(settings.normalization)
     if config.calculate_per_token_loss and not per_token:
         raise PackproofError(
-            what=f"calculate_per_token_loss with the normalization {settings.normalization}",
+            what=f"calculate_per_token_loss must not be set with the normalization {settings.normalization}",
             where="loss.normalization",
             fix="leave calculate_per_token_loss out: the normalization sets it",
         )
@@ -115,7 +115,11 @@ def forward_backward(
     PackproofError for no microbatch, or for stages that cannot know each other's lengths.
     """
     if not batches:
-        raise PackproofError(what="no microbatch", where="step", fix="give every data-parallel rank at least one row")
+        raise PackproofError(
+            what="must have at least one microbatch, got 0",
+            where="step",
+            fix="give every data-parallel rank at least one row",
+        )
     config = get_model_config(model)
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     divides = settings.normalization == "global_valid_tokens" or settings.padding is not None
@@ -207,7 +211,7 @@ def _sequence_length(batches: Sequence[Batch | PaddedBatch], settings: StepSetti
         return int(settings.padding.row_length)
     if not config.variable_seq_lengths and config.pipeline_model_parallel_size > 1:
         raise PackproofError(
-            what="microbatches of several lengths between pipeline stages",
+            what="microbatches must have one length between pipeline stages, got several",
             where="step",
             fix="set transformer.variable_seq_lengths, or pad to one length",
         )

@@ -24,10 +24,10 @@ def not_finite(numbers: StepNumbers, fed: str) -> NotFinite:
     """
     loss = "no loss" if numbers.loss is None else f"loss {numbers.loss}"
     return NotFinite(
-        what=f"{loss}, gradient norm {numbers.gradient_norm}",
+        what=f"loss and gradient norm must be finite, got {loss}, gradient norm {numbers.gradient_norm}",
         where=f"step {numbers.step}, {fed}",
-        fix="look at those rows beside the reference's (packproof-diff-row --fed with that folder), lower the learning rate, or "
-        "leave the rows out; the newest checkpoint is of before",
+        fix="compare those rows with the reference's (packproof-diff-row --fed with that folder), lower the learning rate, or "
+        "leave the rows out; the newest checkpoint is from an earlier step",
     )
 
 

@@ -53,7 +53,7 @@ class Case:
 
     @property
     def must_be_built(self) -> bool:
-        """Whether a refusal of this case is a fault."""
+        """Return whether a refusal of this case is a fault."""
         return self.set != "refused"
 
     def arguments(self) -> tuple[list[dict[str, list[int]]], int, int, int, int]:
@@ -114,7 +114,7 @@ def manifest(folder: Path | None = None) -> dict[str, Any]:
         raise VectorsError(f"{path}: no such file; write the vectors with `packproof vectors OUT`")
     found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     if not isinstance(found, dict) or not {"presets", "sha256", "sets"} <= set(found):
-        raise VectorsError("%s is no manifest of vectors; write the vectors again" % path)
+        raise VectorsError("%s is not a manifest of vectors; write the vectors again" % path)
     if found.get("format") != FORMAT:
         raise VectorsError(
             "%s has format %r, this packproof reads %d; write the vectors again" % (path, found.get("format"), FORMAT)

@@ -12,7 +12,7 @@ from packproof.levels import LEVELS, Level, level_named
 
 @dataclass(frozen=True)
 class Declared:
-    """What a packing function is held to."""
+    """Holds the levels, conventions and preset by which a packing function is judged."""
 
     level: str
     """The highest level that must be reached, with all below it."""

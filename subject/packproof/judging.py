@@ -22,7 +22,7 @@ MOST_UNDECLARED = 4
 
 @dataclass
 class LevelResult:
-    """What all cases say about one level."""
+    """Holds the result of all cases for one level."""
 
     level: Level
     status: str
@@ -43,7 +43,7 @@ class LevelResult:
 
 @dataclass
 class Report:
-    """What a subject was found to be."""
+    """Holds the levels that a subject reached, and its conventions."""
 
     subject: str
     preset: str

@@ -97,7 +97,7 @@ class LevelOfCase(_Test):
 
 
 class LevelShown(_Test):
-    """That the rows have what a level needs: a level that no case shows is never passed in silence."""
+    """Tests that the rows have the fields that a level needs, so that a level that no case shows never passes silently."""
 
     cases: list[Case]
 

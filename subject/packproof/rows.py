@@ -28,7 +28,7 @@ SHARD_FIELDS = ("input_ids", "labels", "mask", "position_ids")
 
 
 class MalformedPackError(ValueError):
-    """A packing function returned something that is no list of packs."""
+    """A packing function returned a value that is not a list of packs."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What a case says about the levels while it is judged: misses, what was exercised, what cannot be shown."""
+"""Collect the result of a case for each level while the case is judged: misses, exercised levels, levels that cannot be shown."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Miss:
 
 @dataclass
 class Verdict:
-    """What one case says about each level."""
+    """Holds the result of one case for each level."""
 
     exercised: list[str] = field(default_factory=list)
     """Levels that the case could have shown a fault of."""
@@ -76,7 +76,7 @@ class Judged:
         return self.case.conversations[span.conversation]["tokens"]
 
     def trains(self, span: Span, at: int) -> bool:
-        """Whether token `at` of a span's conversation counts as a label."""
+        """Return whether token `at` of a span's conversation counts as a label."""
         return bool(self.case.conversations[span.conversation]["trained"][at])
 
     def inputs(self, conversation: int) -> int:
@@ -85,6 +85,6 @@ class Judged:
         return max(0, len(self.case.conversations[conversation]["tokens"]) - dropped)
 
     def is_overlong(self, conversation: int) -> bool:
-        """Whether a conversation does not fit into a row alone."""
+        """Return whether a conversation does not fit into a row alone."""
         granularity = self.case.granularity
         return -(-self.inputs(conversation) // granularity) * granularity > self.case.pack_length

@@ -60,7 +60,7 @@ def test_a_case_survives_its_json(case):
         ('{"schema": 1, "messages": [], "tokenizer": "word", "settings": {"pack_length": 0}}', "at least 1"),
     ],
 )
-def test_what_is_no_case_is_an_error_that_says_where_and_what(text, said, tmp_path):
+def test_a_file_that_is_not_a_case_gives_an_error_with_place_and_fault(text, said, tmp_path):
     (tmp_path / "it.json").write_text(text)
     with pytest.raises(CaseError, match=r"it\.json") as error:
         read_case(tmp_path / "it.json")
@@ -72,7 +72,7 @@ def test_a_missing_file_is_named(tmp_path):
         read_case(tmp_path / "gone.json")
 
 
-def test_expected_values_hold_a_row_to_them():
+def test_a_case_with_expected_values_compares_the_row_with_them():
     row = load("reference").build_row(
         [{"role": "system", "content": "w0 w1"}],
         tokenizers.load("word"),

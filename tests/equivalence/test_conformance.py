@@ -124,10 +124,10 @@ def test_l10_is_about_the_semantics_that_a_subject_declares_unless_a_preset_is_g
         assert "held to megatron-lm-0.19\n" in capsys.readouterr().out
 
 
-def test_a_side_of_the_suite_is_a_subject_and_an_unknown_one_is_told(capsys):
+def test_a_side_of_the_suite_is_a_subject_and_an_unknown_one_is_reported(capsys):
     assert (
         conformance.main(["--subject", "reference@strict", "--preset", "strict", "--level", "L10", "--drawn", "5"]) == 0
     )
     assert conformance.main(["--subject", "megatron_lm@strict"]) == 2
-    assert "megatron_lm is no witness of 'strict'" in capsys.readouterr().err
+    assert "megatron_lm cannot be a witness of 'strict'" in capsys.readouterr().err
     assert conformance.main(["--subject", "reference@stict"]) == 2

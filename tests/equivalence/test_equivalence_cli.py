@@ -83,11 +83,11 @@ def test_a_wrong_side_exits_1_and_its_counterexample_is_small_and_replayed_first
         (["--shard", "5/4"], "--shard 5/4"),
         (
             ["--semantics", "megatron-lm-0.20"],
-            "no preset is called 'megatron-lm-0.20'; the nearest is 'megatron-lm-0.19'",
+            "must begin with a preset, got 'megatron-lm-0.20'; the nearest is 'megatron-lm-0.19'",
         ),
         (["--semantics", "strict,row_end=any"], "row_end"),
         (["--formats", "identiy"], "no format is called 'identiy'; the nearest is 'identity'"),
-        (["--cp", "1,two"], "'two' is no context parallel size"),
+        (["--cp", "1,two"], "each size must be a number from 1, got 'two'"),
         (["--tokenizer", "nothing", "--sample", __file__], "no tokenizer is called 'nothing'"),
     ],
 )
@@ -97,7 +97,7 @@ def test_bad_input_or_a_witness_that_cannot_be_loaded_exits_2_and_is_named(optio
 
 
 @pytest.mark.worlds
-def test_training_steps_are_in_the_report_with_what_stands_in(tmp_path, capsys):
+def test_the_report_lists_training_steps_with_their_stand_ins(tmp_path, capsys):
     steps = [path for path, _ in store.replay(kinds=["models"])]
     replayed = steps[0]
     assert main(["replay", str(replayed)]) == 0
@@ -156,7 +156,7 @@ def test_every_row_of_a_file_comes_first_in_the_settings_of_its_manifest(tmp_pat
     )
 
 
-def test_what_contradicts_a_file_s_manifest_is_refused_and_another_cp_is_taken(tmp_path, capsys):
+def test_settings_that_contradict_the_manifest_are_refused_except_another_cp(tmp_path, capsys):
     sample = packed(tmp_path, 2, **OWN)
     for options in (["--pack-length", "1024"], ["--formats", "identity"]):
         assert main(["run", "--sample", str(sample), "--out", str(tmp_path / "out"), *options]) == 2
@@ -198,7 +198,7 @@ def test_a_dict_that_lacks_a_tensor_is_a_difference_that_names_it(tmp_path):
     assert "the dict that build_row returned has unknown keys labels and lacks target_ids" in said
 
 
-def test_a_fault_with_memory_is_said_to_need_others_before_its_smallest_case(tmp_path, capsys):
+def test_a_fault_that_depends_on_earlier_cases_is_reported_as_such(tmp_path, capsys):
     both = "reference,wrong_subjects:Remembers"
     code, report = run(tmp_path, "--job", "rows combining", subjects=both, shard="1/1")
     assert code == 1

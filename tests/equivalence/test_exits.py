@@ -39,7 +39,7 @@ def test_a_case_nested_too_deep_is_bad_input(tmp_path):
     assert diff_row("--case", str(tmp_path / "deep.json")).returncode == 2
 
 
-def test_a_closed_pipe_is_no_difference():
+def test_a_closed_pipe_is_not_a_difference():
     command = [sys.executable, "-W", "ignore", "-m", "tools.diff_row", *SAMPLE]
     running = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
     running.stdout.close()
@@ -61,7 +61,7 @@ def test_a_run_that_compares_nothing_is_not_equal(arguments, tmp_path):
     assert main(["run", "--size", "tiny", "--sample", "none", "--out", str(tmp_path), *arguments]) == 2
 
 
-def test_an_output_folder_that_cannot_be_is_said_at_once(tmp_path, capsys):
+def test_an_impossible_output_folder_is_reported_before_anything_runs(tmp_path, capsys):
     (tmp_path / "file").touch()
     assert main(["run", "--size", "tiny", "--out", str(tmp_path / "file")]) == 2
     assert "choose another place" in capsys.readouterr().err

@@ -102,7 +102,7 @@ def test_packs_come_back_as_lists_with_the_sizes_that_were_asked_for(subject):
         ("no_dict", "pack gave list where a dict with input_ids, labels is expected"),
     ],
 )
-def test_packs_that_do_not_come_are_told(subject, fault, told):
+def test_missing_packs_are_reported(subject, fault, told):
     with pytest.raises(SubjectFailed) as failed:
         subject(fault).pack(CONVERSATIONS, **SIZES)
     assert told in str(failed.value)
@@ -171,7 +171,7 @@ def test_packs_that_are_no_row_say_why(packs, told):
         row_of_packs(packs)
 
 
-def test_rows_that_a_packing_function_makes_otherwise_by_design_are_not_comparable():
+def test_rows_that_a_packing_function_builds_differently_by_design_are_not_compared():
     with pytest.raises(NotComparable, match="do not fit into one row"):
         row_of_packs([UNSHIFTED], pack_length=4)
     with pytest.raises(NotComparable, match="the reference refuses the row"):
@@ -208,7 +208,7 @@ def test_a_row_that_fails_costs_the_rows_beside_it_nothing(subject, fault, told)
     assert told in str(built[2])
 
 
-def test_the_last_lines_of_stderr_are_told_with_a_crash(subject):
+def test_the_last_lines_of_stderr_are_reported_with_a_crash(subject):
     assert str(rows_of(subject("crash"))[2]).endswith("| about to end")
 
 
@@ -223,7 +223,7 @@ def test_the_last_lines_of_stderr_are_told_with_a_crash(subject):
         ("list", "raised TypeError: build_row gave list where a dict with input_ids"),
     ],
 )
-def test_an_answer_that_is_no_row_says_why_and_ends_nothing(subject, fault, told):
+def test_an_answer_that_is_not_a_row_fails_alone_and_names_the_reason(subject, fault, told):
     found = subject(fault)
     (built,) = rows_of(found, counts=(1,))
     assert told in str(built)
@@ -266,7 +266,7 @@ def test_a_refusal_is_a_result_by_its_kind(subject, fault, kind):
         ("name", "calls itself 'production'"),
     ],
 )
-def test_an_adapter_that_cannot_start_is_told_before_anything_runs(fault, told):
+def test_an_adapter_that_cannot_start_is_reported_before_anything_runs(fault, told):
     with pytest.raises(ValueError, match=r"(?s).*") as raised:
         load(f"exec:{command(fault)}")
     assert told in str(raised.value)
@@ -286,12 +286,12 @@ def test_an_adapter_that_hangs_at_its_start_is_given_up(monkeypatch):
         ("exec:no_such_program_here x.py", "no_such_program_here: No such file or directory"),
     ],
 )
-def test_a_command_that_is_none_is_told(name, told):
+def test_an_invalid_command_is_reported(name, told):
     with pytest.raises(ValueError, match=told):
         load(name)
 
 
-def test_what_an_import_prints_before_serve_is_no_garbage(subject):
+def test_output_that_an_import_prints_before_serve_is_ignored(subject):
     assert is_row_of(rows_of(subject("noise_at_start"), counts=(1,))[0], 1)
 
 
@@ -310,7 +310,7 @@ def test_settings_that_an_adapter_does_not_take_are_not_asked_of_it(subject):
     assert not found.covers(SETTINGS)
 
 
-def test_what_an_adapter_forked_ends_with_it(subject):
+def test_processes_that_an_adapter_forked_end_with_the_adapter(subject):
     found = subject("grandchild")
     pids = rows_of(found, counts=(1,))[0].input_ids.tolist()
     assert all(map(is_running, pids))
@@ -405,7 +405,7 @@ def test_the_guard_gives_an_adapter_time_to_end_by_itself(tmp_path):
     assert (tmp_path / "done").exists()
 
 
-def test_names_are_split_at_commas_that_no_quotes_hold():
+def test_names_are_split_at_commas_outside_quotes():
     text = """reference, exec:"python my.py --a b,c" ,exec:python other.py,exec:'p "x,y" z',m:Object"""
     names = ("reference", "exec:python my.py --a b,c", "exec:python other.py", 'exec:p "x,y" z', "m:Object")
     assert split_names(text) == names

@@ -41,7 +41,7 @@ def test_some_rows_come_first_then_recorded_outcomes_then_the_other_rows(own):
     assert recorded == [job for job in recorded_jobs(BUILT_IN) if job.aim != "partitions"]
 
 
-def test_there_is_no_first_look_without_two_sides_or_a_file(own):
+def test_a_first_look_needs_two_sides_and_a_file(own):
     assert first(own, ("reference", "megatron_lm")) == []
     assert first(None) == []
     assert {job.kind for job in first(own, has_recorded=False)} == {"first_look"}
@@ -58,7 +58,7 @@ def numbered(count):
     return [Job(kind="first_look", subjects=(), examples=number) for number in range(count)]
 
 
-def test_each_job_is_told_as_it_ends_beside_what_this_process_does(monkeypatch):
+def test_each_job_is_reported_when_it_ends_while_this_process_continues(monkeypatch):
     ended = threading.Event()
     jobs = numbered(3)
     told = []
@@ -76,7 +76,7 @@ def test_each_job_is_told_as_it_ends_beside_what_this_process_does(monkeypatch):
     assert os.getpid() not in {tally.messages for _, tally in told}, "in a process of its own"
 
 
-def test_what_a_look_cannot_do_is_left_to_the_run(monkeypatch):
+def test_jobs_that_a_first_look_cannot_run_are_left_to_the_run(monkeypatch):
     def dies(job):
         if job.examples == 1:
             os._exit(1)

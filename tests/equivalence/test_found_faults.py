@@ -75,7 +75,7 @@ def test_a_difference_in_data_saves_a_case_that_replays_and_becomes_permanent(tm
 
 
 @pytest.mark.parametrize("check", LAYOUT_CHECKS)
-def test_what_any_check_of_data_draws_survives_its_json_and_is_checked_alike(check):
+def test_cases_of_all_checks_of_data_survive_json_and_give_the_same_result(check):
     for place in range(2):
         case = DataCase(check=check, value=layout_jobs.LAYOUTS[check].draw(RandomChoices(5, place)))
         result, text = layout_jobs.check_data(case), case.to_json()
@@ -164,7 +164,7 @@ def test_a_whole_run_is_a_case_that_survives_its_json():
     assert CHECKS["whole_run"].replay == "equivalence.runner.whole_run_jobs:check_case"
 
 
-def test_a_fault_with_memory_is_said_to_need_others_before_its_smallest_case():
+def test_a_fault_that_depends_on_earlier_cases_is_reported_as_such():
     case = smallest_case_of_rows()
     wrong = load("wrong_subjects:Remembers")
     with replayer([load("reference"), wrong]) as alone:
@@ -278,7 +278,7 @@ def test_a_recorded_row_that_differs_expects_what_was_recorded_on_every_side(tmp
     assert "expected" in capsys.readouterr().out
 
 
-def test_a_recorded_row_of_which_only_the_exception_is_known_is_saved_as_it_stands():
+def test_a_recorded_row_with_only_an_exception_is_saved_unchanged():
     row = next(row for row in outcomes.rows("megatron-lm-0.19") if row.outcome is None)
     case = recorded_jobs._row_case("megatron-lm-0.19", row)
     again = store.parse(case.to_json())

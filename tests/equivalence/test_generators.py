@@ -66,7 +66,7 @@ def test_a_row_with_a_boundary_shrinks_to_two_short_conversations(prompt_format)
     assert case.settings.context_parallel_size == 1
 
 
-def test_detectors_tell_a_class_from_the_row_not_from_its_label():
+def test_detectors_recognise_a_class_by_the_row_and_not_by_its_label():
     message = {"role": "system", "content": "w0"}
     case = RowCase(
         messages=(message,),
@@ -88,7 +88,7 @@ def test_rows_of_a_batch_share_their_settings():
 
 
 @pytest.mark.parametrize("name", tokenizers.RECIPES)
-def test_a_tokenizer_lies_in_its_folder(name):
+def test_a_tokenizer_is_written_to_its_folder(name):
     loaded = tokenizers.load(name)
     assert loaded.name_or_path == str(tokenizers.folder(name))
     assert (tokenizers.folder(name) / "tokenizer_config.json").is_file()
@@ -116,7 +116,7 @@ def test_bos_is_added_by_the_post_processor_alone():
     assert tokenizers.load("bos").pad_token_id is None
 
 
-def test_eos_is_the_pad_where_it_says_so():
+def test_eos_is_the_pad_token_in_the_tokenizers_that_declare_it():
     loaded = tokenizers.load("eos-pad")
     assert loaded.pad_token_id == loaded.eos_token_id == 2
 

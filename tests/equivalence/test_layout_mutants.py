@@ -89,7 +89,7 @@ def test_a_fault_that_cannot_run_on_a_rank_is_no_kill(monkeypatch):
         list(layout_kill_matrix([own], first_only=True))
 
 
-def test_a_fault_is_there_wherever_its_target_was_imported_and_gone_after_an_error():
+def test_a_fault_is_active_wherever_its_target_was_imported_and_undone_after_an_error():
     sound = cut.shard_tensors
 
     def fails():

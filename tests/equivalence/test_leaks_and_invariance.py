@@ -58,7 +58,7 @@ def tensors(result):
     return {each.tensor for finding in result.findings for each in finding.differences}
 
 
-def test_r_model_12_what_a_layout_changes_is_predicted_and_is_not_nothing(step):
+def test_r_model_12_the_effect_of_a_layout_is_predicted_and_is_not_zero(step):
     from equivalence.checks.steps.invariance import check_invariance
     from equivalence.generators.models import VARIES
 
@@ -82,7 +82,7 @@ def test_r_model_12_a_gradient_that_does_not_change_as_predicted_is_found(step):
     assert any(each.startswith("gradient of") for each in tensors(check_invariance(same, outcomes, alone, expected)))
 
 
-def test_token_losses_that_another_layout_does_not_give_are_found(step):
+def test_token_losses_that_differ_between_layouts_are_found(step):
     from equivalence.checks.steps.invariance import check_invariance
 
     outcomes, alone, expected = step
@@ -94,7 +94,7 @@ def test_token_losses_that_another_layout_does_not_give_are_found(step):
     assert tensors(found) == {"row 1 on rank 1 depth 0 token losses"}
 
 
-def test_r_model_12_the_order_of_microbatches_is_held():
+def test_r_model_12_the_order_of_microbatches_does_not_change_the_gradient():
     from equivalence.runner.step_runs import check_case
 
     found = check_case(dataclasses.replace(STEP, seed=1))
@@ -142,7 +142,7 @@ def test_masks_of_other_depths_are_found_on_the_online_path():
     assert any(each.endswith("depths reported") for each in named), named
 
 
-def test_what_was_found_before_a_check_broke_is_not_lost(monkeypatch):
+def test_findings_before_a_check_failed_are_kept(monkeypatch):
     from equivalence.runner import step_runs
 
     asked = []

@@ -34,10 +34,10 @@ def test_both_presets_of_identity():
     assert build(messages, pack_length=4, semantics=MAIN).target_ids.tolist() == [-100, 14, 15, 0]
 
 
-def test_it_stands_in_for_no_other_path():
+def test_the_subject_refuses_semantics_of_other_paths():
     for name in ("nemo-rl-direct", "strict", f"{OLD},row_ends=system_to_assistant"):
         assert not MEGATRON.covers(RowSettings(pack_length=4, semantics=name))
-        with pytest.raises(ValueError, match="no witness of semantics"):
+        with pytest.raises(ValueError, match="no witness of the semantics"):
             build(say(("user", "w0")), semantics=name)
 
 
@@ -86,7 +86,7 @@ def test_an_empty_template_is_one(tmp_path):
         assert built.refusal.kind == "empty_row"
 
 
-def test_an_error_that_spec_does_not_know_is_no_refusal(monkeypatch):
+def test_an_error_that_spec_does_not_know_is_not_a_refusal(monkeypatch):
     def broken(*_, **__):
         raise OSError("disk")
 
@@ -106,7 +106,7 @@ def test_overrides_of_pad_token_and_prefix():
     assert build(messages, prompt_format="nemotron-nano-v2").target_ids.equal(plain.target_ids)  # no override stays
 
 
-def test_a_file_through_its_own_reader(tmp_path):
+def test_megatron_lms_own_reader_reads_a_file(tmp_path):
     path = tmp_path / "rows.jsonl.packed"
     rows = [say(("system", "w0")), say(("system", ""), ("user", "w1 w2"))]
     path.write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))

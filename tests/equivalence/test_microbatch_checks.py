@@ -286,7 +286,7 @@ def test_a_wrong_loss_is_found(monkeypatch):
         assert "returned" in differences("loss")
 
 
-def test_what_one_side_leaves_out_is_found(monkeypatch):
+def test_a_field_that_one_side_leaves_out_is_found(monkeypatch):
     told = microbatches._told
     monkeypatch.setattr(
         microbatches, "_told", lambda named, rank: told({k: v for k, v in named.items() if k != "total_tokens"}, rank)

@@ -56,7 +56,7 @@ def nudged(values):
     return values
 
 
-def test_what_is_wrong_with_an_outcome_shows_against_the_reference(runs):
+def test_each_wrong_outcome_differs_from_the_reference(runs):
     from equivalence.checks.steps.models import check_model, shapes_of
     from equivalence.expectations.step import expect
     from equivalence.trainers.production_step import gradients
@@ -94,7 +94,7 @@ def test_another_boundary_shows_against_the_reference(runs):
     assert any(each.tensor.startswith("gradient of") for each in found)
 
 
-def test_the_third_witness_is_held_to_the_bit(runs):
+def test_megatron_lms_step_is_compared_to_the_bit(runs):
     from equivalence.checks.steps.models import compare_outcomes
 
     ours, theirs = runs
@@ -156,7 +156,7 @@ def test_a_rank_that_fails_is_a_failed_case_and_the_next_case_runs(tmp_path, fau
     assert {each.check for each in second.results} == {"models", "third_witness", "invariance"}
 
 
-def test_no_rank_lives_while_what_is_expected_of_its_steps_is_computed(monkeypatch):
+def test_no_rank_runs_while_the_expectation_of_its_steps_is_computed(monkeypatch):
     from equivalence.runner import step_runs
     from equivalence.workers import seats as workers
 
@@ -201,7 +201,7 @@ def test_a_fault_in_a_layout_is_found_counted_and_named(tmp_path):
     assert again.layouts["dp2"]["cases"] == 1
 
 
-def test_what_differs_is_shrunk_to_the_cheapest_layout_that_still_does():
+def test_a_difference_is_shrunk_to_the_cheapest_layout_that_still_differs():
     shape = ModelShape(architecture="hybrid", pattern="*E*E", experts=4, depths=2, repeated=True)
     case = ModelCase(
         shape=shape,
@@ -276,7 +276,7 @@ def test_steps_of_the_smallest_run_are_equal_in_each_dimension(layout):
     }
 
 
-def test_tallies_of_one_layout_add_up_but_for_its_number_of_ranks():
+def test_tallies_of_one_layout_are_added_except_the_number_of_ranks():
     from equivalence.runner.counters import Tally
 
     whole = Tally()

@@ -42,7 +42,7 @@ def test_production_without_a_fault_is_not_found(monkeypatch):
     assert kills.survives
 
 
-def test_a_fault_is_a_side_by_its_name():
+def test_a_fault_can_be_named_as_a_side():
     side = load("equivalence.mutants.subjects:no_shift")
     assert side.name == "no_shift"
     assert len({mutant.name for mutant in ROW_MUTANTS}) == len(ROW_MUTANTS) > 12

@@ -93,7 +93,7 @@ def test_a_reader_that_raises_is_a_difference_with_its_error(monkeypatch):
     assert "TypeError: the reader itself is wrong" in str(found.findings[0].differences)
 
 
-def test_of_plain_draws_that_differ_the_shortest_is_told(monkeypatch):
+def test_the_shortest_of_the_differing_plain_draws_is_reported(monkeypatch):
     monkeypatch.setattr(packed_files, "_told", lambda *_, **__: {"number of rows": -1})
     found, case = list(draw_layouts("packed_files", number=1, examples=0, plain=4))[-1]
     assert not found.equal

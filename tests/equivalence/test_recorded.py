@@ -124,7 +124,7 @@ def test_the_recorded_versions_differ_as_spec_says():
     assert differing("0.17.1", "megatron-lm-main") == {"too_many_boundaries": 8, "null content": 3, "other": 0}
 
 
-def test_a_side_that_packs_or_cuts_otherwise_is_found(monkeypatch):
+def test_a_side_that_packs_or_cuts_differently_is_found(monkeypatch):
     raising = next(each for each in outcomes.packings() if each.multiple_of > 1 and each.bins is not None)
     monkeypatch.setattr(recorded.production_packing, "raise_bin_count", lambda bins, multiple_of: bins)  # noqa: ARG005
     found = [check_recorded_packing(each).findings for each in (raising, *outcomes.packings()[:200])]
@@ -135,7 +135,7 @@ def test_a_side_that_packs_or_cuts_otherwise_is_found(monkeypatch):
     assert (wrong.left, wrong.right) == ("recorded", "production")
 
 
-def test_a_row_that_is_another_or_refused_otherwise_is_found():
+def test_another_row_or_another_refusal_is_found():
     class Wrong:
         name = "wrong"
 
@@ -187,7 +187,7 @@ def test_the_main_job_takes_every_recorded_outcome_once():
     assert found == {name: list(range(len(each()))) for name, each in (read | rows).items()}
 
 
-def test_a_recorded_job_tells_a_few_differences_with_their_cases_and_names_a_missing_file(folder):
+def test_a_recorded_job_reports_a_few_differences_with_cases_and_names_a_missing_file(folder):
     jobs = {job.aim: job for job in recorded_jobs(("wrong_subjects:TrainsBoundaryPadding",))}
     tally = run_job(jobs["megatron-lm-main"])
     assert len(tally.differences) == MOST_DIFFERING

@@ -91,7 +91,7 @@ def test_the_screen_and_the_page_show_the_first_of_each_kind(tmp_path):
     assert "show 0" in one
 
 
-def test_a_run_that_ended_before_any_row_was_timed_tells_no_rate(tmp_path):
+def test_a_run_that_ended_before_any_row_was_timed_reports_no_rate(tmp_path):
     early = outcome(SEVERAL[0])
     assert "no generated rows, 0 s in all" in screen(summarise(early, "run"))
     early.tally.rows["rows", "identity"] = 40  # replayed, not timed
@@ -123,7 +123,7 @@ def said(reporter, found, *, done):
     return reporter._said(found)
 
 
-def test_time_left_is_of_the_work_and_not_of_what_came_before_it(clock):
+def test_remaining_time_ignores_the_time_before_the_work(clock):
     reporter, found = terminal.Reporter(Console(file=Path("/dev/null").open("w"))), outcome(planned=1000.0)  # noqa: SIM115
     clock(80)  # imports and tokenizers
     assert "left" not in said(reporter, found, done=0)

@@ -54,14 +54,14 @@ def test_a_subject_that_differs_in_every_row_is_compared_to_the_end(tmp_path, ca
     assert known._SHOWN is None, "the next run shows all again"
 
 
-def test_rows_only_leaves_out_what_no_subject_has_a_part_in(tmp_path):
+def test_rows_only_runs_only_checks_of_rows_and_batches(tmp_path):
     code, report = run(tmp_path, "--sample", "none", "--shard", "1/40", subjects="reference,production")
     assert code == 0, report["errors"]
     assert {each["check"] for each in report["checks"]} <= {"corpus", "rows", "batches"}
     assert "checks of data, training steps and runs: --rows-only" in report["left_out"]
 
 
-def test_an_external_subject_in_a_run_goes_by_its_own_name_and_collates_nothing(tmp_path):
+def test_an_external_subject_has_its_own_name_in_a_run_and_collates_nothing(tmp_path):
     subjects = f'reference,production,exec:"{external("none").removeprefix("exec:")}"'
     code, report = run(tmp_path, "--shard", "1/10", "--job", "batches", "--sample", "none", subjects=subjects)
     assert code == 0, "the batches of the other two are equal"

@@ -78,7 +78,7 @@ def tensors(result):
     return [each.tensor for finding in result.findings for each in finding.differences]
 
 
-def test_twenty_steps_of_two_and_of_four_ranks_are_the_references_within_a_millionth_of_the_way(exact):
+def test_twenty_steps_of_two_and_four_ranks_equal_the_references_within_a_millionth(exact):
     from equivalence.checks.runs.trainer import check_trainer, trains_alike
     from equivalence.runner.trainer_jobs import case_of
     from equivalence.trainers.production_run import TRAIN
@@ -105,7 +105,7 @@ def test_a_wrong_beta_shows_in_all_weights_and_in_the_norms_that_follow(exact):
     assert "rank 0 gradient norm of step 1" not in found
 
 
-def test_a_missing_decay_group_shows_in_what_has_one_dimension(exact):
+def test_a_missing_decay_group_changes_parameters_of_one_dimension(exact):
     from equivalence.checks.runs.trainer import check_trainer
     from reference.trainer import decays
 
@@ -129,7 +129,7 @@ def numbers_with(outcome, step, **changes):
     return {"numbers": numbers}
 
 
-def test_what_is_wrong_with_an_outcome_shows_by_name(exact):
+def test_each_wrong_outcome_is_named(exact):
     from equivalence.checks.runs.trainer import check_trainer, whole_weights
 
     first, second = exact.found["right"]

@@ -42,13 +42,13 @@ def tensors(result):
 
 
 @pytest.mark.parametrize("mutant", RUN_MUTANTS, ids=lambda mutant: mutant.name)
-def test_a_fault_of_a_run_is_found_and_a_run_without_it_is_the_references(mutant):
+def test_a_fault_of_a_run_is_found_and_a_run_without_faults_equals_the_reference(mutant):
     (kills,) = layout_kill_matrix([mutant], first_only=True)
     assert failures([kills], checks=()) == []
     assert kills.found[WHOLE_RUN] == 1
 
 
-def test_the_reference_trains_otherwise_in_each_step_so_that_one_taken_for_another_shows(run):
+def test_the_references_steps_all_differ_so_that_a_swapped_step_is_found(run):
     _, _, expected = run
     steps = expected.trained.steps
     assert len({each.learning_rate for each in steps}) == len({each.weight_decay for each in steps}) == len(steps)
@@ -60,7 +60,7 @@ def test_the_reference_trains_otherwise_in_each_step_so_that_one_taken_for_anoth
     assert min(sum(getattr(each, name) for each in counts) for name in ("padding_tokens", "rows_truncated", "conversations_dropped"))  # fmt: skip
 
 
-def test_what_is_wrong_with_a_rank_or_with_the_log_shows_by_name(run):
+def test_each_fault_of_a_rank_or_log_is_named(run):
     from equivalence.checks.runs.whole_run import check_whole_run
 
     case, performed, expected = run

@@ -43,7 +43,7 @@ def fake_pip(monkeypatch, *, has_dataset=True):
     return asked
 
 
-def test_a_version_is_installed_without_what_is_shared_and_found_by_its_name(monkeypatch, capsys):
+def test_a_version_is_installed_without_shared_packages_and_found_by_name(monkeypatch, capsys):
     asked = fake_pip(monkeypatch)
     assert main(["add", "megatron-core==0.18.2"]) == 0
     assert asked == [("--no-deps", "megatron-core==0.18.2")]
@@ -73,7 +73,7 @@ def test_a_checkout_is_a_witness_and_stays_when_the_witness_goes(checkout):
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["add", "megatron-core"], "names no version"),
+        (["add", "megatron-core"], "must name a version"),
         (["add", "megatron-core==0.16.1"], "ships no"),
         (["add", "a/b", "--source", "."], "a name must be"),
         (["add", "main", "--source", "."], "has no megatron"),
@@ -81,7 +81,7 @@ def test_a_checkout_is_a_witness_and_stays_when_the_witness_goes(checkout):
         (["compare", "0.18.2"], "packproof witness add megatron-core==0.18.2"),
     ],
 )
-def test_what_cannot_be_a_witness_is_refused_and_leaves_nothing(words, told, monkeypatch, capsys):
+def test_a_requirement_that_cannot_be_a_witness_is_refused_and_leaves_nothing(words, told, monkeypatch, capsys):
     fake_pip(monkeypatch, has_dataset=False)
     assert main(words) == 2
     assert told in capsys.readouterr().err
@@ -98,13 +98,13 @@ def test_a_witness_is_not_made_twice(monkeypatch):
 def test_a_mixture_of_two_versions_is_refused_with_each_file(tmp_path):
     own, other = tmp_path / "own", tmp_path / "other"
     halves = {"megatron.core": str(own / "core.py"), "megatron.training": str(other / "training.py")}
-    with pytest.raises(RuntimeError, match="a mixture of two versions") as caught:
+    with pytest.raises(RuntimeError, match="both must come from") as caught:
         check_whole(own, halves)
     assert str(other / "training.py") in str(caught.value)
     check_whole(tmp_path, halves)
 
 
-def test_the_installed_megatron_lm_stands_for_no_other_version():
+def test_the_installed_megatron_lm_is_not_used_for_another_version():
     subject = load("megatron_lm")
     assert subject.covers(RowSettings(pack_length=8, prompt_format="identity", semantics="megatron-lm-main"))
     assert not subject.covers(RowSettings(pack_length=8, prompt_format="identity", semantics="megatron-lm-0.18"))

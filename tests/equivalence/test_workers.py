@@ -96,7 +96,7 @@ def test_preloading_warns_of_nothing_and_a_rank_has_megatron_core_without_an_imp
     assert set(MEGATRON) <= modules
 
 
-def test_every_rank_is_told_its_place_what_was_entered_and_the_payload(world):
+def test_every_rank_gets_its_coordinates_the_entered_value_and_the_payload(world):
     places = world.run("worker_targets:place", {"any": 1})
     assert [place[:4] for place in places] == [(0, 2, 0, 2), (1, 2, 1, 2)]
     assert [place[4] for place in places] == list(world.pids)
@@ -166,7 +166,7 @@ def outcomes():
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_rank_that_fails_is_named_with_how_and_where(outcomes, way):
+def test_a_failing_rank_is_named_with_error_and_line(outcomes, way):
     outcome = outcomes[1 + 2 * list(WAYS).index(way)]
     state, rank, why = WAYS[way]
     assert outcome.results is None
@@ -227,7 +227,7 @@ def test_slow_work_is_not_stuck_but_ends_at_the_deadline():
             world.run(SUM.target, SUM.payload)
 
 
-def test_what_a_rank_started_dies_with_its_world():
+def test_processes_that_a_rank_started_end_with_its_world():
     with open_world(2) as world:
         helper = world.run("worker_targets:starts_a_process")[1]
         assert not gone(helper)
@@ -236,7 +236,7 @@ def test_what_a_rank_started_dies_with_its_world():
     assert not psutil.Process().children()
 
 
-def test_a_world_that_enter_fails_is_not_opened_and_says_on_which_rank():
+def test_a_world_whose_enter_fails_is_not_opened_and_names_the_rank():
     before = (open_descriptors(), folders())
     with (
         pytest.raises(
@@ -261,7 +261,7 @@ def test_the_parent_stays_unpatched_after_a_world_that_patches_torch():
 
 
 def test_nine_workers_never_live_at_once():
-    with pytest.raises(InputError, match="1 to 8 ranks, not 9"), open_world(9):
+    with pytest.raises(InputError, match="1 to 8 ranks, got 9"), open_world(9):
         pass
     refused = pytest.raises(SuiteError, match="2 workers live, and 7 more would exceed 8")
     with open_world(1), open_world(1), refused, open_world(7):  # this thread holds the seats: waiting would be for ever

@@ -93,7 +93,7 @@ def test_the_guides_rows_are_equal_to_the_bit_and_those_that_do_not_fit_are_coun
     assert any("plain_packer" in each for each in report["left_out"])
 
 
-def test_an_undeclared_convention_is_told_as_such(folder):
+def test_an_undeclared_convention_is_reported_as_undeclared(folder):
     declared(folder, 'CONVENTIONS = {"shift": "model", "pad_label": "ignore"}', "CONVENTIONS = {}")
     code, report = run_rows("--shard", "1/8")
     assert code == 1

@@ -311,7 +311,7 @@ def megatron_arguments():
 
 
 @pytest.mark.parametrize("guide", sorted(path.name for path in GUIDES.glob("*.md")))
-def test_what_a_guide_links_to_and_names_is_there(guide):
+def test_links_and_names_in_a_guide_exist(guide):
     text = (GUIDES / guide).read_text()
     links = [link.partition("#")[0] for link in re.findall(r"\]\(([^)]+)\)", text)]
     assert links
@@ -349,7 +349,7 @@ def test_the_commands_of_the_readme_and_of_the_page_of_commands_are_current():
     assert done == {"make": 2, "ran tools.diff_row": 1, "dry runs": 3, "parsed equivalence": 2}
 
 
-def test_what_the_readme_links_to_is_there():
+def test_links_in_the_readme_exist():
     links = [link.partition("#")[0] for link in re.findall(r"\]\(([^)]+)\)", (ROOT / "README.md").read_text())]
     assert len(links) > 15
     for link in filter(None, links):

@@ -143,7 +143,7 @@ def test_a_megatron_lm_script_with_the_example_equals_the_job_to_the_bit():
     assert not torch.equal(first["per_token"]["ours"], second["per_token"]["ours"])  # each rank has its own share
 
 
-def test_pretrain_takes_what_the_guide_gives_it():
+def test_pretrain_accepts_the_arguments_of_the_guide():
     from megatron.training.training import pretrain
 
     from production.adapters.megatron_lm import Script
@@ -208,7 +208,7 @@ class ProcessedInputs:
     loss_mask_cp_sharded: torch.Tensor | None = None
 
 
-def test_the_nemo_rl_processor_takes_what_run_sft_binds_to_every_processor():
+def test_the_nemo_rl_processor_accepts_the_arguments_that_run_sft_binds():
     from production.adapters.nemo_rl import PackedProcessor, format_data
     from production.files.source import open_source
 

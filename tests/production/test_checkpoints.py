@@ -70,7 +70,7 @@ def flipped(path, at):
     path.write_bytes(data)
 
 
-def test_a_checkpoint_goes_on_where_nothing_is_wrong_with_it(world, folder):
+def test_an_intact_checkpoint_can_be_resumed(world, folder):
     assert [found["step"] for found in go_on(world, folder)] == [3, 3]
 
 
@@ -192,7 +192,7 @@ def test_the_best_and_the_newest_stay(world, tmp_path, better, kept):
     assert sorted(path.name[-1] for path in (tmp_path / "checkpoints").iterdir()) == kept
 
 
-def test_the_newest_stay_where_no_metric_is_named(world, tmp_path):
+def test_the_newest_checkpoints_stay_without_a_metric(world, tmp_path):
     rows = jobs.write_rows(tmp_path / "rows.jsonl")
     config = jobs.write_job(tmp_path, rows, **{"checkpointing.save_period": 1, "checkpointing.keep_top_k": 2})
     world(1, "train", {"config": str(config)})
@@ -203,7 +203,7 @@ def test_a_metric_that_no_run_has_is_refused(world, tmp_path):
     rows = jobs.write_rows(tmp_path / "rows.jsonl")
     config = jobs.write_job(tmp_path, rows, **{"checkpointing.metric_name": "train:accuracy"})
     (found,) = world(1, "train", {"config": str(config)})
-    assert "'train:accuracy' is no metric of a run" in found["refused"]
+    assert "must be one of train:loss, val:val_loss, got 'train:accuracy'" in found["refused"]
 
 
 def test_exported_weights_are_those_of_the_unsharded_model(saved, tmp_path):
@@ -336,19 +336,23 @@ def test_an_export_to_megatron_lm_writes_over_nothing_and_takes_no_damaged_check
 
 STARTS = {
     "Megatron-LM's, without a manifest": ("iter_0000002", [], None),
-    "one whose manifest is not there": ("step_00000009", [], "it is no whole checkpoint"),
+    "one whose manifest is not there": ("step_00000009", [], "the folder must be a whole checkpoint"),
     "the folder above it": (".", [], "step_00000002"),
     "a tied model": (
         "step_00000002",
         ["model.tie_embeddings=true"],
-        "weights that the model has no place for: output_layer.weight",
+        "weights that the model does not have: output_layer.weight",
     ),
     "a larger vocabulary": (
         "step_00000002",
         ["model.vocab_size=4608"],
-        "rows and the model's 4608 (embedding.word_embeddings.weight): rows would be left zero. To fix it: set model.vocab_size to 4096",
+        "rows, got 4608 (embedding.word_embeddings.weight): rows would be left zero. To fix it: set model.vocab_size to 4096",
     ),
-    "another number of experts": ("step_00000002", ["model.num_moe_experts=4"], "megatron-core cannot load it"),
+    "another number of experts": (
+        "step_00000002",
+        ["model.num_moe_experts=4"],
+        "megatron-core cannot load the checkpoint",
+    ),
     "no multi-token depth": ("step_00000002", [f"{MEGATRON}.mtp_num_layers=0"], None),
 }
 

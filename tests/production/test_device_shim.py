@@ -56,7 +56,7 @@ def _preloaded():
     preload()
 
 
-def test_what_asks_for_cuda_gets_the_cpu():
+def test_calls_that_ask_for_cuda_get_the_cpu():
     def checks():
         with cpu_shim():
             made = [
@@ -155,7 +155,7 @@ def test_tracked_random_states_differ_by_name_and_go_on_where_they_were():
     assert "seed 7" in said
 
 
-def test_without_a_state_of_that_name_a_fork_says_what_to_call():
+def test_a_fork_without_the_named_random_state_names_the_function_to_call():
     def checks():
         from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 

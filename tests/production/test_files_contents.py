@@ -72,7 +72,7 @@ def test_a_file_that_is_no_json_lines_is_named_as_what_it_is(tmp_path, what):
         assert (again.value.kind, again.value.what) == (kind, caught.value.what)
 
 
-def test_what_is_packed_is_looked_into(tmp_path):
+def test_compressed_files_are_recognised_by_their_contents(tmp_path):
     for name, pack in (("rows.jsonl.gz", gzip.compress), ("rows.jsonl.zst", zstandard.compress)):
         file = tmp_path / name
         for content, kind in ((json.dumps(ROWS, indent=1).encode(), "json_array"), (parquet(), "other_format")):
@@ -116,7 +116,7 @@ def test_a_row_of_another_shape_is_named_as_what_it_looks_like(tmp_path, row, lo
     assert caught.value.line == 1
 
 
-def test_a_row_that_is_a_list_is_no_array_of_rows(tmp_path):
+def test_a_row_that_is_a_list_is_not_taken_for_a_json_array_of_rows(tmp_path):
     file = tmp_path / "rows.jsonl"
     file.write_text("[1, 2]\n" + LINES)
     with open_source([file], on_bad_row="skip") as source:
@@ -125,7 +125,7 @@ def test_a_row_that_is_a_list_is_no_array_of_rows(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["a\0b.jsonl", "a\ud800b.jsonl", "x" * 5000, ""])
-def test_a_name_that_no_file_can_have_is_an_error_of_ours(tmp_path, name):
+def test_a_name_that_no_file_can_have_is_a_packproof_error(tmp_path, name):
     for read in (lambda: open_source([str(tmp_path / name)]), lambda: list(stream_lines(str(tmp_path / name)))):
         with pytest.raises(BadInput) as caught:
             read()

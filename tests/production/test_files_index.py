@@ -1,4 +1,4 @@
-"""R-FILE, the index: right for any lines, built anew whenever the file or the index is another, kept where it can be."""
+"""R-FILE, the index: right for any lines, built again whenever the file or the index is another, kept where it can be."""
 
 import gzip
 import itertools
@@ -142,7 +142,7 @@ def test_an_access_sees_lines_that_have_moved_unnoticed(write):
     assert file.read(401)
 
 
-def test_r_file_4_a_damaged_index_is_built_anew(write, tmp_path):
+def test_r_file_4_a_damaged_index_is_built_again(write, tmp_path):
     path = write(rows(500))
     good = offsets_of(LineFile(path))
     (kept,) = tmp_path.glob(".*index")
@@ -181,7 +181,7 @@ def refuse_folder(monkeypatch, *folders):
     monkeypatch.setattr(Path, "mkdir", refusing)
 
 
-def test_r_file_3_the_index_is_beside_the_file_or_where_it_is_told_or_in_the_users_cache(
+def test_r_file_3_the_index_is_beside_the_file_or_in_the_given_folder_or_in_the_users_cache(
     write, tmp_path, own_cache, monkeypatch
 ):
     path = write(rows(3))

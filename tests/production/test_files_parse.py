@@ -170,7 +170,7 @@ def test_plain_rows_do_not_pay_for_the_strict_parser(monkeypatch):
 
 
 @pytest.mark.parametrize(("opening", "closing"), [("[", "]"), ('{"a":', "}")])
-def test_r_file_7_depth_is_counted_alike_on_both_ways(opening, closing):
+def test_r_file_7_both_parsers_count_depth_alike(opening, closing):
     for levels, fits in ((MAX_DEPTH - 3, True), (MAX_DEPTH - 2, False)):
         deep = opening * levels + "1" + closing * levels
         line = '{"messages": [{"role": "u", "content": "", "d": ' + deep + "}]}"
@@ -210,7 +210,7 @@ SEPARATORS = [(",", ":"), (", ", ": "), (", ", " : "), (" ,", "  :"), (",\t", "\
 
 @given(rows, st.sampled_from(SEPARATORS), st.booleans())
 @settings(deadline=None, max_examples=100)
-def test_what_is_written_is_read_back(row, separator, ascii_only):
+def test_written_rows_are_read_back_unchanged(row, separator, ascii_only):
     line = json.dumps(row, separators=separator, ensure_ascii=ascii_only).encode()
     assert repr(parse_row(line, chat_key="messages")) == repr(row["messages"])
 

@@ -272,7 +272,7 @@ def test_zeros_behind_a_gzip_file_are_padding(write):
     assert opening(write(bytes(5) + whole, "rows.jsonl.gz")).kind == "corrupt_compressed"
 
 
-def test_no_room_to_unpack_is_said_and_leaves_nothing(write, tmp_path, monkeypatch):
+def test_a_full_disk_at_unpacking_is_reported_and_leaves_no_file(write, tmp_path, monkeypatch):
     path = write(gz(b"".join(GOOD)), "rows.jsonl.gz")
     monkeypatch.setattr(compressed.shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
     assert opening(path).kind == "no_space"
@@ -285,7 +285,7 @@ def test_no_room_to_unpack_is_said_and_leaves_nothing(write, tmp_path, monkeypat
     assert [found.name for found in tmp_path.iterdir()] == ["rows.jsonl.gz"]
 
 
-def test_a_copy_that_is_gone_or_another_is_unpacked_again(write):
+def test_a_removed_or_changed_copy_is_unpacked_again(write):
     path = write(gz(b"".join(GOOD)), "rows.jsonl.gz")
     copy = Path(open_source(path).describe()["files"][0]["unpacked_copy"])
     for harm in (copy.unlink, lambda: copy.write_bytes(copy.read_bytes().replace(b"row", b"raw"))):
@@ -413,7 +413,7 @@ many = st.lists(
 
 @given(rows=many, ascii_only=st.booleans(), ended=st.booleans(), read=st.integers(1, 200))
 @settings(deadline=None, max_examples=60)
-def test_what_is_written_is_read_back(tmp_path_factory, rows, ascii_only, ended, read):
+def test_written_rows_are_read_back_unchanged(tmp_path_factory, rows, ascii_only, ended, read):
     path = tmp_path_factory.mktemp("written") / "rows.jsonl"
     path.write_text("\n".join(json.dumps(r, ensure_ascii=ascii_only) for r in rows) + "\n" * ended, "utf-8", newline="")
     with pytest.MonkeyPatch.context() as patch, open_source(path) as found:

@@ -49,7 +49,7 @@ def test_truncation_of_an_earlier_call_does_not_count(saved):
     assert fingerprint_tokenizer(tokenizer).definition == saved.definition
 
 
-def test_a_merge_that_is_gone_is_found_and_the_shifted_text_is_named(folder, saved):
+def test_a_removed_merge_is_found_and_the_changed_text_is_named(folder, saved):
     now = rewrite(folder, lambda value: value["model"]["merges"].remove(["q", "u"]))
     told = tokenizer_differences(saved, now)
     assert saved.digest[:12] in told[0]
@@ -66,7 +66,7 @@ def test_each_part_of_a_tokenizer_counts(folder, saved):
     )
 
 
-def test_a_definition_that_no_probe_text_shows_is_a_difference_all_the_same(folder, saved):
+def test_another_definition_is_a_difference_even_if_no_probe_text_shows_it(folder, saved):
     tokens = len(saved.probes["plain"])
     used = {each for ids in saved.probes.values() for each in ids}
 
@@ -92,7 +92,7 @@ def test_a_fingerprint_goes_through_json(saved):
         {**saved.to_json(), "other": 1},
         {**saved.to_json(), "digest": 1},
     ):
-        with pytest.raises(ValueError, match="no fingerprint of a tokenizer"):
+        with pytest.raises(ValueError, match="not a fingerprint of a tokenizer"):
             TokenizerFingerprint.from_json(broken)
 
 
@@ -119,7 +119,7 @@ def job():
 @pytest.mark.parametrize(
     "override", ["logger.log_dir=x", "checkpointing.save_period=3", "data.num_workers=0", "sft.val_period=7"]
 )
-def test_what_decides_no_number_is_no_part_of_a_configs_fingerprint(job, override):
+def test_keys_that_decide_no_number_are_not_in_a_configs_fingerprint(job, override):
     assert fingerprint_config(load(ROOT / "examples" / "jobs" / "small-cpu.yaml", [override])) == job
 
 
@@ -132,7 +132,7 @@ def test_what_decides_no_number_is_no_part_of_a_configs_fingerprint(job, overrid
         ("policy.megatron_cfg.optimizer.lr=0.1", "policy.megatron_cfg.optimizer.lr"),
     ],
 )  # fmt: skip
-def test_what_decides_a_number_is_named_with_both_values(job, override, key):
+def test_a_key_that_decides_a_number_is_named_with_both_values(job, override, key):
     now = fingerprint_config(load(ROOT / "examples" / "jobs" / "small-cpu.yaml", [override]))
     told = config_differences(job, now)
     assert now.digest != job.digest

@@ -24,7 +24,7 @@ ON_CUDA = pytest.mark.gpu
 
 @pytest.fixture(scope="module")
 def found(request, tmp_path_factory):
-    """What a rank on the device found (`device_world`), computed once: pytest makes a fixture anew for each group of its cases."""
+    """What a rank on the device found (`device_world`), computed once: pytest makes a fixture again for each group of its cases."""
     if request.param not in _FOUND:
         _FOUND[request.param] = found_on(request.param, tmp_path_factory)
     return _FOUND[request.param]

@@ -187,7 +187,7 @@ def test_the_closing_table_has_the_numbers_of_the_file(trained):
         "TFLOP/s a device": f"{statistics.median(each['tflops_per_second'] for each in steps):.3g}, "
         "the device's peak is not known: no MFU",
     }
-    table = trained.errors.partition("how the run went")[2]
+    table = trained.errors.partition("summary of the run")[2]
     assert dict(re.findall(r"^│ (\S.*?) +│ (\S.*?) +│$", table, re.MULTILINE)) == expected
     assert f"numbers: {trained.folder / 'logs' / 'metrics.jsonl'}\n" in table
     assert f"picture: {trained.folder / 'logs' / 'loss.svg'}\n" in table

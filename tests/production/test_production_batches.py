@@ -138,7 +138,7 @@ def test_a_rank_takes_every_dp_th_row():
         assert torch.equal(taken.input_ids, batch.input_ids[[rank, rank + 2]])
         assert torch.equal(taken.packed_max_seqlen, batch.packed_max_seqlen[[rank, rank + 2]])
         assert taken.sample_mask.shape == (2,)
-    with pytest.raises(ValueError, match="rank 2 of 2"):
+    with pytest.raises(ValueError, match="rank must be from 0 to 1, got 2"):
         take_rank(batch, rank=2, size=2)
     with pytest.raises(ValueError, match="pad_validation"):
         take_rank(batch, rank=0, size=3)

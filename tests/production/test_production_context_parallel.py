@@ -158,7 +158,7 @@ def test_r_cp_4_contiguous_passes_over_segments():
     assert shard_index(boundaries([5, 7]), 1, 3, layout="contiguous").tolist() == [4, 5, 6, 7]
     assert LAYOUTS["contiguous"].witness is None
     assert LAYOUTS["zigzag"].witness is not None
-    with pytest.raises(BatchRefused, match="12 tokens in 1 rows are not divisible among 5 ranks") as found:
+    with pytest.raises(BatchRefused, match="must be a multiple of the 5 ranks, got 12 tokens in 1 rows") as found:
         shard_index(boundaries([5, 7]), 1, 5, layout="contiguous")
     assert (found.value.kind, found.value.row) == ("indivisible_segment", 0)
 
@@ -179,11 +179,11 @@ def test_r_cp_3_names_row_segment_and_length():
     with pytest.raises(BatchRefused) as found:
         shard_batch(batch, 0, 2)
     assert (found.value.kind, found.value.row) == ("indivisible_segment", 1)
-    assert str(found.value).startswith("row 1: segment 1 has 10 tokens, which 4 (2·cp) does not divide")
+    assert str(found.value).startswith("row 1: segment 1 must have a multiple of 4 (2·cp) tokens, got 10")
 
 
 def test_r_cp_3_counts_segments_after_empty_ones():
-    with pytest.raises(BatchRefused, match="segment 2 has 6 tokens"):
+    with pytest.raises(BatchRefused, match=r"segment 2 must have a multiple of 4 \(2·cp\) tokens, got 6"):
         shard_index(boundaries([8, 0, 6, 2]), 0, 2)
 
 
@@ -209,7 +209,7 @@ def test_r_cp_3_nothing_is_cut_or_checked_at_cp_1():
         ([0, 8], "cu_end"),
     ],
 )
-def test_boundaries_that_are_none_are_refused(cu, kind):
+def test_invalid_boundaries_are_refused(cu, kind):
     with pytest.raises(BatchRefused) as found:
         shard_index(torch.tensor(cu, dtype=torch.int32), 0, 2, total_tokens=16 if kind != "cu_order" else None)
     assert found.value.kind == kind
@@ -217,22 +217,26 @@ def test_boundaries_that_are_none_are_refused(cu, kind):
 
 def test_a_segment_across_two_rows_is_refused():
     tensors = {"ids": torch.arange(32).view(2, 16)}
-    with pytest.raises(BatchRefused, match="no boundary between the 2 rows of 16 tokens"):
+    with pytest.raises(BatchRefused, match="must have a boundary between the 2 rows of 16 tokens"):
         shard_tensors(tensors, boundaries([8, 16, 8]), 0, 2, rows=2)
 
 
 @pytest.mark.parametrize("rank", [-1, 2])
 def test_a_rank_out_of_range_is_refused(rank):
-    with pytest.raises(PackproofError, match=f"rank {rank} of 2"):
+    with pytest.raises(PackproofError, match=f"rank: must be from 0 to 1, got {rank}"):
         shard_index(boundaries([8]), rank, 2)
 
 
 def test_other_faults_of_a_call_are_refused():
-    with pytest.raises(PackproofError, match=r"unknown layout 'zigzig'.*choose one of zigzag, contiguous"):
+    with pytest.raises(
+        PackproofError, match=r"must be one of zigzag, contiguous, got 'zigzig'.*choose one of zigzag, contiguous"
+    ):
         shard_index(boundaries([8]), 0, 2, layout="zigzig")
     with pytest.raises(PackproofError, match="a 8, b 4"):
         shard_tensors({"a": torch.zeros(8), "b": torch.zeros(4)}, boundaries([8]), 0, 2)
-    with pytest.raises(PackproofError, match=r"context parallel rank 1: a shard of shape \[1, 2\]"):
+    with pytest.raises(
+        PackproofError, match=r"context parallel rank 1: must have the shape of rank 0's shard, \[1, 4\], got \[1, 2\]"
+    ):
         gather([torch.zeros(1, 4), torch.zeros(1, 2)], boundaries([8]))
 
 
@@ -260,7 +264,7 @@ def test_the_longest_batch_that_int32_boundaries_can_hold():
     assert torch.equal(partitioned_indices(cu, total, size, 0).long(), index)
 
 
-def test_select_reads_only_what_the_index_names():
+def test_select_reads_only_the_positions_of_the_index():
     tensor = torch.full((2, 4), POISON)
     tensor.view(-1)[[1, 6]] = torch.tensor([5, 9])
     assert select(tensor, torch.tensor([1, 6])).tolist() == [[5], [9]]

@@ -74,7 +74,7 @@ def test_nothing_waits_for_a_device():
     loss.online_loss(share, share, row_mask=MASK.to("meta"), settings=settings("global_valid_tokens"), **tensors)
 
 
-def test_what_would_only_show_in_the_gradient_is_refused():
+def test_settings_that_would_only_spoil_the_gradient_are_refused():
     for options in (
         {"normalization": "mean"},
         {"num_microbatches": 0},
@@ -83,12 +83,12 @@ def test_what_would_only_show_in_the_gradient_is_refused():
     ):
         with pytest.raises(PackproofError, match="To fix it"):
             settings(**options)
-    with pytest.raises(PackproofError, match="no divisor"):
+    with pytest.raises(PackproofError, match="global_valid_tokens: must be given"):
         loss.direct_loss(LOSSES, target_mask=MASK, settings=settings("global_valid_tokens"))
     online = world.microbatch(0)
-    with pytest.raises(PackproofError, match="no normalization per_token"):
+    with pytest.raises(PackproofError, match="must be global_valid_tokens on the online path, got per_token"):
         loss.loss_function(online, settings(), global_valid_tokens=VALID)
-    with pytest.raises(PackproofError, match="no group of 2"):
+    with pytest.raises(PackproofError, match="must be the group of the 2 context parallel ranks"):
         loss.gather_context(LOSSES, online.row, settings())
     direct = SimpleNamespace(row=None, target_mask=MASK)
     assert float(loss.loss_function(direct, settings())(LOSSES)[0]) == 6.0

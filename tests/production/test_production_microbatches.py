@@ -83,7 +83,7 @@ def test_r_online_4_the_published_example():
     assert found.target_mask.tolist() == [[0, 1, 0, 0, 1, 0, 1, 0]]
 
 
-def test_r_online_4_what_lies_behind_a_sequence_is_not_read():
+def test_r_online_4_values_behind_a_sequence_are_not_read():
     poisoned = sequences()
     behind = torch.arange(8) >= poisoned.input_lengths[:, None]
     poisoned.input_ids[behind], poisoned.token_mask[behind] = 999, torch.nan
@@ -113,7 +113,7 @@ def test_r_online_4_what_lies_behind_a_sequence_is_not_read():
         ),
     ],
 )
-def test_r_online_5_what_the_whole_row_is_padded_to(options, factor):
+def test_r_online_5_the_length_to_which_a_whole_row_is_padded(options, factor):
     found = squeeze.choose_padding(**JOB | options)
     assert found == squeeze.Padding(sequence_multiple=8, row_multiple=factor, row_length=None)
     staged = squeeze.choose_padding(**JOB | options | {"pipeline_parallel_size": 2})
@@ -147,15 +147,15 @@ def test_r_online_5_each_data_parallel_rank_has_the_row_length_of_its_own_longes
     assert lengths == [[4], [2]]
 
 
-def test_what_cannot_be_padded_is_refused():
+def test_batches_that_cannot_be_padded_are_refused():
     for options in ({"sequence_multiple": 0}, {"row_length": 10, "row_multiple": 4}, {"row_length": 0}):
         with pytest.raises(PackproofError, match="To fix it"):
             squeeze.Padding(**options)
-    with pytest.raises(PackproofError, match="16 tokens with padding, and rows of 12"):
+    with pytest.raises(PackproofError, match="must be at least the 16 tokens of the bin with its padding, got 12"):
         squeeze.squeeze(sequences(), squeeze.Padding(sequence_multiple=4, row_length=12))
     with pytest.raises(PackproofError, match=r"must be a multiple of 4 \(2·cp"):
         squeeze.choose_padding(**JOB | {"make_sequence_length_divisible_by": 6, "context_parallel_size": 2})
-    with pytest.raises(PackproofError, match="unknown precision 'fp4'"):
+    with pytest.raises(PackproofError, match=r"must be one of .*, got 'fp4'"):
         squeeze.choose_padding(**JOB | {"precision": "fp4"})
     with pytest.raises(BatchRefused) as refused:
         process_microbatch(sequences(), MicrobatchSettings(context_parallel_size=2))
@@ -181,7 +181,7 @@ def test_r_online_2_3_and_6_the_padded_batch_its_bins_and_its_divisor():
     with pytest.raises(PackproofError, match="sequence 0"):
         padded_batch.fill_bins(whole, 7, data_parallel_size=1, **given)
     for bad in ([], [padded_batch.Conversation(token_ids=torch.empty(0), token_mask=torch.empty(0))]):
-        with pytest.raises(PackproofError, match="no token"):
+        with pytest.raises(PackproofError, match="must have a token"):
             padded_batch.build_padded_batch(bad, make_sequence_length_divisible_by=1)
     for fault in (lambda: sequences(0), lambda: padded_batch.take_sequences(whole, [])):
         with pytest.raises(PackproofError, match="To fix it"):
@@ -394,7 +394,7 @@ def test_faults_are_found_on_the_host_before_any_copy():
             )
         assert refused.value.kind == kind
     torn = dataclasses.replace(batch, packed_cu_seqlens=torch.tensor([[0, 4, 7]], dtype=torch.int32))
-    with pytest.raises(BatchRefused, match="ends at 7"):  # also where nothing is cut
+    with pytest.raises(BatchRefused, match="must end at 8, the number of tokens, got 7"):  # also where nothing is cut
         process_microbatch(torn, MicrobatchSettings())
     for options in ({"depths": -1}, {"depths": 1, "weights": "rows", "mtp": "upstream_roll"}, {"layout": "spiral"}):
         with pytest.raises(PackproofError, match="To fix it"):
@@ -433,7 +433,7 @@ def test_r_online_1_chat_tokens_and_the_mask_of_each_message():
     assert tokenize("identity", []) == ([], [])
 
 
-def test_r_online_1_what_cannot_be_tokenized_is_refused():
+def test_r_online_1_a_conversation_that_cannot_be_tokenized_is_refused():
     maker = maker_of(tokenizers.load("word"), prompt_format="identity")
     with pytest.raises(RowRefused) as refused:
         maker.tokenize([MESSAGES, [{"role": "user", "content": "w1"}, {"role": "assistant", "content": "\ud800"}]])
@@ -483,7 +483,7 @@ def test_r_online_8_a_conversation_that_is_too_long_is_cut_as_nemo_rl_cuts_it():
         (stub,) = maker_of(word, prompt_format="identity", max_length=longest).tokenize([messages])
         assert stub.token_ids.tolist() == whole.token_ids[kept].tolist()
         assert (int(stub.token_mask.sum()), stub.weight) == (trained, 0.0)
-    with pytest.raises(RowRefused, match="8 tokens, where a conversation must have fewer than 8") as refused:
+    with pytest.raises(RowRefused, match="a conversation must have fewer than 8 tokens, got 8") as refused:
         maker_of(word, prompt_format="identity", max_length=8, on_long_conversation="refuse").tokenize([messages])
     assert refused.value.kind == "truncated"
     batch = ConversationBatch(conversations=(whole, stub), sample_mask=torch.ones(2))
@@ -500,7 +500,7 @@ FORGETTING = "{% for m in messages %}{% if loop.last %}{{ m.content }}{% else %}
 
 
 @pytest.mark.parametrize(("template", "turn"), [(COUNTING, 1), (FORGETTING, 2)])
-def test_r_online_9_a_template_that_renders_earlier_messages_otherwise_is_refused(templated, template, turn):
+def test_r_online_9_a_template_that_renders_earlier_messages_differently_is_refused(templated, template, turn):
     templated.chat_template = template
     messages = [
         {"role": "user", "content": "w1 "},
@@ -542,7 +542,7 @@ def test_r_online_10_tools_and_their_calls_reach_the_template_or_are_refused(tem
     with pytest.raises(RowRefused, match="nothing of its tool calls"):
         maker_of(templated).tokenize([line])
     templated.chat_template = TOOLS.replace("tools or []", "[]")
-    with pytest.raises(RowRefused, match="nothing of its tools") as refused:
+    with pytest.raises(RowRefused, match="does not render the conversation's tools") as refused:
         maker_of(templated).tokenize([line])
     assert "tool_key null" in refused.value.fix
     with pytest.raises(RowRefused, match="identity renders no tools, and the line has tool calls"):

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.worlds
     [
         ({"transformer": {"hidden_sizes": 8}}, "hidden_sizes is not a field"),
         ({"transformer": {"sequence_parallel": True}}, "follows from the layout"),
-        ({"architecture": "hybrid"}, "hybrid_layer_pattern None"),
+        ({"architecture": "hybrid"}, "must be set for the architecture hybrid, got None"),
         ({"hybrid_layer_pattern": "*-"}, "architecture gpt"),
     ],
 )
@@ -42,7 +42,7 @@ def test_projections_back_into_the_residuals_are_drawn_as_megatron_lm_draws_them
     assert drawn.std().item() == pytest.approx(0.02 / layers**0.5, rel=0.01)
 
 
-def test_what_megatron_core_says_against_a_model_is_passed_on():
+def test_megatron_cores_reason_against_a_model_is_passed_on():
     from production.model.model import ModelSettings, transformer_config
 
     settings = ModelSettings(
@@ -69,7 +69,7 @@ def test_a_world_that_a_layout_does_not_fit_is_refused(sizes, world, words):
 def test_a_layout_leaves_the_rest_of_the_world_to_data_parallelism():
     assert ParallelSizes(tensor=2, context=2).data(8) == 2
     assert ParallelSizes(tensor=8, context=16, expert=32).data(512) == 4
-    with pytest.raises(PackproofError, match="tensor parallel size 0"):
+    with pytest.raises(PackproofError, match="the tensor parallel size must be at least 1, got 0"):
         ParallelSizes(tensor=0)
 
 
@@ -131,7 +131,7 @@ def test_parts_that_leave_a_hole_or_overlap_are_refused():
     from production.model.weights import assemble
 
     piece = ((4,), (slice(0, 2),), torch.zeros(2))
-    with pytest.raises(PackproofError, match="2 values from no rank, 0 from several"):
+    with pytest.raises(PackproofError, match="got 2 values from no rank and 0 from several"):
         assemble({"w": [piece]})
-    with pytest.raises(PackproofError, match="2 values from no rank, 2 from several"):
+    with pytest.raises(PackproofError, match="got 2 values from no rank and 2 from several"):
         assemble({"w": [piece, piece]})

@@ -131,7 +131,7 @@ def test_rows_of_a_batch_do_not_reach_into_each_other():
         assert torch.equal(flattened.row_counts, together.row_counts)
 
 
-def test_what_stands_beyond_a_segment_is_never_read():
+def test_values_beyond_a_segment_are_never_read():
     # The first of each segment is poison: nothing before it may see it, at any depth.
     batch = flat_batch([8, 8, 0, 16])
     poisoned = FlatBatch(**{name: value.clone() if name in NAMES else value for name, value in vars(batch).items()})
@@ -151,9 +151,9 @@ def test_what_stands_beyond_a_segment_is_never_read():
 
 def test_refusals():
     batch = flat_batch([8, 8])
-    with pytest.raises(PackproofError, match="-1 depths"):
+    with pytest.raises(PackproofError, match="must be at least 0, got -1"):
         depth_tables(batch, -1)
-    with pytest.raises(BatchRefused, match="segment 0 has 8 tokens, which 6"):
+    with pytest.raises(BatchRefused, match=r"segment 0 must have a multiple of 6 \(2·cp\) tokens, got 8"):
         depth_tables(batch, 1, size=3)
     torn = FlatBatch(**{**vars(batch), "cu_seqlens": torch.tensor([0, 8, 16, -1], dtype=torch.int32)})
     for size, layout in itertools.product((1, 2), LAYOUTS):
@@ -368,7 +368,7 @@ def _inputs(feed):
         (lambda t: {"tensor": t.position_ids[0].clone()}, "values that are not input_ids at depth 0"),
     ],
 )
-def test_an_unexpected_call_names_what_was_expected(call, message):
+def test_an_unexpected_call_names_the_expected_call(call, message):
     feed = feed_of(flat_batch([8, 8]), 2, size=2, verify=True).feed
     arguments = {"shifts": -1, "dims": -1, "size": 2} | call(feed.tables)
     expected = r" came where input_ids at depth 1 \(call 1 of 8\) was expected"
@@ -446,7 +446,11 @@ def test_the_roll_is_undone_and_entered_once():
     from production.parallel.multi_token_feed import rolls_from_tables
 
     own = mtp.roll_tensor
-    with pytest.raises(PackproofError, match="answered from tables already"), rolls_from_tables(), rolls_from_tables():
+    with (
+        pytest.raises(PackproofError, match="the rolls come from its tables"),
+        rolls_from_tables(),
+        rolls_from_tables(),
+    ):
         pass
     assert mtp.roll_tensor is own
     with rolls_from_tables():

@@ -178,7 +178,7 @@ def test_r_pack_5_loses_and_repeats_nothing_and_added_bins_hold_one(sizes, multi
     numbers = iter(range(100))
     bins = [[next(numbers) for _ in range(size)] for size in sizes]
     if sum(sizes) < multiple_of * -(-len(sizes) // multiple_of):
-        with pytest.raises(PackproofError, match=f"{sum(sizes)} sequences for"):
+        with pytest.raises(PackproofError, match=f"one for each bin of a multiple of {multiple_of}, got {sum(sizes)}"):
             raise_bin_count(bins, multiple_of)
         return
     raised = raise_bin_count(bins, multiple_of)
@@ -198,8 +198,8 @@ def test_sequences_that_no_bin_can_hold_are_named(algorithm, lengths, message):
         pack(lengths, 8, algorithm=algorithm, seed=1 if algorithm == "first_fit_shuffle" else None)
 
 
-def test_calls_that_no_packer_can_serve():
-    with pytest.raises(PackproofError, match="unknown packer 'best_fit'"):
+def test_impossible_calls_of_the_packers_are_refused():
+    with pytest.raises(PackproofError, match="got 'best_fit'"):
         pack([1], 8, algorithm="best_fit")
     with pytest.raises(PackproofError, match="first_fit_shuffle needs a seed"):
         pack([1], 8, algorithm="first_fit_shuffle")
@@ -207,11 +207,11 @@ def test_calls_that_no_packer_can_serve():
         pack([1], 8, algorithm="concatenative", seed=1)
     with pytest.raises(PackproofError, match="must hold each index of the 3 sequences once"):
         first_fit([1, 2, 3], 8, order=[0, 1, 1])
-    with pytest.raises(PackproofError, match="a multiple of 0"):
+    with pytest.raises(PackproofError, match="multiple_of must be at least 1, got 0"):
         raise_bin_count([[0]], 0)
-    with pytest.raises(PackproofError, match="3 bins over 2"):
+    with pytest.raises(PackproofError, match="must be a multiple of the 2 data-parallel ranks, got 3"):
         take_rank([[0], [1], [2]], rank=0, size=2)
-    with pytest.raises(PackproofError, match="rank 2 of 2"):
+    with pytest.raises(PackproofError, match="must be from 0 to 1, got 2"):
         take_rank([[0], [1]], rank=2, size=2)
 
 

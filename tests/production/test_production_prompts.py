@@ -84,7 +84,7 @@ def test_what_is_no_message_is_refused_also_far_behind(bad):
     assert (error.kind, error.conversation, error.turn) == ("bad_message", 1, 2)
 
 
-def test_a_mapping_that_is_no_dict_is_a_message():
+def test_a_message_can_be_any_mapping():
     import types
 
     assert split_conversations([types.MappingProxyType(system()), system()]).bounds == [0, 1, 2]
@@ -298,7 +298,7 @@ REFUTED = {
 
 
 @pytest.mark.parametrize("name", REFUTED)
-def test_where_a_text_shows_that_it_does_not_cut_the_proof_says_no(name):
+def test_the_proof_fails_where_encoding_in_pieces_gives_other_ids(name):
     make, before, after = REFUTED[name]
     tokenizer = make()
 
@@ -418,7 +418,7 @@ class Slow:
 
 
 @pytest.mark.parametrize("name", UNPROVEN)
-def test_where_nothing_is_known_the_proof_says_no(name):
+def test_the_proof_fails_for_unproven_tokenizers(name):
     boundaries = HardBoundaries(UNPROVEN[name]())
     assert not boundaries.holds("aTURNa" if name == "wordy ends" else TURN)
 
@@ -446,7 +446,7 @@ def test_texts_are_encoded_as_each_alone(found, name, reuse):
 CACHE = {}
 
 
-def test_a_separator_inside_a_text_is_no_separator():
+def test_a_separator_inside_a_text_does_not_separate():
     tokenizer = byte_level()
     encoder = TextEncoder(tokenizer)
     separator = HardBoundaries(tokenizer).separator()
@@ -572,7 +572,7 @@ def test_turn_checks(messages, name, semantics, kind, turn, slow):
         assert len(found.tokens) == len(found.targets) == len(found.lengths) == 0
 
 
-def test_the_first_thing_wrong_is_named_and_what_was_before_it_kept():
+def test_the_first_fault_is_named_and_earlier_turns_are_kept():
     good = [system("A"), user("A"), assistant("A")]
     for bad, kind in [
         ([system("A"), user("A"), assistant("")], "empty_assistant"),
@@ -668,7 +668,7 @@ def test_the_vectorised_way_is_the_one_that_goes_turn_by_turn(monkeypatch):
     assert {NANO, ALIGNED, IDENTITY, "role_order", "bad_text", "turn_mismatch"} <= outcomes
 
 
-def test_what_is_proven_is_encoded_once_and_the_rest_twice():
+def test_proven_turns_are_encoded_once_and_the_others_twice():
     messages = [system("4"), user("5"), assistant("6"), user("7"), assistant("8")]
     for name, times in [(NANO, {"5": 1, "6": 1}), (ALIGNED, {"5": 1, "6": 2}), (IDENTITY, {"5": 2, "6": 2})]:
         seen = []

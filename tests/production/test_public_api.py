@@ -141,7 +141,7 @@ def test_every_public_name_of_production_is_documented():
         ('"""M."""\ndef f(x):\n  """F."""\n  raise PackproofError()', "m:f: raises and does not say so"),
     ],
 )
-def test_what_a_reader_would_miss_is_found(text, fault):
+def test_missing_api_entries_are_found(text, fault):
     assert faults_of("m", ast.parse(text)) == ([fault, "m:f: no docstring"] if fault == "m: no docstring" else [fault])
 
 

@@ -113,7 +113,7 @@ def test_a_segment_that_the_ranks_do_not_divide_is_refused(ranks):
     for results in ranks:
         kind, what = results["refused"]
         assert kind == "indivisible_segment"
-        assert "segment 1 has 12 tokens" in what
+        assert "segment 1 must have a multiple of 8 (2·cp) tokens, got 12" in what
 
 
 @pytest.mark.usefixtures("kernel")
@@ -235,7 +235,7 @@ def test_the_memory_test_sees_a_mask():
     assert seen.values >= 512 * 512
 
 
-def test_what_is_kept_for_backward_is_the_share_alone():
+def test_only_the_share_is_kept_for_backward():
     total, size = 4096, 4
     query, key, value, _ = world.inputs([total // size], (2, 1, 8, 8), torch.float32, 0)
     kept = []
@@ -286,10 +286,10 @@ def test_megatrons_own_config_parameters_and_mask_types_are_taken():
 @pytest.mark.parametrize(
     ("fields", "named"),
     [
-        ({"attention_dropout": 0.1}, "attention_dropout is 0.1"),
-        ({"window_size": (4, 0)}, r"window_size is \(4, 0\)"),
-        ({"softmax_type": "off-by-one"}, "softmax_type is 'off-by-one'"),
-        ({"softmax_type": "learnable"}, "softmax_type is 'learnable'"),
+        ({"attention_dropout": 0.1}, "attention_dropout must be 0, got 0.1"),
+        ({"window_size": (4, 0)}, r"window_size must be None, got \(4, 0\)"),
+        ({"softmax_type": "off-by-one"}, "softmax_type must be 'vanilla', got 'off-by-one'"),
+        ({"softmax_type": "learnable"}, "softmax_type must be 'vanilla', got 'learnable'"),
         ({"apply_query_key_layer_scaling": True}, "apply_query_key_layer_scaling"),
         ({"qk_clip": True}, "qk_clip"),
         ({"log_max_attention_logit": True}, "log_max_attention_logit"),
@@ -303,9 +303,9 @@ def test_settings_that_it_does_not_do_are_refused(fields, named):
 def test_other_attention_than_causal_self_attention_is_refused():
     from megatron.core.transformer.enums import AttnMaskType
 
-    with pytest.raises(PackproofError, match="attention_type is 'cross'"):
+    with pytest.raises(PackproofError, match="attention_type must be 'self', got 'cross'"):
         built(megatron_config(), attention_type="cross")
-    with pytest.raises(PackproofError, match=r"attention_dropout is 0\.2"):
+    with pytest.raises(PackproofError, match=r"attention_dropout must be 0, got 0\.2"):
         built(megatron_config(), attention_dropout=0.2)
     for mask_type in (AttnMaskType.padding, AttnMaskType.no_mask, AttnMaskType.arbitrary):
         with pytest.raises(PackproofError, match=f"attn_mask_type {mask_type.name}"):
@@ -321,9 +321,9 @@ def test_calls_that_do_not_fit_are_refused():
     for change, named in (
         ({"packed_seq_params": None}, "no packed_seq_params"),
         ({"packed_seq_params": world.params(cu, qkv_format="sbhd")}, "qkv_format 'sbhd'"),
-        ({"packed_seq_params": world.params(cu, local_cp_size=2)}, "a context parallel group of its own"),
-        ({"packed_seq_params": world.params(cu, cu_seqlens_kv_padded=cu + 1)}, "other boundaries than queries"),
-        ({"packed_seq_params": world.params(None)}, "no cu_seqlens_q"),
+        ({"packed_seq_params": world.params(cu, local_cp_size=2)}, "local_cp_size and cp_group must not be set"),
+        ({"packed_seq_params": world.params(cu, cu_seqlens_kv_padded=cu + 1)}, "cu_seqlens_kv must equal cu_seqlens_q"),
+        ({"packed_seq_params": world.params(None)}, "cu_seqlens_q must be given"),
         (
             {"packed_seq_params": world.params(cu[:-1])},
             r"cu_seqlens must go from 0 to 8, the number of tokens, and never fall, got 0 4",
@@ -331,15 +331,15 @@ def test_calls_that_do_not_fit_are_refused():
         ({"packed_seq_params": world.params(cu[1:])}, r"never fall, got 4 8"),
         ({"packed_seq_params": world.params(cu[:0])}, "cu_seqlens must go from 0 to 8"),
         ({"packed_seq_params": world.params(falling)}, "never fall, got 0 6 4 8"),
-        ({"attention_mask": torch.ones(8, 8, dtype=torch.bool)}, "an attention_mask"),
-        ({"attention_bias": torch.ones(8, 8)}, "an attention_bias"),
-        ({"attn_mask_type": "padding"}, "attn_mask_type padding"),
+        ({"attention_mask": torch.ones(8, 8, dtype=torch.bool)}, "attention_mask must be None"),
+        ({"attention_bias": torch.ones(8, 8)}, "attention_bias must be None"),
+        ({"attn_mask_type": "padding"}, "attn_mask_type must be causal, got padding"),
         ({"query": query[:, :3]}, r"query \[8, 3, 8\]"),
         ({"query": query[:4]}, r"query \[4, 4, 8\]"),
-        ({"query": query[:, None]}, "do not fit"),
-        ({"value": value[:, :1]}, "do not fit"),
-        ({"key": key.double()}, r"dtypes torch\.float32, torch\.float64"),
-        ({"query": query.int(), "key": key.int(), "value": value.int()}, r"dtypes torch\.int32"),
+        ({"query": query[:, None]}, "shapes must fit together"),
+        ({"value": value[:, :1]}, "shapes must fit together"),
+        ({"key": key.double()}, r"at least 16 bits, got torch\.float32, torch\.float64"),
+        ({"query": query.int(), "key": key.int(), "value": value.int()}, r"at least 16 bits, got torch\.int32"),
     ):
         with pytest.raises(PackproofError, match=named):
             attention(**fits | change)
@@ -406,14 +406,14 @@ def test_half_precision_is_added_in_float32(ranks):
         assert results["half precision"][0].tolist() == [260.0, 260.0]  # 259, rounded once
 
 
-def test_a_gather_refuses_what_it_does_not_know_and_leaves_one_rank_alone(monkeypatch):
+def test_a_gather_refuses_unknown_settings_and_does_nothing_on_one_rank(monkeypatch):
     group = object()
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda of: {group: 1}[of])
     tensor, cu = torch.zeros(4), world.boundaries([4])
     assert gather_ranks(tensor, cu, group, gradient="sum") is tensor
-    with pytest.raises(PackproofError, match="unknown gradient 'mean'"):
+    with pytest.raises(PackproofError, match="must be sum or own, got 'mean'"):
         gather_ranks(tensor, cu, group, gradient="mean")
-    with pytest.raises(PackproofError, match="unknown layout 'zigzig'"):
+    with pytest.raises(PackproofError, match="must be one of zigzag, contiguous, got 'zigzig'"):
         gather_ranks(tensor, cu, group, layout="zigzig", gradient="own")
 
 
@@ -441,7 +441,9 @@ def test_the_norm_marks_its_weight_for_sequence_parallelism():
 
 
 def test_the_norm_refuses_another_normalization():
-    with pytest.raises(PackproofError, match="the config asks for LayerNorm"):
+    with pytest.raises(
+        PackproofError, match="the config must ask for RMSNorm without Transformer Engine, got LayerNorm"
+    ):
         RMSNorm(config=megatron_config(normalization="LayerNorm"), hidden_size=4)
-    with pytest.raises(PackproofError, match="the call asks for LayerNorm"):
+    with pytest.raises(PackproofError, match="the call must ask for RMSNorm without Transformer Engine, got LayerNorm"):
         RMSNorm(config=megatron_config(), hidden_size=4, normalization="LayerNorm")

@@ -84,7 +84,7 @@ def test_an_unknown_name_is_an_error_that_names_the_nearest(text, nearest):
 
 
 def test_a_field_set_twice_is_an_error():
-    with pytest.raises(PackproofError, match="set twice"):
+    with pytest.raises(PackproofError, match="must be set once"):
         parse("strict,turn_check=exact,turn_check=relative")
 
 

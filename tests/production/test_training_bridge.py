@@ -107,26 +107,26 @@ def test_a_model_is_written_as_a_list_to_the_folder(asked, tmp_path):
 
 @pytest.mark.parametrize("refusal", [ValueError, KeyError, OSError, NotImplementedError, RuntimeError])
 @pytest.mark.parametrize("call", ["from_hf_pretrained", "load_hf_weights"])
-def test_what_it_refuses_is_told_with_the_checkpoint_and_a_fix(asked, call, refusal):
+def test_megatron_bridges_refusal_is_reported_with_checkpoint_and_fix(asked, call, refusal):
     asked.refuses[call] = refusal("of a shape that it does not know")
     with pytest.raises(PackproofError) as caught:
         huggingface.load_huggingface(Model(), NAME)
-    assert caught.value.what.startswith("Megatron-Bridge refuses it: ")
+    assert caught.value.what.startswith("Megatron-Bridge refuses the checkpoint: ")
     assert "of a shape that it does not know" in caught.value.what
     assert caught.value.where == NAME
-    assert "section `model` the shape of its config.json" in caught.value.fix
+    assert "set section `model` to the shape in the checkpoint's config.json" in caught.value.fix
     assert caught.value.__cause__ is asked.refuses[call]
     assert torch.is_grad_enabled()
 
 
-def test_a_fault_of_its_own_is_not_told_as_a_refusal(asked):
+def test_an_error_inside_megatron_bridge_is_not_reported_as_a_refusal(asked):
     asked.refuses["load_hf_weights"] = ZeroDivisionError()
     with pytest.raises(ZeroDivisionError):
         huggingface.load_huggingface(Model(), NAME)
 
 
-def test_no_name_is_refused_by_its_key_before_it_is_asked(asked):
-    with pytest.raises(PackproofError, match="no name") as caught:
+def test_a_missing_name_is_refused_before_megatron_bridge_is_called(asked):
+    with pytest.raises(PackproofError, match="the name of the weights must not be empty") as caught:
         huggingface.load_huggingface(Model(), "")
     assert caught.value.where == "model.initial_path"
     assert not asked.called

@@ -35,7 +35,7 @@ def test_a_run_starts_with_its_certificate_and_is_refused_after_a_changed_byte(w
     assert "were checked, now" in outcome["refused"]
 
 
-def test_a_job_without_a_certificate_is_told_once_how_to_make_one(tmp_path):
+def test_a_job_without_a_certificate_gets_one_note_how_to_make_one(tmp_path):
     config = str(jobs.write_job(tmp_path / "job", tmp_path / "rows.jsonl"))
     (told,) = without_certificate(load(config, ["sft.seed=5"]), 4)
     assert f"packproof check {config} sft.seed=5 --world-size 4 --out check compares" in told

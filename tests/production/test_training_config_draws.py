@@ -85,7 +85,7 @@ def test_whatever_an_option_is_given_it_is_refused_by_key_or_taken(draws):
     assert 25 < sum(job is not None and not reasons for _, job, reasons in draws) < 100
 
 
-def test_no_number_that_is_none_is_taken_by_any_option(draws):
+def test_no_option_takes_nan_infinity_or_a_huge_number(draws):
     for overrides, job, reasons in draws:
         if overrides[0].endswith(("inf", ".nan", ".nan]", str(10**40))):
             assert job is None or reasons, overrides
@@ -125,7 +125,7 @@ def builds(job, folder):
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
-def test_what_is_taken_builds(draws, tmp_path):
+def test_accepted_configurations_build(draws, tmp_path):
     from production.training.engine import Engine
 
     assert Engine
@@ -170,14 +170,14 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("overrides", "key"), REFUSED)
-def test_what_would_fail_or_train_something_else_later_is_refused_at_its_key(tmp_path, overrides, key):
+def test_options_that_would_fail_later_or_train_something_else_are_refused_at_their_key(tmp_path, overrides, key):
     validated = {"data.validation.dataset_name": "megatron_sft_packed", "data.validation.data_path": "none"}
     config = str(jobs.write_job(tmp_path, tmp_path / "none", **validated))
     assert [each.key for each in refusals(load(config, overrides), 1, device="cpu")] == [key]
 
 
 @pytest.mark.parametrize("value", [".inf", "-.inf", ".nan"])
-def test_a_learning_rate_that_is_no_number_is_refused_where_it_stands(tmp_path, value):
+def test_a_learning_rate_that_is_not_a_number_is_refused_at_its_line(tmp_path, value):
     config = str(jobs.write_job(tmp_path, tmp_path / "none"))
     with pytest.raises(PackproofError, match=r"optimizer\.lr") as refused:
         load(config, [f"{MEGATRON}.optimizer.lr={value}"])

@@ -17,27 +17,27 @@ LAUGHS = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"{name}: &{name} [{', '.join([f'*{before}'] * 10)}]\n" for before, name in zip("abcdefgh", "bcdefghi", strict=True)
 )
 FILES = {
-    "an alias inside itself": ("sft: &a\n  seed: *a\n", "an alias stands inside what it stands for"),
-    "a list inside itself": ("data: &a [*a]\n", "an alias stands inside what it stands for"),
-    "aliases of aliases": (LAUGHS, "more than 100,000 values"),
-    "deep lists": ("sft: " + "[" * 900 + "]" * 900, "nested too deep"),
-    "deep mappings": ("sft: " + "{a: " * 100 + "1" + "}" * 100, "nested too deep"),
-    "NUL in a path": ('data:\n  train:\n    data_path: "a\\0b"\n', "no path and no name can have"),
-    "half a pair in a path": ('logger:\n  log_dir: "a\\ud800"\n', "no path and no name can have"),
-    "half a pair in a key": ('sft:\n  "a\\udc80": 1\n', "no path and no name can have"),
-    "NUL in defaults": ('defaults: "a\\0b"\n', "no path and no name can have"),
-    "a number of 5,000 digits": (f"sft:\n  seed: {'9' * 5000}\n", "a number of 5000 digits"),
-    "a word a billion times": ("logger:\n  log_dir: ${mul:abcd,1000000000}\n", "mul takes two numbers"),
+    "an alias inside itself": ("sft: &a\n  seed: *a\n", "an alias must not contain itself"),
+    "a list inside itself": ("data: &a [*a]\n", "an alias must not contain itself"),
+    "aliases of aliases": (LAUGHS, "at most 100,000 values"),
+    "deep lists": ("sft: " + "[" * 900 + "]" * 900, "nested at most 64 levels deep"),
+    "deep mappings": ("sft: " + "{a: " * 100 + "1" + "}" * 100, "nested at most 64 levels deep"),
+    "NUL in a path": ('data:\n  train:\n    data_path: "a\\0b"\n', "must not contain NUL or half of a surrogate pair"),
+    "half a pair in a path": ('logger:\n  log_dir: "a\\ud800"\n', "must not contain NUL or half of a surrogate pair"),
+    "half a pair in a key": ('sft:\n  "a\\udc80": 1\n', "must not contain NUL or half of a surrogate pair"),
+    "NUL in defaults": ('defaults: "a\\0b"\n', "must not contain NUL or half of a surrogate pair"),
+    "a number of 5,000 digits": (f"sft:\n  seed: {'9' * 5000}\n", "at most 100 digits, got 5000"),
+    "a word a billion times": ("logger:\n  log_dir: ${mul:abcd,1000000000}\n", "mul must have two numbers"),
     "an empty interpolation": ("logger:\n  log_dir: ${}\n", "cannot be resolved"),
-    "5 MiB": ("# " + "x" * (5 << 20), "more than 4 MiB"),
-    "a list": ("- 1\n", "is not a mapping of sections"),
-    "a section that is a word": ("policy: fast\n", "where a section stands"),
-    "a section that is empty": ("policy:\n", "where a section stands"),
+    "5 MiB": ("# " + "x" * (5 << 20), "at most 4 MiB"),
+    "a list": ("- 1\n", "must be a mapping of sections"),
+    "a section that is a word": ("policy: fast\n", "must be a section, got"),
+    "a section that is empty": ("policy:\n", "must be a section, got"),
 }
 
 
 @pytest.mark.parametrize("case", FILES)
-def test_a_file_that_is_no_configuration_is_refused_with_its_place(tmp_path, capsys, case):
+def test_a_file_that_is_not_a_configuration_is_refused_with_its_line(tmp_path, capsys, case):
     text, told = FILES[case]
     path = tmp_path / "job.yaml"
     path.write_text(text, encoding="utf-8")
@@ -48,13 +48,13 @@ def test_a_file_that_is_no_configuration_is_refused_with_its_place(tmp_path, cap
 
 
 @pytest.mark.parametrize("text", ["a\\0b", "\\ud800"])
-def test_an_override_with_what_no_path_can_have_is_refused(tmp_path, text):
+def test_an_override_with_characters_that_no_path_can_have_is_refused(tmp_path, text):
     config = jobs.write_job(tmp_path, tmp_path / "none")
-    with pytest.raises(ConfigRefused, match="no path and no name can have"):
+    with pytest.raises(ConfigRefused, match="must not contain NUL or half of a surrogate pair"):
         load(config, [f'logger.log_dir="{text}"'])
 
 
-def test_a_folder_is_no_file_and_a_file_no_folder(tmp_path, capsys):
+def test_a_folder_in_place_of_a_file_and_a_file_in_place_of_a_folder_are_refused(tmp_path, capsys):
     (tmp_path / "a.jinja").mkdir()
     weights = tmp_path / "weights"
     weights.write_text("")
@@ -62,9 +62,9 @@ def test_a_folder_is_no_file_and_a_file_no_folder(tmp_path, capsys):
     job = load(jobs.write_job(tmp_path / "job", tmp_path, **changes))
     told = {each.key: each.what for each in missing_files(job)}
     assert told == {
-        "data.train.data_path": f"{tmp_path} is a folder, where a file is wanted",
-        "policy.tokenizer.chat_template": f"{tmp_path / 'a.jinja'} is a folder, where a file is wanted",
-        "model.initial_path": f"{weights} is a file, where the folder of a checkpoint is wanted",
+        "data.train.data_path": f"{tmp_path} must be a file, got a folder",
+        "policy.tokenizer.chat_template": f"{tmp_path / 'a.jinja'} must be a file, got a folder",
+        "model.initial_path": f"{weights} must be the folder of a checkpoint, got a file",
     }
     assert main(["--config", str(tmp_path), "--dry-run"]) == 2
     assert "cannot be read: it is a folder" in capsys.readouterr().err
@@ -97,7 +97,7 @@ def test_an_environment_that_is_half_a_launchers_is_refused_by_name(monkeypatch,
     assert named in refused.value.where
 
 
-def test_threads_of_several_levels_are_those_of_the_first_and_no_launcher_is_no_fault(monkeypatch):
+def test_the_first_level_of_a_list_of_threads_counts_and_a_launcher_is_not_needed(monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
     for said, expected in (("4,2", 4), ("", 1), (" 3 ", 3)):
@@ -107,7 +107,7 @@ def test_threads_of_several_levels_are_those_of_the_first_and_no_launcher_is_no_
     assert started_ranks() is None
 
 
-def test_a_dry_run_counts_ranks_and_writes_none_of_them_out(tmp_path):
+def test_a_dry_run_counts_ranks_without_listing_them(tmp_path):
     job = load(jobs.write_job(tmp_path, tmp_path / "none", **{"policy.train_global_batch_size": 1 << 24}))
     tracemalloc.start()
     planned = plan(job, 1 << 24)
@@ -121,7 +121,7 @@ def test_a_dry_run_counts_ranks_and_writes_none_of_them_out(tmp_path):
 def test_a_world_of_a_trillion_ranks_is_refused_and_not_planned(tmp_path, capsys):
     config = str(jobs.write_job(tmp_path, tmp_path / "none"))
     assert main(["--config", config, "--dry-run", "--world-size", str(10**12)]) == 2
-    assert "no plan is made for more than" in capsys.readouterr().err
+    assert "the number of ranks must be at most 16777216, got 1000000000000" in capsys.readouterr().err
 
 
 def test_groups_are_those_of_megatron_cores_own_generator(tmp_path):
@@ -152,17 +152,17 @@ def test_a_hint_names_a_key_only_where_one_is_near(full, near):
     assert nearest_key(full, full.rpartition(".")[0]) == near
 
 
-def test_a_key_that_is_like_none_is_told_to_be_taken_out(tmp_path):
+def test_the_fix_for_a_key_unlike_any_other_is_to_take_it_out(tmp_path):
     path = jobs.write_job(tmp_path, tmp_path / "none")
     values = json.loads(path.read_text())
     path.write_text(json.dumps(values | {"data": values["data"] | {"split": "train"}}))
     with pytest.raises(ConfigRefused) as refused:
         load(path)
-    assert refused.value.what == "data.split is no key of a job"
+    assert refused.value.what == "data.split is not a key of a job"
     assert refused.value.fix.startswith("take it out")
 
 
-def test_a_dry_run_tells_what_a_run_would_refuse(tmp_path, capsys):
+def test_a_dry_run_reports_the_refusals_of_a_run(tmp_path, capsys):
     rows = jobs.write_rows(tmp_path / "rows.jsonl")
     config = str(jobs.write_job(tmp_path, rows, **{"model.initial": "huggingface", "model.initial_path": "some/model", "checkpointing.resume": False}))  # fmt: skip
     (tmp_path / "checkpoints" / "step_00000001").mkdir(parents=True)
@@ -171,6 +171,6 @@ def test_a_dry_run_tells_what_a_run_would_refuse(tmp_path, capsys):
     assert main(["--config", config, "--dry-run"]) == 0
     printed = capsys.readouterr().out
     assert "note: Megatron-Bridge is not installed" in printed
-    assert "has checkpoints of another run" in printed
-    assert "is held by a run, or was left by one that was killed" in printed
+    assert "must hold no checkpoint of another run" in printed
+    assert "is locked by a run that writes to it, or by a run that was killed" in printed
     assert "but for the notes above" in printed

@@ -115,7 +115,7 @@ def test_an_unknown_key_is_named_with_its_line_and_the_nearest_valid_one(tmp_pat
         ("data.train[0].x=1", "data.train"),
     ],
 )
-def test_what_an_override_brings_is_placed_at_the_override(tmp_path, override, key):
+def test_values_of_an_override_name_the_override_as_their_place(tmp_path, override, key):
     path = written(tmp_path, "data:\n  train: [{dataset_name: megatron_sft_packed, data_path: a}]\n")
     error = refused([BASE, path], [override])
     assert error.kind == "unknown_key"
@@ -138,12 +138,12 @@ def test_r_setup_1_all_unknown_keys_are_named_at_once_each_with_its_place_and_th
     assert error.kind == "unknown_key"
     assert set(error.where.split(", ")) == {f"{key} ({place})" for key, (_, place) in near.items()}
     for key, (like, _) in near.items():
-        assert re.search(rf"(^|; ){re.escape(key)} is no [^;]*; the nearest is {re.escape(like)}(;|$)", error.what)
+        assert re.search(rf"(^|; ){re.escape(key)} is not [^;]*; the nearest is {re.escape(like)}(;|$)", error.what)
     assert error.fix.startswith("write ")
     assert error.fix.endswith(", or take them out")
 
 
-def test_a_wrong_value_of_an_option_is_told_under_the_key_that_the_file_has():
+def test_a_wrong_value_of_an_option_is_reported_under_the_files_key():
     key = "policy.megatron_cfg.recompute_granularity"
     error = refused(BASE, [f"{key}=partial"])
     assert (error.key, error.where) == (key, f"{key} (override '{key}=partial')")
@@ -192,7 +192,7 @@ def test_a_wrong_value_of_an_option_is_told_under_the_key_that_the_file_has():
         ("policy.megatron_cfg.transformer.context_parallel_size=", "wrong_type", "a whole number"),
     ],
 )  # fmt: skip
-def test_a_value_that_is_none_says_what_is_wanted(override, kind, said):
+def test_a_wrong_value_names_the_expected_type(override, kind, said):
     error = refused(BASE, [override])
     assert error.kind == kind
     assert said in str(error)
@@ -209,15 +209,15 @@ def test_r_setup_3_two_interpolations_that_lead_to_each_other_are_refused():
     [
         ("sft:\n  seed: 1\n  val_period: 2\n  seed: 3\n", "duplicate_key", 4, ":2"),
         ("sft:\n  seed: 1\npolicy: {}\nsft:\n  seed: 2\n", "duplicate_key", 4, ":1"),
-        ("logger:\n  wandb_enabled: no\n", "bare_word", 2, "False to another"),
-        ("policy:\n  model_name: On\n", "bare_word", 2, "True to another"),
+        ("logger:\n  wandb_enabled: no\n", "bare_word", 2, "others for false"),
+        ("policy:\n  model_name: On\n", "bare_word", 2, "others for true"),
         ("sft:\n  <<: {seed: 1}\n", "no_yaml", 2, "merge keys"),
-        ("sft:\n  seed: [1\n", "no_yaml", 3, "no YAML"),
-        ("- sft\n", "no_yaml", None, "not a mapping"),
-        ("a\nb: c: d\n", "no_yaml", 2, "no YAML"),
-        ("defaults: [3]\n", "wrong_type", 1, "names no file"),
+        ("sft:\n  seed: [1\n", "no_yaml", 3, "must be YAML"),
+        ("- sft\n", "no_yaml", None, "must be a mapping"),
+        ("a\nb: c: d\n", "no_yaml", 2, "must be YAML"),
+        ("defaults: [3]\n", "wrong_type", 1, "must be a path or a list of paths"),
         ("defaults: not-there.yaml\n", "no_file", None, "not-there.yaml"),
-        ("defaults: job.yaml\n", "defaults", None, "under itself"),
+        ("defaults: job.yaml\n", "defaults", None, "must not name itself"),
     ],
 )
 def test_r_setup_2_yaml_that_readers_disagree_on_is_refused_with_its_line(tmp_path, text, kind, line, said):
@@ -229,7 +229,7 @@ def test_r_setup_2_yaml_that_readers_disagree_on_is_refused_with_its_line(tmp_pa
         assert f"{path}:{line}" in error.where
 
 
-def test_words_in_quotes_and_numbers_mean_what_they_say(tmp_path):
+def test_quoted_words_and_numbers_keep_their_type(tmp_path):
     text = (
         'policy:\n  model_name: "no"\n  megatron_cfg:\n    optimizer: {lr: 1e-5, adam_eps: 1.0e-8}\n'
         'sft:\n  seed: 0\ndata:\n  cache_folder: "007"\nlogger:\n  wandb: {name: 010, entity: 1:30, project: 2026-01-01}\n'
@@ -244,7 +244,7 @@ def test_words_in_quotes_and_numbers_mean_what_they_say(tmp_path):
     assert job.checkpointing.keep_top_k is None
 
 
-def test_r_setup_3_layers_are_laid_over_each_other_and_every_value_says_where_it_came_from(tmp_path):
+def test_r_setup_3_later_layers_replace_earlier_ones_and_every_value_names_its_source(tmp_path):
     written(tmp_path, "defaults: grand.yaml\nsft: {seed: 2, val_batches: 3}\n", "base.yaml")
     written(tmp_path, "sft:\n  seed: 1\n  val_batches: 1\n  max_num_steps: 9\n", "grand.yaml")
     top = written(tmp_path, "defaults: [base.yaml]\nsft:\n  seed: 4\n")
@@ -264,7 +264,7 @@ def test_a_value_that_replaces_a_section_takes_the_places_inside_it_along():
     assert not [key for key in job.sources if key.startswith("data.validation.")]
 
 
-def test_r_setup_5_what_is_not_set_is_derived():
+def test_r_setup_5_values_that_are_not_set_are_derived():
     job = load(BASE, ["policy.megatron_cfg.tensor_model_parallel_size=2", "policy.megatron_cfg.context_parallel_size=2",
                       "policy.max_grad_norm=0.5", "policy.tokenizer.name=???", "policy.model_name=a/b",
                       "policy.megatron_cfg.optimizer.weight_decay=0.1", "data.shuffle=true", "sft.seed=7"])  # fmt: skip
@@ -290,7 +290,7 @@ def test_r_setup_4_megatron_cores_options_may_stand_in_megatron_cfg_but_not_twic
     assert error.kind == "set_twice"
 
 
-def test_a_dataset_says_more_than_the_defaults_and_several_may_stand_in_a_list(tmp_path):
+def test_a_dataset_overrides_the_defaults_and_a_list_can_hold_several(tmp_path):
     text = (
         "data:\n  default: {semantics: strict, megatron_sft_pad_token: a}\n  train:\n"
         "  - {dataset_name: openai_format, data_path: [x, {path: y, weight: 2}], megatron_sft_pad_token: b}\n"

@@ -171,15 +171,15 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("override", "key", "fix"), REFUSED)
-def test_what_a_recipe_asks_for_and_the_job_lacks_is_refused_by_name(recipe, override, key, fix):
+def test_parts_of_a_recipe_that_the_job_lacks_are_refused_by_name(recipe, override, key, fix):
     found = {each.key: each for each in refusals(load(recipe, [*OWN, override]), 1)}
     assert key in found
     assert fix in found[key].fix
     assert found[key].where.startswith(key)
 
 
-def test_an_optimizer_that_is_not_nemo_rls_is_no_key(recipe):
-    with pytest.raises(ConfigRefused, match=r"policy\.optimizer is no key"):
+def test_an_optimizer_section_unlike_nemo_rls_is_an_unknown_key(recipe):
+    with pytest.raises(ConfigRefused, match=r"policy\.optimizer is not a key"):
         load(recipe, [*OWN, "policy.optimizer={lr: 0.1}", "policy.optimizer.name=adam"])
 
 

@@ -108,7 +108,7 @@ def test_options_that_were_once_taken_and_trained_something_else_are_in_those_ta
             assert [kind for kind, _ in found([*overrides, *device])] == ["switched_on"]
 
 
-def test_what_is_said_of_options_is_said_of_options_that_the_installed_megatron_core_has():
+def test_every_listed_option_exists_in_the_installed_megatron_core():
     for kind, parts in (*UNSUPPORTED_OPTIONS.items(), *NEEDS_CUDA.items()):
         assert set(parts) <= set(option_fields(kind))
     of_transformer = {*NOT_BUILT, *FORBIDDEN_VALUES, *ALLOWED_VALUES, *NEEDS_TRANSFORMER_ENGINE}
@@ -123,7 +123,7 @@ def test_an_option_is_refused_under_the_key_and_at_the_line_that_the_file_has_it
     path.write_text("policy:\n  megatron_cfg:\n    mtp_num_layers: 1\n    window_size: [8, 0]\n", encoding="utf-8")
     (error,) = refusals(load([BASE, path]), 1)
     assert (error.key, error.where) == (f"{MEGATRON}.window_size", f"{MEGATRON}.window_size ({path}:4)")
-    assert error.what == "attention with a sliding window, which the CPU does not have"
+    assert error.what == "attention with a sliding window is not available on the CPU"
 
 
 WRONG = [
@@ -208,7 +208,7 @@ RIGHT = [
 
 
 @pytest.mark.parametrize(("overrides", "world_size"), RIGHT, ids=lambda value: str(value)[:70])
-def test_what_works_passes_through(overrides, world_size):
+def test_supported_options_are_passed_to_megatron_core(overrides, world_size):
     assert found(overrides, world_size) == []
 
 
@@ -217,10 +217,10 @@ def test_a_kernel_package_that_is_missing_is_a_note_where_the_job_runs_elsewhere
         pytest.fail("this test is written for a machine without Transformer Engine: give it another missing kernel")
     flex = [*EXPERTS, f"{TRANSFORMER}.moe_token_dispatcher_type=flex", f"{MEGATRON}.expert_model_parallel_size=2"]
     for overrides, told in (
-        ([f"{TRANSFORMER}.window_size=[8, 0]"], "sliding window, and Transformer Engine"),
-        (["model.attention_dropout=0.1"], "attention dropout (hidden_dropout is there), and Transformer Engine"),
-        (["model.normalization=LayerNorm"], "LayerNorm (torch's norm is an RMSNorm), and Transformer Engine"),
-        (hybrid("*M"), "the layers M, and Transformer Engine"),
+        ([f"{TRANSFORMER}.window_size=[8, 0]"], "sliding window needs Transformer Engine"),
+        (["model.attention_dropout=0.1"], "attention dropout (hidden_dropout is there) needs Transformer Engine"),
+        (["model.normalization=LayerNorm"], "LayerNorm (torch's norm is an RMSNorm) needs Transformer Engine"),
+        (hybrid("*M"), "the layers M need Transformer Engine"),
         (flex, "the flex dispatcher (deepep), and DeepEP"),
         ([f"{TRANSFORMER}.gradient_accumulation_fusion=true"], "gradient_accumulation_fusion, and apex"),
     ):
@@ -244,7 +244,7 @@ def test_parameters_in_fp8_are_gathered_in_fp8_without_which_none_would_be_updat
     assert found([*fp8, f"{key}=false"]) == found([*fp8[:-1], f"{key}=true"]) == [("contradiction", key)]
 
 
-def test_megatron_cores_silent_assertions_are_told_by_their_condition():
+def test_a_bare_assertion_of_megatron_core_is_reported_by_its_condition():
     job = load(BASE, [*CUDA, f"{MEGATRON}.fine_grained_activation_offloading=true"])
     (error,) = refusals(job, 1)
     assert (
@@ -270,6 +270,6 @@ def test_a_model_is_not_made_of_other_modules_than_its_options_ask_for(name):
 def test_a_hybrid_model_has_no_layers_that_do_nothing(pattern, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     config = TransformerConfig(num_layers=2, hidden_size=8, num_attention_heads=2, normalization="RMSNorm")
-    with pytest.raises(PackproofError, match="no layer here is"):
+    with pytest.raises(PackproofError, match="which are not available here"):
         hybrid_spec(config, pattern)
     assert hybrid_spec(config, "*-/*-") is not None

@@ -49,10 +49,10 @@ def test_the_published_comparison_as_it_stands_is_planned_at_any_world_size_that
 @pytest.mark.parametrize(
     ("ranks", "told"),
     [
-        (500, "500 ranks are not a multiple of tp 8 x cp 16 x pp 1 = 128"),
-        (64, "64 ranks are not a multiple of tp 8 x cp 16 x pp 1 = 128"),
-        (384, "64 rows over 3 data-parallel ranks"),
-        (0, "0 ranks are not a multiple of tp 8 x cp 16 x pp 1 = 128"),
+        (500, "must be a multiple of tp 8 x cp 16 x pp 1 = 128, got 500"),
+        (64, "must be a multiple of tp 8 x cp 16 x pp 1 = 128, got 64"),
+        (384, "must be a multiple of the 3 data-parallel ranks and at least 1, got 64"),
+        (0, "must be a multiple of tp 8 x cp 16 x pp 1 = 128, got 0"),
     ],
 )
 def test_a_world_that_the_published_layout_does_not_divide_is_refused_with_the_numbers(ranks, told, capsys):
@@ -62,7 +62,7 @@ def test_a_world_that_the_published_layout_does_not_divide_is_refused_with_the_n
 
 def test_a_run_and_a_dry_run_of_its_own_world_hold_the_nodes_of_the_configuration_against_it(capsys, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "256")
-    told = "64 nodes of 8 processes are 512 ranks, not 256"
+    told = "64 nodes x 8 processes = 512 ranks, got 256"
     assert main(["--config", str(PUBLISHED), "--dry-run"]) == 2
     assert told in capsys.readouterr().err
     assert main(["--config", str(PUBLISHED), "cluster.device=cpu", "policy.precision=float32"]) == 2
@@ -219,7 +219,7 @@ def test_a_run_refuses_files_that_are_not_there_and_a_device_that_is_not_before_
     assert "2 reasons against this job" in err
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert main(["--config", str(BASE), "cluster.device=cuda"]) == 2
-    assert "no CUDA device here" in capsys.readouterr().err
+    assert "must be cpu or auto without a CUDA device, got cuda" in capsys.readouterr().err
     monkeypatch.setenv("RANK", "1")
     assert main(["--config", str(BASE), "sft.max_num_steps=0"]) == 2
     assert capsys.readouterr().err == ""
@@ -319,7 +319,7 @@ def test_memory_is_shared_by_the_distributed_optimizer_only():
 
 @pytest.mark.parametrize("said", ["", "abc", "-2"])
 @pytest.mark.parametrize("options", [["--dry-run"], []], ids=["dry run", "run"])
-def test_a_world_size_of_the_environment_that_is_no_number_is_refused(monkeypatch, capsys, said, options):
+def test_a_world_size_of_the_environment_that_is_not_a_number_is_refused(monkeypatch, capsys, said, options):
     monkeypatch.setenv("WORLD_SIZE", said)
     assert main(["--config", str(PUBLISHED), *options]) == 2
-    assert f"WORLD_SIZE (environment): {said!r} is not a number of ranks" in capsys.readouterr().err
+    assert f"WORLD_SIZE (environment): must be a number of ranks from 1, got {said!r}" in capsys.readouterr().err

@@ -63,7 +63,7 @@ def test_a_part_that_this_job_does_not_have_must_be_switched_off(key):
         ("max_seqlen_per_dp_cp_rank", "8"), ("mtp_hybrid_override_pattern", "M"),
     ],
 )  # fmt: skip
-def test_an_option_of_megatron_core_for_what_is_not_here_is_refused(option, value):
+def test_an_option_of_megatron_core_for_an_absent_part_is_refused(option, value):
     assert found([f"{TRANSFORMER}.{option}={value}"]) == [("switched_on", f"{TRANSFORMER}.{option}")]
 
 
@@ -251,7 +251,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("overrides", "world_size", "kind", "key"), REFUSED, ids=lambda value: str(value)[:60])
-def test_r_setup_6_to_18_what_must_not_run_is_refused_at_its_key(overrides, world_size, kind, key):
+def test_r_setup_6_to_18_impossible_jobs_are_refused_at_their_key(overrides, world_size, kind, key):
     job = load(BASE, overrides)
     found_here = refusals(job, world_size)
     assert [(each.kind, each.key) for each in found_here] == [(kind, key)]
@@ -263,7 +263,7 @@ def test_r_setup_6_to_18_what_must_not_run_is_refused_at_its_key(overrides, worl
     assert error.where == job.where(key)
 
 
-def test_the_table_above_reaches_every_check_that_there_is():
+def test_the_table_of_refusals_reaches_every_check():
     assert len(validation_module._CHECKS) == 20
     kinds = {kind for _, _, kind, _ in REFUSED}
     assert len(kinds) >= 30
@@ -276,7 +276,7 @@ def test_the_place_of_a_refusal_is_the_line_that_set_the_value(tmp_path):
     assert refusal.where == f"{TRANSFORMER}.context_parallel_size ({path}:4)"
 
 
-def test_what_follows_from_several_faults_is_said_all_at_once():
+def test_all_refusals_of_several_faults_are_reported_together():
     both = found(["policy.train_micro_batch_size=2", f"{MEGATRON}.enabled=false", "model.hidden_size=null"])
     assert both == [
         ("backend", f"{MEGATRON}.enabled"),
@@ -285,24 +285,31 @@ def test_what_follows_from_several_faults_is_said_all_at_once():
     ]
 
 
-def test_a_warm_up_longer_than_the_decay_says_both_and_what_set_them():
+def test_a_warm_up_longer_than_the_decay_names_both_values_and_their_sources():
     (derived,) = refusals(load(BASE, [f"{MEGATRON}.scheduler.lr_warmup_iters=20"]), 1)
     key = f"{MEGATRON}.scheduler.lr_decay_iters"
-    told = "a warm-up of 20 steps does not end before the decay does, at step 20, warm-up included"
-    assert f"{told}: {key} (derived from " in str(derived)
+    told = "must be below lr_decay_iters, 20, which counts the warm-up too"
+    assert f"{told} ({key} (derived from " in str(derived)
+    assert "got 20. To fix it: " in str(derived)
     assert str(derived).endswith(f"To fix it: set it below 20, or {key} above 20")
     (given,) = refusals(load(BASE, [f"{MEGATRON}.scheduler.lr_warmup_iters=4", f"{key}=4"]), 1)
-    assert f"at step 4, warm-up included: {key} (override '{key}=4')" in str(given)
+    assert f"below lr_decay_iters, 4, which counts the warm-up too ({key} (override '{key}=4')" in str(given)
     (negative,) = refusals(load(BASE, [f"{MEGATRON}.scheduler.lr_warmup_iters=-1"]), 1)
-    assert "a warm-up of -1 steps. To fix it: give 0 or more" in str(negative)
+    assert "must be at least 0, got -1. To fix it: give 0 or more" in str(negative)
 
 
-def test_a_weight_decay_that_is_not_set_is_told_with_the_value_that_it_has():
+def test_a_refusal_names_the_default_of_an_unset_weight_decay():
     key = f"{MEGATRON}.scheduler.start_weight_decay"
     (unset,) = refusals(load(BASE, [f"{key}=0.1"]), 1)
-    assert unset.what == f"weight decay constant from 0.1 to 0.01 (megatron-core's default of {OPTIMIZER}.weight_decay)"
+    assert (
+        unset.what
+        == f"weight decay must stay constant (weight_decay_incr_style constant), got 0.1 to 0.01 (megatron-core's default of {OPTIMIZER}.weight_decay)"
+    )
     (derived,) = refusals(load(BASE, [f"{key}=0.1", f"{OPTIMIZER}.weight_decay=0.05"]), 1)
-    assert derived.what == f"weight decay constant from 0.1 to 0.05 ({OPTIMIZER}.weight_decay)"
+    assert (
+        derived.what
+        == f"weight decay must stay constant (weight_decay_incr_style constant), got 0.1 to 0.05 ({OPTIMIZER}.weight_decay)"
+    )
     assert found([f"{key}=0.001", f"{MEGATRON}.scheduler.weight_decay_incr_style=cosine"]) == []
 
 
@@ -328,11 +335,11 @@ ACCEPTED = [
 
 
 @pytest.mark.parametrize(("overrides", "world_size"), ACCEPTED, ids=lambda value: str(value)[:60])
-def test_what_may_run_is_not_refused(overrides, world_size):
+def test_possible_jobs_are_not_refused(overrides, world_size):
     assert found(overrides, world_size) == []
 
 
-def test_what_only_misses_a_kernel_here_is_a_note_where_the_job_runs_elsewhere():
+def test_a_kernel_missing_here_is_only_a_note_for_a_job_that_runs_elsewhere():
     if importlib.util.find_spec("transformer_engine") is not None:
         pytest.fail("this test is written for a machine without Transformer Engine: give it another missing kernel")
     overrides = [f"{OPTIMIZER}.use_precision_aware_optimizer=true"]
@@ -351,7 +358,7 @@ def test_fp8_needs_a_gpu_as_bfloat16_does():
     ]
 
 
-def test_the_device_that_is_there_decides_where_the_configuration_leaves_it_open():
+def test_the_machines_device_decides_if_the_configuration_says_auto():
     job = load(BASE, ["cluster.device=auto", "policy.precision=bfloat16"])
     assert refusals(job, 1) == []
     assert [each.key for each in refusals(job, 1, device="cpu")] == ["policy.precision"]
@@ -364,7 +371,7 @@ def test_a_job_that_was_not_read_from_a_file_is_validated_all_the_same():
     assert refusal.kind == "two_packed_datasets"
 
 
-def test_r_setup_21_rows_that_were_packed_for_something_else_are_told(tmp_path):
+def test_r_setup_21_rows_packed_for_other_settings_are_noted(tmp_path):
     file = tmp_path / "rows.jsonl.packed"
     file.write_text("[]\n")
     manifest = tmp_path / "rows.jsonl.packed.manifest.json"

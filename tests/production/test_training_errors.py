@@ -1,4 +1,4 @@
-"""An error that a library raises anew in its own class, with a text of its own, still says what, where and how to fix it."""
+"""An error that a library raises again in its own class, with a text of its own, still says what, where and how to fix it."""
 
 import pickle
 
@@ -45,7 +45,7 @@ def test_an_error_in_a_module_that_megatron_builds_keeps_its_words_and_fields(er
     assert (type(again), str(again), vars(again)) == (type(error), str(raised.value), vars(error))
 
 
-def test_every_kind_of_error_takes_a_text_and_none_takes_a_part_of_its_fields():
+def test_every_error_takes_one_text_or_all_of_its_fields():
     found = kinds()
     assert {type(each) for each in ALL} <= found
     for kind in found:
@@ -57,7 +57,7 @@ def test_every_kind_of_error_takes_a_text_and_none_takes_a_part_of_its_fields():
             kind()
 
 
-def test_another_error_at_hand_lends_its_fields_to_none():
+def test_an_error_does_not_take_the_fields_of_another_handled_error():
     def fails():
         raise PackproofError(**FIELDS)
 

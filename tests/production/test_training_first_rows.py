@@ -48,10 +48,10 @@ def looked(tmp_path):
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.jsonl.gz"])
 def test_r_setup_22_a_packed_file_on_the_online_path_is_refused(looked, name):
     (refused,), _ = looked([SEVERAL, SEVERAL], *ONLINE, name=name)
-    assert "the file is packed (every line has several system messages)" in refused
+    assert "it is packed (every line has several system messages)" in refused
     assert "set dataset_name to megatron_sft_packed" in refused
     (refused,), _ = looked([ONE, ONE], *ONLINE, name=name, manifest=True)
-    assert "the file is packed (a manifest of packed rows lies beside it)" in refused
+    assert "it is packed (a manifest of packed rows lies beside it)" in refused
 
 
 def test_some_lines_of_several_system_messages_are_a_note_online(looked):
@@ -69,7 +69,7 @@ def test_a_chat_file_on_the_direct_path_is_a_note(looked):
     assert looked([ONE, ONE], name="packed.jsonl", manifest=True) == ([], [])
 
 
-def test_settings_that_were_left_out_are_told_online(looked):
+def test_settings_without_a_value_are_noted_online(looked):
     _, notes = looked([ONE], *ONLINE)
     assert [NOTE_ON_LONG in note for note in notes] == [True]
     assert looked([ONE], *ONLINE, "data.on_long_conversation=mask_out")[1] == []

@@ -167,7 +167,7 @@ def test_a_step_waits_for_the_device_as_often_with_one_microbatch_as_with_four(c
             assert more == (OF_EXPERTS if EXPERTS.items() <= changes.items() else set())
 
 
-def test_the_count_of_waits_sees_each_way_to_read_what_lies_on_the_device(counted):
+def test_the_count_of_waits_sees_each_way_to_read_the_device(counted):
     ((steps,),) = counted(1, MTP, 3, reads=True)
     expected = Counter(name for name, _ in jobs.READS_OF_A_MICROBATCH for _ in range(3))
     assert len(steps) == 2
@@ -246,7 +246,7 @@ def test_a_signal_on_one_rank_saves_and_ends_all(world, rows, tmp_path):
     assert end["reason"] == "signal"
 
 
-def test_a_report_tells_the_devices_own_times_of_each_step_and_of_every_stage(world, rows, tmp_path):
+def test_a_report_has_the_devices_own_times_of_each_step_and_of_every_stage(world, rows, tmp_path):
     config = jobs.write_job(tmp_path, rows, **UNSAVED | PIPELINE | {"logger.report_period": 3})
     payload = {"config": str(config), "shares": [0.75, 0.25], "memory": [900.0, 100.0]}
     for found, reads in world(2, "train_behind", payload):
@@ -297,7 +297,7 @@ def test_the_time_to_save_by_ends_a_job_with_a_checkpoint(train, tmp_path):
     assert [path.name for path in (tmp_path / "job_0" / "checkpoints").iterdir()] == ["step_00000001"]
 
 
-def test_a_loss_that_is_no_number_stops_the_job_with_its_batch(world, rows, tmp_path):
+def test_a_loss_that_is_not_a_number_stops_the_job_with_its_batch(world, rows, tmp_path):
     config = jobs.write_job(tmp_path, rows, **{"logger.report_period": 10, "checkpointing.save_period": 3})
     payload = {"config": str(config), "step": 2, "happens": "poisons"}
     for found in world(2, "train_disturbed", payload):

@@ -88,7 +88,7 @@ def tokens(fed):
     return [each.input_ids.tolist() for each in fed.microbatches]
 
 
-def test_what_is_made_again_is_what_was_fed_while_other_steps_are_planned_ahead(tmp_path, monkeypatch):
+def test_a_rebuilt_step_equals_the_fed_step_while_later_steps_are_prepared(tmp_path, monkeypatch):
     config = jobs.write_job(tmp_path, tmp_path / "none", **blend(tmp_path), **{"data.prefetch": 64})
     place = RankCoordinates(
         rank=0, world_size=1, tensor_rank=0, context_rank=0, context_size=1, data_rank=0, data_size=1,
@@ -117,7 +117,7 @@ def test_what_is_made_again_is_what_was_fed_while_other_steps_are_planned_ahead(
     assert list(own) == ["packproof-loader"]
 
 
-def test_a_loss_that_is_no_number_dumps_the_rows_of_its_step_of_a_blend(world, tmp_path):
+def test_a_loss_that_is_not_a_number_dumps_the_rows_of_its_step_of_a_blend(world, tmp_path):
     changes = blend(tmp_path) | {"logger.report_period": 10, "checkpointing.enabled": False, "sft.max_num_steps": 6}
     fed = str(jobs.write_job(tmp_path / "fed", tmp_path / "none", **changes, **{"logger.dump_batch_steps": [3]}))
     bad = str(jobs.write_job(tmp_path / "bad", tmp_path / "none", **changes))
@@ -131,7 +131,7 @@ def test_a_loss_that_is_no_number_dumps_the_rows_of_its_step_of_a_blend(world, t
         assert told[0] == told[1]
 
 
-def test_stop_ends_a_job_before_rows_that_fill_no_global_batch_and_says_so(world, rows, tmp_path):
+def test_stop_ends_a_job_before_an_incomplete_global_batch_and_says_so(world, rows, tmp_path):
     changes = {
         "policy.train_global_batch_size": 5,
         "sft.max_num_steps": None,

@@ -115,7 +115,7 @@ def test_weights_that_are_no_numbers_are_not_saved(alone):
     assert not list((folder / "nan" / "checkpoints").iterdir())
 
 
-def test_lines_that_are_left_out_are_told_in_console_records_and_checkpoint(alone):
+def test_lines_that_are_left_out_are_reported_in_console_records_and_checkpoint(alone):
     results, folder = alone
     for name in ("skipped", "gone on"):
         found, printed = results[name]
@@ -127,7 +127,7 @@ def test_lines_that_are_left_out_are_told_in_console_records_and_checkpoint(alon
     assert {read_manifest(path).skipped_rows for path in (folder / "skipped" / "checkpoints").iterdir()} == {1}
 
 
-def test_without_a_progress_bar_it_is_still_told_where_a_run_begins_and_what_was_saved(alone):
+def test_without_a_progress_bar_the_first_step_and_saves_are_still_printed(alone):
     results, folder = alone
     checkpoints = folder / "skipped" / "checkpoints"
     _, first = results["skipped"]
@@ -155,7 +155,7 @@ def test_a_checkpoint_of_another_run_is_not_replaced(world, rows, tmp_path):
     payload = {"config": config, "folder": str(checkpoints)}
     (found,) = world(1, "train_beside_another", payload)
     assert found["kind"] == "CheckpointFailed"
-    assert "step_00000002 is there already, of another run" in found["refused"]
+    assert "step_00000002 exists already and belongs to another run" in found["refused"]
     assert read_manifest(checkpoints / "step_00000002").run == "another"
 
 
@@ -163,11 +163,11 @@ def test_a_checkpoint_of_which_a_file_vanished_is_not_called_whole(world, rows, 
     config = str(jobs.write_job(tmp_path, rows, **{"checkpointing.save_period": 1}))
     (found,) = world(1, "train_disturbed_in_save", {"config": config})
     assert found["kind"] == "CheckpointFailed"
-    assert "what was written is not there: " in found["refused"]
+    assert "the checkpoint is not complete after it was written: " in found["refused"]
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_00000001"]
 
 
-def test_a_job_whose_folder_another_run_holds_does_not_begin(world, rows, tmp_path):
+def test_a_job_does_not_start_in_a_folder_that_another_run_holds(world, rows, tmp_path):
     config = str(jobs.write_job(tmp_path, rows))
     with FolderLock(tmp_path / "checkpoints", key="it"):
         for found in world(2, "train", {"config": config}):

@@ -71,7 +71,7 @@ def test_the_key_that_fixes_a_resume_is_one_that_a_configuration_takes(tmp_path,
             continue
         assert re.match(rf"set {re.escape(option(key))} (\(or [^)]*\) )?to ", caught.value.fix)
         job = load(config, [f"{option(key)}={json.dumps(value)}"])
-        # An option that was moved to its section stands there; null may be derived anew.
+        # An option that was moved to its section stands there; null may be derived again.
         there = option(key) if option(key) in job.sources else f"{MEGATRON}.{key}"
         assert value is None or job.sources[there].kind == "override"
         named += 1
@@ -82,16 +82,16 @@ def test_the_key_that_fixes_a_resume_is_one_that_a_configuration_takes(tmp_path,
     assert told in caught.value.fix
 
 
-def test_other_files_are_told_in_rows_and_short_fingerprints():
+def test_other_files_are_reported_with_rows_and_short_fingerprints():
     saved = {"files": [{"fingerprint": "0123456789abcdef", "rows": 12}]}
     with pytest.raises(ResumeRefused) as caught:
         check_resume(saved, {"files": [{"fingerprint": "fedcba9876543210", "rows": 22}]})
     told = "files: saved 12 rows (fingerprint 01234567), now 22 rows (fingerprint fedcba98)"
-    assert caught.value.what == f"the run is not what it was: {told}"
+    assert caught.value.what == f"the run must have the settings and files that it was saved with, and differs: {told}"
     assert caught.value.fix.startswith("give data.train.data_path the files")
 
 
-def test_a_run_past_the_steps_that_are_asked_ends_by_them_and_says_so():
+def test_a_resumed_run_past_its_last_step_ends_and_says_so():
     four = Sft(max_num_steps=4, max_num_epochs=None)
     assert length_reached(6, four) == length_reached(4, four) == "sft.max_num_steps: 4"
     assert length_reached(3, Sft(max_num_steps=4, max_num_epochs=1)) == "sft.max_num_epochs: 1"
@@ -113,7 +113,7 @@ def watch(store, rank, watched):
     return made
 
 
-def test_a_rank_that_said_where_it_hangs_still_lives_for_a_third(monkeypatch):
+def test_a_rank_that_reported_its_hang_counts_as_alive_for_a_third_rank(monkeypatch):
     monkeypatch.setattr(heartbeat, "SILENT_SECONDS", 0.5)
     monkeypatch.setattr(heartbeat, "HEARTBEAT_SECONDS", 0.05)
     ended = []
@@ -157,11 +157,11 @@ def test_a_checkpoint_of_another_vocabulary_is_refused_with_both_sizes(stored, r
     name = "embedding.word_embeddings.weight"
     with pytest.raises(CheckpointRefused, match=fix) as caught:
         _check_rows(Path("there"), name, stored=stored, model=(rows, ranks))
-    assert f"{stored} rows and the model's {rows} ({name})" in caught.value.what
+    assert f"{stored} rows, got {rows} ({name})" in caught.value.what
     assert ("cut off" if rows < stored else "left zero") in caught.value.what
 
 
-def test_only_what_tensor_parallelism_pads_a_vocabulary_with_may_be_new():
+def test_only_the_padding_for_tensor_parallelism_may_add_vocabulary_rows():
     for stored, rows, ranks in ((4096, 4096, 2), (4097, 4098, 2), (4097, 4097, 1)):
         _check_rows(Path("there"), "output_layer.weight", stored=stored, model=(rows, ranks))
     _check_rows(Path("there"), "decoder.final_layernorm.weight", stored=16, model=None)
@@ -262,7 +262,7 @@ def wait_for(found):
     return value
 
 
-def test_a_metric_of_no_checkpoint_is_told_apart_from_one_of_some(tmp_path):
+def test_a_metric_that_no_checkpoint_has_differs_from_one_that_some_have(tmp_path):
     validated = {"data.validation.dataset_name": "megatron_sft_packed", "data.validation.data_path": "none"}
     config = jobs.write_job(tmp_path, tmp_path / "none", **validated, **{"checkpointing.metric_name": "val:val_loss"})
     for period, every, at_end, is_refused in (
@@ -276,7 +276,7 @@ def test_a_metric_of_no_checkpoint_is_told_apart_from_one_of_some(tmp_path):
         assert keys == (["checkpointing.metric_name"] if is_refused else []), overrides
 
 
-def test_wandb_goes_on_with_the_run_whose_checkpoint_a_job_goes_on_from(tmp_path, monkeypatch):
+def test_wandb_continues_the_run_of_the_checkpoint(tmp_path, monkeypatch):
     opened = {}
     monkeypatch.setattr(
         "production.training.run_record.open_loggers",
@@ -288,7 +288,7 @@ def test_wandb_goes_on_with_the_run_whose_checkpoint_a_job_goes_on_from(tmp_path
     assert (opened["run"]["run"], opened["run"]["rows_skipped"]) == ("abc", 2)
 
 
-def test_a_configurations_hash_is_that_of_its_values_and_not_of_how_they_were_written(tmp_path):
+def test_a_configurations_hash_depends_on_its_values_and_not_on_their_spelling(tmp_path):
     first, same, other = (
         load(jobs.write_job(tmp_path, tmp_path / "none"), overrides)
         for overrides in ([], ["sft.seed=42"], ["sft.seed=43"])

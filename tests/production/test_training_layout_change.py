@@ -143,7 +143,7 @@ def dry_run(tmp_path, files, tokenizer, capsys):
     return run
 
 
-def test_a_dry_run_says_from_which_checkpoint_the_run_would_go_on(dry_run, tmp_path):
+def test_a_dry_run_names_the_checkpoint_from_which_the_run_would_resume(dry_run, tmp_path):
     status, out, _ = dry_run()
     assert status == 0
     assert f"the run goes on from {tmp_path / 'checkpoints' / 'step_00000002'} (step 2, run one)" in out
@@ -158,7 +158,7 @@ def test_a_dry_run_says_from_which_checkpoint_the_run_would_go_on(dry_run, tmp_p
         ([], {"fingerprint": {}}, "does not say which files its run read"),
         ([], {"has_optimizer": False}, "written without the optimizer's state"),
         ([], {"files": {"weights": [5, 0], "gone": [1, 0]}}, "gone is missing"),
-        ([], {"files": {"weights": [6, 0]}}, "weights is not as it was written"),
+        ([], {"files": {"weights": [6, 0]}}, "weights was changed after it was written"),
     ],
 )
 def test_a_dry_run_refuses_a_resume_that_the_run_would_refuse(dry_run, overrides, manifest, said):
@@ -171,4 +171,4 @@ def test_a_dry_run_refuses_a_resume_that_the_run_would_refuse(dry_run, overrides
 def test_a_dry_run_notes_that_this_machine_has_too_little_memory(dry_run):
     status, out, _ = dry_run("model.hidden_size=16384", "model.num_layers=400", "checkpointing.enabled=false")
     assert status == 0
-    assert "a run on this machine would be refused: one rank's weights, gradients and optimizer take" in out
+    assert "a run on this machine would be refused: one rank's weights, gradients and optimizer must fit into" in out

@@ -141,14 +141,14 @@ def test_r_order_2_any_step_is_resumed_exactly_with_another_number_of_workers(da
             assert steps(second, 12 - taken) == alone[taken:]
 
 
-def test_r_order_2_restoring_throws_away_what_was_prepared_ahead(data):
+def test_r_order_2_restoring_discards_prepared_batches(data):
     alone = steps(loader(data), 12)
     with loader(data, workers=2, prefetch=4) as found:
         for start in (7, 2, 0, 9, 9):
             found.restore(4 * start)
             assert found.state() == {"consumed_samples": 4 * start}
             assert steps(found, 3) == alone[start : start + 3]
-        with pytest.raises(PackproofError, match="not a number of global batches"):
+        with pytest.raises(PackproofError, match="must be a multiple of the global batch size"):
             found.restore(5)
         assert found.state() == {"consumed_samples": 48}
 
@@ -279,7 +279,7 @@ def broken(tmp_path, how):
     ("how", "text"),
     [("die", "ended by SIGKILL"), ("leave", "ended with exit code 7"), ("raise", "ended with exit code 1")],
 )
-def test_a_worker_that_dies_is_named_with_what_it_was_at_and_nothing_hangs(tmp_path, capfd, how, text):
+def test_a_worker_that_dies_is_named_with_its_row_and_nothing_hangs(tmp_path, capfd, how, text):
     data = broken(tmp_path, how)
     with loader(data, Order(data.rows, IN_ORDER), workers=2) as found:
         pids = [worker.pid for worker in found.workers]
@@ -322,7 +322,7 @@ def test_workers_end_with_the_context_and_with_the_loader_itself(data):
         kept = next(found)
     assert not any(map(is_alive, pids))
     assert kept.batch.input_ids.shape == (2, 16)
-    with pytest.raises(PackproofError, match="it is closed"):
+    with pytest.raises(PackproofError, match="the loader is closed"):
         next(found)
     found.close()
     forgotten = loader(data, workers=2)
@@ -524,7 +524,7 @@ def test_the_wait_is_measured_where_rows_are_slower_than_a_step(gated, clock, mo
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_the_wait_is_gone_where_workers_run_ahead_of_the_steps(gated, clock, monkeypatch, workers):
+def test_steps_do_not_wait_if_workers_run_ahead(gated, clock, monkeypatch, workers):
     with loader(gated, Order(gated.rows, IN_ORDER), workers=workers, prefetch=3) as found:
         for step in range(3):
             gated.open(step)
@@ -624,7 +624,7 @@ def test_conversations_of_a_whole_global_batch_come_tokenized_in_order_on_every_
 
 @pytest.mark.parametrize(
     ("content", "kind", "text"),
-    [("w1 " * 50, "truncated", "52 tokens"), ("w99", "unexpected", "KeyError: 'w99'")],
+    [("w1 " * 50, "truncated", "got 52"), ("w99", "unexpected", "KeyError: 'w99'")],
 )
 def test_a_conversation_that_cannot_be_taken_is_named(tmp_path, content, kind, text):
     lines = [line(0), {"messages": [{"role": "user", "content": content}, {"role": "assistant", "content": "w1 w2"}]}]
@@ -703,7 +703,7 @@ def test_settings_that_cannot_be_are_refused(changes, where):
 
 def test_page_locked_memory_without_cuda_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(PackproofError, match="no CUDA device"):
+    with pytest.raises(PackproofError, match="must be false without a CUDA device"):
         LoaderSettings(pin_memory=True)
 
 
@@ -758,7 +758,7 @@ def test_r_order_8_a_cyclic_run_of_another_length_or_of_an_older_meaning_is_refu
         assert set(caught.value.differing) == {"run_steps"}
 
 
-def test_a_tokenizers_identity_is_what_it_does_and_not_how_it_was_used_last(tmp_path):
+def test_a_tokenizers_identity_does_not_depend_on_its_last_call(tmp_path):
     one, other = load("word"), load("bos")
     before = tokenizer_identity(one)
     one(["w1", "w2 w3"], padding=True, truncation=True, max_length=1)

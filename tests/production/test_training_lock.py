@@ -54,7 +54,7 @@ def test_a_lock_of_a_process_that_was_killed_is_taken_over_also_while_nobody_has
     assert not list(tmp_path.iterdir())
 
 
-def test_another_process_of_the_same_number_is_not_taken_for_the_one_that_is_gone(tmp_path):
+def test_another_process_with_the_same_number_is_not_taken_for_the_ended_process(tmp_path):
     left_by(tmp_path, started=1.0)
     FolderLock(tmp_path, key=KEY).close()
 
@@ -84,7 +84,7 @@ def test_a_lock_of_another_machine_holds_as_long_as_it_shows_signs_of_life(tmp_p
         thread.join()
 
 
-def test_a_run_whose_folder_was_taken_over_writes_no_more_and_leaves_the_lock_of_the_other(tmp_path):
+def test_a_run_that_lost_its_folder_stops_writing_and_leaves_the_other_runs_lock(tmp_path):
     held = FolderLock(tmp_path, key=KEY)
     (tmp_path / lock.NAME).rename(tmp_path / "away")
     with FolderLock(tmp_path, key=KEY) as other:

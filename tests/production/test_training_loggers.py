@@ -62,7 +62,7 @@ def test_other_ranks_write_nothing(tmp_path):
     assert not (tmp_path / "none").exists()
 
 
-def test_r_record_1_what_is_no_number_is_valid_json_and_comes_back(tmp_path):
+def test_r_record_1_nan_and_infinity_are_valid_json_and_are_read_back(tmp_path):
     lines = JsonLines(tmp_path / "metrics.jsonl")
     lines.log(step(1, math.nan, a=math.inf, b=-math.inf, c=True, d="text", e=1e-300))
     lines.close()
@@ -128,7 +128,7 @@ def test_a_reader_beside_the_run_leaves_the_line_being_written_out(tmp_path):
 
 
 @pytest.mark.parametrize("line", ["[1]", "3", "{}", "no json"])
-def test_a_line_that_is_no_record_is_refused_with_its_number(tmp_path, line):
+def test_a_line_that_is_not_a_record_is_refused_with_its_number(tmp_path, line):
     (tmp_path / "m").write_text('{"kind": "step", "step": 1}\n' + line + "\n")
     with pytest.raises(BadInput, match="line 2"):
         list(read_records(tmp_path / "m"))
@@ -150,7 +150,7 @@ def test_tensorboard_has_the_numbers_and_a_resumed_run_overrides(tmp_path):
     with open_loggers(settings, rank=0, run=RUN, finished_steps=1) as loggers:
         loggers.log(step(2, 20.0))
     assert scalars(tmp_path / "tensorboard")["loss"] == [(1, 1.0), (2, 20.0)]
-    with open_loggers(settings, rank=0, run=RUN) as loggers:  # one that had no checkpoint yet begins anew
+    with open_loggers(settings, rank=0, run=RUN) as loggers:  # one that had no checkpoint yet begins again
         loggers.log(step(1, 10.0))
     assert scalars(tmp_path / "tensorboard")["loss"] == [(1, 10.0)]
 
@@ -229,7 +229,7 @@ def fake_mlflow():
     return types.SimpleNamespace(MlflowClient=FakeClient, entities=entities)
 
 
-def test_mlflow_goes_on_with_the_run_of_the_checkpoint(tmp_path, monkeypatch):
+def test_mlflow_continues_the_run_of_the_checkpoint(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "mlflow", fake_mlflow())
     monkeypatch.setattr(FakeClient, "experiment", None)
     begun = {}
@@ -309,7 +309,7 @@ def test_event_files_that_cannot_be_begun_are_refused_by_their_key(tmp_path):
     assert caught.value.where == "logger.tensorboard_enabled"
 
 
-def test_a_logger_that_fails_later_is_told_of_once_and_the_file_goes_on(tmp_path):
+def test_a_logger_that_fails_later_is_reported_once_and_the_file_continues(tmp_path):
     class Broken:
         def log(self, record):
             raise ConnectionError(f"server gone at step {record.step}")
@@ -381,7 +381,7 @@ def test_progress_is_plain_lines_where_there_is_no_terminal():
     assert "\x1b" not in screen.file.getvalue()
 
 
-def test_plain_lines_keep_their_distance_but_the_last_step_is_told():
+def test_plain_lines_come_at_intervals_and_the_last_step_is_always_printed():
     now = iter([0.0, 1.0, 6.0, 6.5])
     screen = console()
     with RunProgress(total_steps=4, console=screen, plain_every_seconds=5.0, clock=lambda: next(now)) as progress:
@@ -400,7 +400,7 @@ def test_progress_on_a_terminal_is_one_bar_with_the_time_left():
     assert text.count("\n") <= 2
 
 
-def test_without_its_bar_progress_still_says_what_it_is_told_to():
+def test_without_its_bar_progress_still_prints_messages():
     for options in ({}, {"force_terminal": True}):
         screen = console(**options)
         with RunProgress(total_steps=10, bar=False, console=screen) as progress:
@@ -409,7 +409,7 @@ def test_without_its_bar_progress_still_says_what_it_is_told_to():
         assert screen.file.getvalue().strip() == "hello"
 
 
-def test_other_ranks_say_nothing():
+def test_other_ranks_print_nothing():
     for options in ({}, {"force_terminal": True}):
         screen = console(**options)
         with RunProgress(total_steps=10, rank=3, console=screen) as progress:
@@ -418,7 +418,7 @@ def test_other_ranks_say_nothing():
         assert screen.file.getvalue() == ""
 
 
-def test_durations_and_rates_are_said_as_people_say_them():
+def test_durations_and_rates_are_printed_in_readable_units():
     assert [duration(each) for each in (0.012, 5.25, 61, 3 * 3600 + 60, 60 * 3600)] == [
         "12 ms",
         "5.2 s",
@@ -539,7 +539,7 @@ def test_axes_of_one_value_have_room_around_it(value):
     assert len(found) <= 12
 
 
-def test_a_picture_keeps_spikes_of_a_long_run_and_marks_what_is_no_number():
+def test_a_plot_keeps_spikes_of_a_long_run_and_marks_nan():
     points = [(float(at), 1.0) for at in range(100_000)]
     points[54_321] = (54_321.0, 50.0)
     points[70_000] = (70_000.0, math.nan)
@@ -560,11 +560,11 @@ def test_a_picture_of_nothing_is_still_one(tmp_path):
     assert "<circle" in (tmp_path / "deep" / "one.svg").read_text()
 
 
-def test_the_names_of_what_json_lacks_are_the_documented_ones():
+def test_names_for_nan_and_infinity_are_the_documented_ones():
     assert list(module.NOT_NUMBERS) == ["NaN", "Infinity", "-Infinity"]
 
 
-def test_what_is_0_all_along_lies_on_the_axis():
+def test_a_series_of_zeros_lies_on_the_axis():
     flat = Line(name="difference", points=[(1.0, 0.0), (2.0, 0.0)])
     labels = re.findall(r">(-?[0-9.]+)</text>", draw([flat], title="", x_title="", y_title="", from_zero=True))
     assert {"0", "1"} <= set(labels)

@@ -52,7 +52,7 @@ def test_a_file_where_a_folder_should_be_is_named_with_key_and_fix(job, tmp_path
     (refusal,) = check_machine(load(job(), [f"{key}={folder}"]))
     assert (refusal.kind, refusal.key) == ("no_folder", key)
     assert str(folder) in refusal.what
-    assert "is no folder" in refusal.what
+    assert "is not a folder" in refusal.what
     assert key in refusal.where
     assert "give a folder" in refusal.fix
 
@@ -64,7 +64,7 @@ def test_a_folder_that_nobody_may_write_to_is_refused(job, key):
     assert "/proc/self/packproof cannot be written to" in refusal.what
 
 
-def test_what_stands_where_a_run_writes_below_its_logs_is_refused(job, tmp_path):
+def test_a_file_for_a_folder_or_a_folder_for_a_file_below_the_logs_is_refused(job, tmp_path):
     path = job()
     assert refused(path) == []
     (tmp_path / "logs" / "dumps").write_text("")
@@ -79,7 +79,7 @@ def test_a_job_that_does_not_save_needs_no_folder_for_it(job, tmp_path):
     assert refused(job(), "checkpointing.enabled=false") == []
 
 
-def test_the_command_says_all_of_it_and_ends_with_2_before_anything_is_built(job, tmp_path, capsys):
+def test_the_command_prints_all_refusals_and_ends_with_2_before_anything_is_built(job, tmp_path, capsys):
     (tmp_path / "taken").write_text("")
     taken = [f"{key}={tmp_path / 'taken'}" for key in ("checkpointing.checkpoint_dir", "logger.log_dir")]
     assert main(["--config", job(), *taken]) == 2
@@ -91,11 +91,12 @@ def test_the_command_says_all_of_it_and_ends_with_2_before_anything_is_built(job
     assert printed[2] == "2 reasons against this job"
 
 
-def test_a_dry_run_tells_of_a_folder_in_the_way_and_makes_none(job, tmp_path, capsys):
+def test_a_dry_run_reports_a_file_in_the_place_of_a_folder_and_creates_no_folder(job, tmp_path, capsys):
     (tmp_path / "taken").write_text("")
     assert main(["--config", job(), "--dry-run", f"checkpointing.checkpoint_dir={tmp_path / 'taken' / 'x'}"]) == 0
     assert (
-        f"note: {tmp_path / 'taken' / 'x'} cannot be made: {tmp_path / 'taken'} is no folder" in capsys.readouterr().out
+        f"note: {tmp_path / 'taken' / 'x'} cannot be made: {tmp_path / 'taken'} is not a folder"
+        in capsys.readouterr().out
     )
     assert not (tmp_path / "logs").exists()
 
@@ -115,12 +116,12 @@ def test_a_package_that_an_option_needs_and_that_is_not_installed_is_refused(job
     assert refused(job(**{"logger.tensorboard_enabled": False}), override) == [("no_package", key)]
 
 
-def test_a_chat_template_that_is_not_there_is_refused_with_the_files(job):
+def test_a_chat_template_that_does_not_exist_is_refused_with_the_files(job):
     (refusal,) = missing_files(load(job(), ["policy.tokenizer.chat_template=/not/there.jinja"]))
     assert (refusal.kind, refusal.key) == ("no_file", "policy.tokenizer.chat_template")
 
 
-def test_ranks_that_cannot_find_each_other_say_so(monkeypatch):
+def test_ranks_that_cannot_connect_say_so(monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     for name in ("MASTER_ADDR", "MASTER_PORT"):

@@ -106,7 +106,7 @@ def test_a_depth_that_no_share_has_a_target_for_has_no_loss():
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_loss_that_is_no_number_is_reported_as_it_is(bad):
+def test_nan_and_infinite_losses_are_reported_unchanged(bad):
     metrics = StepMetrics(group=Group())
     metrics.add_loss(torch.tensor(bad), torch.tensor(4.0))
     found = report(metrics)
@@ -132,7 +132,7 @@ def test_counts_of_rows_become_shares_and_rates():
     assert (found.slowest_rank, found.slowest_rank_behind_seconds, found.data_wait_seconds) == (0, 0.0, 0.25)
 
 
-def test_what_is_not_known_is_left_out_and_not_zero():
+def test_unknown_numbers_are_left_out_and_not_zero():
     assert not {"mfu", "tflops_per_second"} & set(one_step().values())
     assert "mfu" not in one_step(flops_of=lambda *_: 1e12).values()
 
@@ -206,7 +206,7 @@ def test_a_missing_loss_and_one_too_many_depths_are_refused():
         report(StepMetrics(group=Group()))
     stage = StepMetrics(group=Group(has_loss=False))
     stage.add_loss(torch.tensor(1.0), torch.tensor(1.0))
-    with pytest.raises(PackproofError, match="a stage that computes none"):
+    with pytest.raises(PackproofError, match="a stage that computes no loss"):
         report(stage)
     with pytest.raises(PackproofError, match="1 depths"):
         StepMetrics(group=Group(), depths=1).add_multi_token(torch.ones(2), torch.ones(2))
@@ -318,7 +318,7 @@ def place(values):
 
 
 @pytest.mark.worlds
-def test_the_slowest_rank_is_named_with_how_much(world):
+def test_the_slowest_rank_is_named_with_its_delay(world):
     for each in world:
         values = each["one_stage"]["values"]
         assert (values["slowest_rank"], values["slowest_rank_behind_seconds"]) == (1, 0.75)
@@ -360,7 +360,7 @@ def test_the_first_stage_is_seen_too(world):
 
 
 @pytest.mark.worlds
-def test_what_one_rank_wishes_all_hear_with_the_report(world):
+def test_all_ranks_get_the_largest_stop_vote_with_the_report(world):
     assert [each["two_stages"]["stop_vote"] for each in world] == [2] * 4
 
 
@@ -429,7 +429,7 @@ def test_on_a_device_each_step_of_a_report_has_its_own_time_which_nothing_waits_
     assert max(device.waits) == 2250 + 3 * 64
 
 
-def test_the_hosts_clock_says_at_once_what_lies_between_two_marks():
+def test_the_hosts_clock_gives_the_time_between_two_marks_at_once():
     clock = HostClock()
     first = clock.mark()
     seconds = clock.between(first, clock.mark())
@@ -439,7 +439,7 @@ def test_the_hosts_clock_says_at_once_what_lies_between_two_marks():
 
 
 @pytest.mark.gpu
-def test_on_cuda_a_mark_waits_for_nothing_and_tells_the_devices_time():
+def test_on_cuda_a_mark_waits_for_nothing_and_gives_the_devices_time():
     clock = clock_here()
     work = torch.randn(4096, 4096, device="cuda")
     work @ work  # whatever is set up once

@@ -21,33 +21,37 @@ def rows_of(order, steps, start=0):
 @pytest.mark.parametrize(
     ("changes", "where", "what"),
     [
-        ({"kind": "random"}, "kind", "'random' is no kind"),
-        ({"last_batch": "keep"}, "last_batch", "'keep' is no last_batch"),
+        ({"kind": "random"}, "kind", "got 'random'"),
+        ({"last_batch": "keep"}, "last_batch", "got 'keep'"),
         ({"global_batch_size": 0}, "global_batch_size", "must be at least 1, got 0"),
-        ({"global_batch_size": 5}, "global_batch_size", "5 rows over 2"),
+        ({"global_batch_size": 5}, "global_batch_size", "must be a multiple of data_parallel_size, 2, got 5"),
         ({"max_epochs": 0}, "max_epochs", "must be at least 1, got 0"),
-        ({"kind": "shuffle"}, "seed", "shuffle needs a seed"),
-        ({"seed": 1}, "seed", "sequential takes no seed"),
-        ({"kind": "megatron-cyclic", "last_batch": "wrap", "run_steps": 3, "seed": 1}, "seed", "takes no seed"),
-        ({"kind": "megatron-cyclic", "last_batch": "wrap"}, "run_steps", "number of steps is not given"),
+        ({"kind": "shuffle"}, "seed", "must be set for the order shuffle"),
+        ({"seed": 1}, "seed", "must not be set for the order sequential"),
+        (
+            {"kind": "megatron-cyclic", "last_batch": "wrap", "run_steps": 3, "seed": 1},
+            "seed",
+            "must not be set for the order",
+        ),
+        ({"kind": "megatron-cyclic", "last_batch": "wrap"}, "run_steps", "must be set for the order"),
         ({"kind": "megatron-cyclic", "last_batch": "wrap", "run_steps": 0}, "run_steps", "must be at least 1, got 0"),
         (
             {"kind": "megatron-cyclic", "last_batch": "wrap", "run_steps": 3, "max_epochs": 1},
             "max_epochs",
-            "no epochs to count",
+            "must not be set for the order",
         ),
         ({"run_steps": 3}, "run_steps", "does not depend on the length of the run"),
-        ({"kind": "shuffle", "seed": -1}, "seed", "-1 is beyond 64 bits"),
-        ({"kind": "shuffle", "seed": 1 << 64}, "seed", "beyond 64 bits"),
-        ({"kind": "megatron-cyclic-sharded"}, "last_batch", "no epoch ends"),
+        ({"kind": "shuffle", "seed": -1}, "seed", "must be from 0 to 2**64 - 1, got -1"),
+        ({"kind": "shuffle", "seed": 1 << 64}, "seed", "must be from 0 to 2**64 - 1"),
+        ({"kind": "megatron-cyclic-sharded"}, "last_batch", "must be wrap for the order"),
         ({"weights": (1.0, 0.0), "last_batch": "wrap"}, "weights", "(1.0, 0.0)"),
         ({"weights": (float("nan"),), "last_batch": "wrap"}, "weights", "nan"),
-        ({"weights": (1.0, 1.0)}, "last_batch", "each for itself"),
-        ({"weights": (1.0, 1.0), "last_batch": "wrap", "max_epochs": 2}, "max_epochs", "no epoch of its own"),
+        ({"weights": (1.0, 1.0)}, "last_batch", "must be wrap for a blend"),
+        ({"weights": (1.0, 1.0), "last_batch": "wrap", "max_epochs": 2}, "max_epochs", "must not be set for a blend"),
         (
             {"weights": (1.0,), "last_batch": "wrap", "kind": "megatron-cyclic", "run_steps": 3},
             "kind",
-            "a blend in the order",
+            "must be sequential or shuffle for a blend",
         ),
     ],
 )
@@ -64,18 +68,18 @@ def test_settings_that_would_have_to_be_guessed_are_refused_by_name(changes, whe
     [
         ((3,), {}, "a source needs at least 4 rows, one global batch, got 3"),
         ((3,), {"last_batch": "stop"}, "a source needs at least 4 rows, one global batch, got 3"),
-        ((0,), {}, "without a row"),
-        ((5, 5), {}, "2 sources with no weights"),
-        ((5,), {"weights": (1.0, 1.0), "last_batch": "wrap"}, "1 sources with 2 weights"),
+        ((0,), {}, "must have at least one row"),
+        ((5, 5), {}, "one source without weights, got 2 sources"),
+        ((5,), {"weights": (1.0, 1.0), "last_batch": "wrap"}, "2 sources, one for each weight, got 1 sources"),
     ],
 )
-def test_rows_that_cannot_be_gone_through_as_asked_are_refused(rows, changes, what):
+def test_rows_that_do_not_fit_the_order_are_refused(rows, changes, what):
     with pytest.raises(PackproofError) as caught:
         Order(rows, settings(**changes))
     assert what in caught.value.what
 
 
-def test_r_order_3_what_an_epoch_leaves_out_is_told():
+def test_r_order_3_rows_that_an_epoch_leaves_out_are_reported():
     order = Order((11,), settings(max_epochs=3))
     assert (order.samples_per_epoch, order.dropped_per_epoch) == (8, 3)
     assert (order.total_samples, order.total_steps) == (24, 6)
@@ -177,9 +181,9 @@ def test_r_batch_4_a_validation_repeats_its_last_row_at_weight_0():
 @pytest.mark.parametrize(
     ("changes", "what"),
     [
-        ({"limit": 6}, "6 rows of a source that has 5"),
-        ({"limit": 0}, "0 is not a number"),
-        ({"global_batch_size": 3}, "3 rows over 2"),
+        ({"limit": 6}, "must be at most the 5 rows of the source, got 6"),
+        ({"limit": 0}, "must be at least 1, got 0"),
+        ({"global_batch_size": 3}, "must be a multiple of data_parallel_size, 2, got 3"),
     ],
 )
 def test_a_validation_that_cannot_be_had_is_refused(changes, what):

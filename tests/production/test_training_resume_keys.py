@@ -213,14 +213,14 @@ def begun(folder):
     return {online: identity_of(folder, {}, online=online) for online in (False, True)}
 
 
-def test_every_key_of_what_a_run_is_has_its_case(folder, begun):
+def test_every_key_of_a_runs_identity_has_a_case(folder, begun):
     keys = {*begun[False], *begun[True], *identity_of(folder, CYCLIC)}
     assert keys == {*OF_ROWS, *OF_THE_REST}
     assert len(keys) > 70
 
 
 @pytest.mark.parametrize("key", OF_ROWS)
-def test_r_order_8_a_resume_with_other_rows_is_refused_by_the_name_of_what_decides_them(folder, begun, key):
+def test_r_order_8_a_resume_with_other_rows_is_refused_by_the_name_of_the_key(folder, begun, key):
     for name, changes in OF_ROWS[key].items():
         before = BEFORE.get(name, BEFORE.get(key))
         saved = begun[False] if before is None else identity_of(folder, before)

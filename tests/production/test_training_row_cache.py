@@ -313,13 +313,13 @@ def test_negative_zero_in_a_mask_keeps_its_sign():
 
 
 @pytest.mark.parametrize("cut", [0, 3, 10, -1])
-def test_bytes_that_are_no_record_are_told_apart(cut):
+def test_bytes_that_are_not_a_record_are_recognised(cut):
     record = encode(RowBuilder(tokenizer=load("word"), settings=SETTINGS).build(line(1)["messages"]))
     with pytest.raises(DamagedRecord):
         decode(memoryview(record[:cut]))
 
 
-def test_a_job_feeds_the_same_steps_from_its_cache_dir_and_says_what_is_stored(tmp_path):
+def test_a_job_feeds_the_same_steps_from_its_cache_and_prints_its_size(tmp_path):
     config = jobs.write_job(tmp_path, jobs.write_rows(tmp_path / "rows.jsonl"))
 
     def steps(*overrides):

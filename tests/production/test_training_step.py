@@ -55,9 +55,9 @@ def test_wrong_steps_are_refused_before_they_begin():
         )
         found = world.run(f"{__name__}:refusals", case)[1]
     assert "must equal the depths of the step, 2, got 1" in found["depths"]
-    assert "calculate_per_token_loss with the normalization mean_of_means" in found["normalization"]
-    assert "no microbatch" in found["none"]
-    assert "several lengths between pipeline stages" in found["lengths"]
+    assert "calculate_per_token_loss must not be set with the normalization mean_of_means" in found["normalization"]
+    assert "must have at least one microbatch, got 0" in found["none"]
+    assert "one length between pipeline stages, got several" in found["lengths"]
 
 
 def test_rows_are_taken_apart_as_views():

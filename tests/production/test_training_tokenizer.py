@@ -65,11 +65,11 @@ def test_a_file_that_is_missing_is_named_with_those_that_are_there(refused, toke
     assert f"{file}/" in refused(tokenizer)
 
 
-def test_an_empty_folder_is_told_as_one(refused, tmp_path):
+def test_an_empty_tokenizer_folder_is_reported_as_empty(refused, tmp_path):
     assert refused(tmp_path) == "tokenizer_config.json is missing; the folder has nothing"
 
 
-def test_many_files_are_told_by_their_number(refused, tmp_path):
+def test_many_files_are_reported_by_their_number(refused, tmp_path):
     for number in range(11):
         (tmp_path / f"{number:02}.bin").write_text("")
     assert refused(tmp_path).endswith("06.bin, 07.bin and 3 more")
@@ -86,7 +86,7 @@ def test_many_files_are_told_by_their_number(refused, tmp_path):
         (b"\xff\xfe{}", "'utf-8' codec can't decode byte 0xff in position 0: invalid start byte"),
     ],
 )
-def test_a_file_that_is_damaged_is_named_with_what_is_wrong_in_it(refused, tokenizer, file, content, why):
+def test_a_damaged_file_is_named_with_its_fault(refused, tokenizer, file, content, why):
     (tokenizer / file).write_bytes(content)
     assert refused(tokenizer) == f"{file} is damaged: {why}"
 
@@ -98,17 +98,17 @@ def test_a_file_that_was_copied_in_part_is_named(refused, tokenizer):
 
 
 @pytest.mark.parametrize("content", ["{}", '{"version": 1, "model": 3}'])
-def test_json_that_is_no_tokenizer_is_named(refused, tokenizer, content):
+def test_a_tokenizer_file_with_other_json_is_named(refused, tokenizer, content):
     (tokenizer / "tokenizer.json").write_text(content)
     assert refused(tokenizer).startswith("tokenizer.json is damaged: the tokenizers library refuses it: ")
 
 
-def test_a_chat_template_in_the_folder_that_is_no_text_is_named(refused, tokenizer):
+def test_a_chat_template_file_that_is_not_text_is_named(refused, tokenizer):
     (tokenizer / "chat_template.jinja").write_bytes(b"\xff")
     assert refused(tokenizer).startswith("chat_template.jinja is damaged: 'utf-8' codec can't decode byte 0xff")
 
 
-def test_a_fault_that_no_file_shows_is_told_as_transformers_tells_it(refused, tokenizer, monkeypatch):
+def test_a_fault_that_no_file_shows_is_reported_in_transformers_words(refused, tokenizer, monkeypatch):
     from transformers import AutoTokenizer
 
     def fails(_name):
@@ -119,13 +119,13 @@ def test_a_fault_that_no_file_shows_is_told_as_transformers_tells_it(refused, to
 
 
 @pytest.mark.parametrize("name", ["/not/there", "./not-there", "not/there/either", "not-there/"])
-def test_a_folder_that_is_not_there_is_told_with_where_it_was_looked_for(refused, name, tmp_path, monkeypatch):
+def test_a_missing_folder_is_reported_with_its_absolute_path(refused, name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert refused(name) == f"there is no such folder ({Path(name).absolute()})"
 
 
 @pytest.mark.parametrize("name", ["not-there", "owner/not-there"])
-def test_a_name_that_may_be_hugging_faces_is_told_as_neither(refused, name, tmp_path, monkeypatch):
+def test_a_name_that_is_neither_a_folder_nor_on_hugging_face_is_reported(refused, name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     absent = f"there is no such folder ({tmp_path / name}), and Hugging Face's of this name cannot be had: "
     assert refused(name).startswith(absent)
@@ -133,7 +133,7 @@ def test_a_name_that_may_be_hugging_faces_is_told_as_neither(refused, name, tmp_
     assert "\n" not in refused(name)
 
 
-def test_a_file_in_place_of_a_folder_is_told(refused, tokenizer):
+def test_a_file_in_place_of_a_folder_is_reported(refused, tokenizer):
     assert refused(tokenizer / "tokenizer.json") == "it is a file, and no folder"
 
 
@@ -154,7 +154,9 @@ def test_an_embedding_has_room_for_every_id(job, tokenizer):
     loaded, parallel = load_tokenizer(job(tokenizer)), "policy.megatron_cfg.tensor_model_parallel_size"
     assert vocabulary_size(job(tokenizer, **{parallel: 3, "model.vocab_size": "null"}), loaded) == 4098
     assert vocabulary_size(job(tokenizer, **{"model.vocab_size": 5000}), loaded) == 5000
-    with pytest.raises(PackproofError, match="an embedding of 4000 rows for a tokenizer with ids up to 4095") as caught:
+    with pytest.raises(
+        PackproofError, match="must be at least 4096, since the tokenizer has ids up to 4095, got 4000"
+    ) as caught:
         vocabulary_size(job(tokenizer, **{"model.vocab_size": 4000}), loaded)
     assert "model.vocab_size" in caught.value.where
 
@@ -181,7 +183,7 @@ def test_a_job_whose_tokenizer_cannot_be_loaded_ends_before_a_model_is_built(con
         assert each["refused"].startswith(f"{KEY} (override '{KEY}={name}'): no tokenizer can be loaded from {name}: ")
 
 
-def test_a_dry_run_tells_of_a_tokenizer_that_a_run_refuses(config, tokenizer, tmp_path, capsys, job):
+def test_a_dry_run_reports_a_tokenizer_that_a_run_refuses(config, tokenizer, tmp_path, capsys, job):
     for name, why in ((tokenizer, None), (tmp_path / "none", "there is no such folder"), (tmp_path, "is missing")):
         assert main(["--config", str(config), "--dry-run", f"{KEY}={name}"]) == 0
         printed = capsys.readouterr().out
@@ -194,10 +196,10 @@ def test_a_dry_run_tells_of_a_tokenizer_that_a_run_refuses(config, tokenizer, tm
     assert check_tokenizer(job("owner/name")) == []
 
 
-def test_a_chat_template_that_is_no_template_is_refused(job, tokenizer, tmp_path):
+def test_a_chat_template_without_a_placeholder_is_refused(job, tokenizer, tmp_path):
     (tmp_path / "empty.jinja").write_text("")
     (tmp_path / "t.txt").write_text("{{ messages }}")
     for given in ("t.txt", str(tmp_path / "t.txt"), str(tmp_path / "empty.jinja")):
-        with pytest.raises(PackproofError, match="the same text for all conversations") as caught:
+        with pytest.raises(PackproofError, match="all conversations are rendered as the same text") as caught:
             load_tokenizer(job(tokenizer, **{"policy.tokenizer.chat_template": given}))
         assert caught.value.where.startswith("policy.tokenizer.chat_template (override")

@@ -149,7 +149,7 @@ def test_strict_trains_the_end_of_an_answer_whatever_the_pad_token_is(checked):
     assert "the end of an answer is trained" in text("strict")
 
 
-def test_a_template_that_reads_the_clock_is_told(checked, tmp_path):
+def test_a_template_that_reads_the_clock_is_reported(checked, tmp_path):
     folder = Path(shutil.copytree(jobs.TOKENIZER, tmp_path / "tokenizer"))
     template = folder / "chat_template.jinja"
     template.write_text("{{ strftime_now('%d %b %Y') }}" + template.read_text())
@@ -269,7 +269,7 @@ def test_the_closing_table_has_the_notes_and_the_counts():
     assert summary.notes == ["the pad token is the end of an answer"]
 
 
-def test_what_stands_in_the_first_rows_is_told_by_a_dry_run(dry_run, tmp_path):
+def test_a_dry_run_notes_the_contents_of_the_first_rows(dry_run, tmp_path):
     rows = [jobs.conversation(number) for number in range(3)]
     rows[1][2]["content"] += " <SPECIAL_12>"
     rows[2][1]["content"] += " see /thinking"
@@ -294,12 +294,12 @@ def test_a_packed_file_whose_end_was_cut_is_found_before_a_model_is_built(checke
     with pytest.raises(PackproofError, match=f"of a file of {len(whole):,} bytes"):
         checked(**{f"{TRAIN}.data_path": file})
     status, _, said = dry_run(**{f"{TRAIN}.data_path": file})
-    assert (status, "pack the file anew" in said) == (2, True)
+    assert (status, "pack the file again" in said) == (2, True)
     file.write_bytes(whole)
     assert checked(**{f"{TRAIN}.data_path": file}) == ()
 
 
-def test_r_file_13_a_file_of_other_rows_than_its_manifest_says_is_refused_packed_too(checked, dry_run, tmp_path):
+def test_r_file_13_a_file_whose_rows_differ_from_its_manifest_is_refused_also_compressed(checked, dry_run, tmp_path):
     plain = write(tmp_path / "rows.jsonl.packed", rows_with())
     whole = plain.read_bytes()
     output = {"bytes": len(whole), "rows": 6, "sha256": hashlib.sha256(whole).hexdigest()}
@@ -320,12 +320,12 @@ def test_r_file_13_a_file_of_other_rows_than_its_manifest_says_is_refused_packed
             status, _, err = dry_run(**{f"{TRAIN}.data_path": file})
             assert (status, why is None or why in err) == (2 if why else 0, True), (suffix, why, err)
             if why is not None:
-                assert "pack the file anew" in err
+                assert "pack the file again" in err
                 with pytest.raises(PackproofError, match="the manifest is of a file"):
                     checked(**{f"{TRAIN}.data_path": file})
 
 
-def test_a_dry_run_refuses_a_file_that_is_no_json_lines(dry_run, tmp_path):
+def test_a_dry_run_refuses_a_file_that_is_not_json_lines(dry_run, tmp_path):
     file = tmp_path / "rows.jsonl"
     for content, why in ((b"PAR1" + bytes(60), "a Parquet file"), (b"", "the file has no row"), (b"[\n {}\n]", "one JSON array")):  # fmt: skip
         file.write_bytes(content)

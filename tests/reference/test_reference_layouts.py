@@ -48,7 +48,7 @@ def test_r_cp_5_gather_is_the_inverse(layout):
     assert context_parallel.shard(whole, cu, 0, 1, layout).equal(whole)
 
 
-def test_r_cp_3_and_4_what_cannot_be_cut_is_refused():
+def test_r_cp_3_and_4_rows_that_cannot_be_cut_are_refused():
     with pytest.raises(RowRefused, match="segment 1 has 6 tokens, which 4 does not divide") as refused:
         context_parallel.owned_positions([0, 4, 10], 0, 2)
     assert (refused.value.kind, refused.value.conversation) == ("indivisible_segment", 1)
@@ -121,13 +121,13 @@ def test_r_pack_5_and_6_bin_counts():
     # NeMo-RL's concatenative packer at capacity 3, its number of bins raised to a multiple of 4.
     assert packing.raise_bin_count(packing.concatenative([1] * 5, 3), 4) == [[0], [3, 4], [2], [1]]
     assert packing.bins_of_rank([[0], [1], [2]], 0, 2) == [[0], [2]]
-    with pytest.raises(packing.PackingError, match="1 sequences cannot fill 2 bins"):
+    with pytest.raises(packing.PackingError, match="at least 2 sequences, one for each bin, got 1"):
         packing.raise_bin_count([[0]], 2)
 
 
 @pytest.mark.parametrize("pack", packing.PACKERS.values(), ids=packing.PACKERS)
 def test_a_sequence_that_no_bin_can_hold_is_an_error(pack):
-    with pytest.raises(packing.PackingError, match="sequence 1 has 9 tokens, a bin 8"):
+    with pytest.raises(packing.PackingError, match="sequence 1 must have at most the 8 tokens of a bin, got 9"):
         pack([1, 9], 8)
-    with pytest.raises(packing.PackingError, match="sequence 0 has 0 tokens"):
+    with pytest.raises(packing.PackingError, match="sequence 0 must have at least one token, got 0"):
         pack([0, 9], 8)

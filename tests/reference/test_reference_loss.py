@@ -38,7 +38,7 @@ def test_r_loss_4_the_schedules_averaging_is_taken_out_again():
     assert float(loss.scheduled("global_valid_tokens", value, count, **given)) == 1.5
 
 
-def test_r_loss_2_to_4_what_a_token_weighs():
+def test_r_loss_2_to_4_each_token_has_the_weight_of_the_rule():
     def weights(name):
         found = loss.token_weights(name, MASKS, context_parallel_size=2, valid_tokens=VALID)
         return [[each.tolist() for each in rank] for rank in found]
@@ -60,7 +60,7 @@ def test_r_loss_5_the_online_loss_has_its_epsilon():
     assert loss.online_weights(MASKS, VALID)[0][1].tolist() == [1 / (4 + 1e-8), 0]
 
 
-def test_r_loss_1_a_label_that_is_no_token_has_a_finite_loss():
+def test_r_loss_1_an_ignored_label_has_a_finite_loss():
     found = loss.cross_entropy(torch.zeros(3, 4), torch.tensor([2, -100, 0]))
     assert found.tolist() == [pytest.approx(math.log(4))] * 3
     assert found.dtype == torch.float32
@@ -88,7 +88,7 @@ def test_r_loss_6_multi_token_weights_of_the_rank_and_of_the_row():
     assert weights("mean_of_means", rows=True) == [[0.5, 0.0], [0.0, 0.0]]  # not divided by cp
 
 
-def test_r_loss_7_to_10_what_is_reported():
+def test_r_loss_7_to_10_reported_losses_follow_the_rules():
     assert float(loss.training_loss(LOSSES, MASKS)) == (2 + 4 + 6 + 1) / 4
     # Means of 3, 6, 1 and 0, first over microbatches: another number.
     assert float(loss.validation_loss(LOSSES, MASKS)) == ((3 + 6) / 2 + (1 + 0) / 2) / 2
@@ -112,5 +112,5 @@ def test_r_loss_1_where_all_is_masked_everything_is_0():
 
 def test_an_unknown_normalization_and_a_missing_divisor_are_errors():
     for name in ("mean", "global_valid_tokens"):
-        with pytest.raises(ValueError, match="choose one of"):
+        with pytest.raises(ValueError, match="normalization must be one of"):
             loss.returned(name, ONES, ONES, microbatches=1, context_parallel_size=1)

@@ -25,7 +25,7 @@ def test_r_online_2_the_padded_batch_is_right_padded_to_a_multiple():
     filled = microbatches.padded_batch(CONVERSATIONS, 4, pad_token_id=77)
     assert filled.input_ids[1].tolist() == [6, 7, 8, 77, 77, 77, 77, 77]
     assert microbatches.squeeze(filled, FOUR).input_ids.tolist()[8:12] == [6, 7, 8, 0]
-    with pytest.raises(microbatches.PaddingError, match="no token"):
+    with pytest.raises(microbatches.PaddingError, match="must have a token"):
         microbatches.padded_batch([([], [])], 4)
 
 
@@ -66,7 +66,7 @@ def test_r_online_4_a_sequence_that_does_not_count_trains_nowhere():
         ({"precision": "fp8_other", "context_parallel_size": 2, "sequence_parallel": True}, 128),
     ],
 )
-def test_r_online_5_what_the_whole_row_is_padded_to(options, multiple):
+def test_r_online_5_the_length_to_which_a_whole_row_is_padded(options, multiple):
     given = {
         "context_parallel_size": 1,
         "sequence_parallel": False,
@@ -100,7 +100,7 @@ def test_r_online_5_the_last_sequence_takes_the_rows_padding():
     how = microbatches.Padding(sequence_multiple=4, row_multiple=10, row_length=None)
     assert microbatches.squeeze(whole, how).cu_seqlens_padded == [0, 8, 12, 20]
     how = microbatches.Padding(sequence_multiple=4, row_multiple=1, row_length=12)
-    with pytest.raises(microbatches.PaddingError, match="16 tokens in rows of 12"):
+    with pytest.raises(microbatches.PaddingError, match="at least the 16 tokens of the bin, got 12"):
         microbatches.squeeze(whole, how)
 
 
@@ -227,7 +227,7 @@ def test_r_online_10_tools_are_rendered_or_refused():
             tokenized(conversation, prompt, tools)
         assert refused.value.kind == "tools_not_rendered"
     joining.renders_tools = False
-    with pytest.raises(RowRefused, match="nothing of the tools"):
+    with pytest.raises(RowRefused, match="does not render the tools"):
         tokenized(calls, OWN, "T", joining)
 
 

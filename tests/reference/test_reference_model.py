@@ -322,7 +322,7 @@ def test_r_model_8_cross_entropy_its_gradient_and_labels_outside_the_vocabulary(
 
 
 @pytest.mark.parametrize("repeated", [False, True])
-def test_r_model_9_each_depth_reads_and_predicts_what_lies_further_on(repeated):
+def test_r_model_9_each_depth_reads_and_predicts_later_tokens(repeated):
     shape = Shape(**DENSE, mtp_num_layers=2, mtp_use_repeated_layer=repeated)
     model = Model.from_tensors(shape, tensors(shape))
     ids, labels = row()
@@ -427,13 +427,13 @@ def test_r_model_1_fused_norm_names_are_read_and_missing_or_unknown_names_refuse
         {"hybrid_layer_pattern": "*-/*-/*E", "mtp_num_layers": 2},
     ],
 )
-def test_r_model_1_a_shape_that_no_rule_speaks_of_is_refused(wrong):
+def test_r_model_1_a_shape_without_a_rule_is_refused(wrong):
     with pytest.raises(ValueError, match=r"normalization|activation|moe_router|groups|rotary|hybrid_layer_pattern"):
         Shape(**{**DENSE, **wrong})
     assert Shape(**DENSE, hybrid_layer_pattern="*|-").main_pattern == "*-"
 
 
-def test_r_model_10_and_11_rounding_is_where_the_rules_say_and_its_bounds_are_tight():
+def test_r_model_10_and_11_rounding_follows_the_rules_and_its_bounds_are_tight():
     shape = Shape(**DENSE, mtp_num_layers=1)
     named = tensors(shape, 4)
     ids, labels = row()
@@ -487,7 +487,7 @@ def test_r_model_10_it_runs_in_the_dtype_of_its_weights():
             assert one.dtype == torch.float32
             assert 0 < (one - two).abs().mean().item() < near
         assert {gradient.dtype for gradient in model.gradients(sum(each.sum() for each in losses)).values()} == {dtype}
-    with pytest.raises(ValueError, match="dtypes"):
+    with pytest.raises(ValueError, match="must have one dtype"):
         Model.from_tensors(shape, {**named, "output_layer.weight": named["output_layer.weight"].float()})
     with pytest.raises(ValueError, match="float64"):
         bounds(shape, {name: tensor.float() for name, tensor in named.items()}, lambda _: ([], torch.zeros(())))

@@ -12,7 +12,7 @@ def take(count, **how):
     return list(itertools.islice(one_source(given.pop("rows", 3), **given), count))
 
 
-def test_r_order_3_wrap_goes_on_with_the_next_epoch_inside_a_global_batch():
+def test_r_order_3_wrap_continues_with_the_next_epoch_inside_a_global_batch():
     assert take(7) == [(0, 0, 0), (0, 1, 0), (0, 2, 0), (0, 0, 1), (0, 1, 1), (0, 2, 1), (0, 0, 2)]
 
 
@@ -24,7 +24,7 @@ def test_r_order_3_stop_ends_before_the_rest_of_the_first_epoch():
     assert take(9, last_batch="stop") == [(0, 0, 0), (0, 1, 0)]
 
 
-def test_r_order_3_stop_goes_on_where_nothing_is_left_over():
+def test_r_order_3_stop_continues_where_nothing_is_left_over():
     assert len(take(99, rows=4, last_batch="stop", max_epochs=3)) == 12
 
 
@@ -69,7 +69,7 @@ def test_r_order_5_a_cyclic_run_is_one_permutation_of_its_samples():
     sharded = list(cyclic(4, run_samples=10, data_parallel_size=2, is_sharded=True))
     drawn = [number for place in (4, 0, 1, 3, 2) for number in (place, 5 + place)]
     assert sharded == [(0, number % 4, number // 4) for number in drawn]
-    with pytest.raises(OrderError, match="10 samples over 3 ranks"):
+    with pytest.raises(OrderError, match="must be a multiple of the 3 data-parallel ranks, got 10"):
         next(cyclic(4, run_samples=10, data_parallel_size=3, is_sharded=False))
 
 

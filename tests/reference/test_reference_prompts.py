@@ -90,7 +90,7 @@ def test_r_render_3_identity_takes_anything(content, text):
 
 @pytest.mark.parametrize("prompt_format", [NANO, ALIGNED])
 @pytest.mark.parametrize("content", [None, 3, ["x"]])
-def test_r_render_2_the_nemotron_formats_want_text_of_what_they_render(prompt_format, content):
+def test_r_render_2_the_nemotron_formats_need_text_in_rendered_messages(prompt_format, content):
     assert refused([{"role": "user", "content": content}], prompt_format) == ("bad_content", None)
     assert render([{"role": "User", "content": content}], Prompt(format=prompt_format), Characters()) == ""
 
@@ -109,7 +109,7 @@ def trained(conversation, prompt_format, name=OLD, **overrides):
     return "".join(chr(target) if target != IGNORE_INDEX else "·" for target in tokenized.targets)
 
 
-def test_r_target_1_what_trains():
+def test_r_target_1_the_format_decides_which_tokens_train():
     conversation = say(("system", "s"), ("user", "u"), ("assistant", "abc"))
     assert trained(conversation, IDENTITY) == "suabc"
     assert trained(conversation, IDENTITY, MAIN) == "··abc"

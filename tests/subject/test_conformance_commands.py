@@ -76,7 +76,7 @@ def test_the_report_is_written_in_three_forms(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        (["--subject", "packers"], "a subject is module:function"),
+        (["--subject", "packers"], "--subject must be module:function"),
         (["--subject", "packers:no_such"], "has no function 'no_such'"),
         (["--subject", "no_such_module:f"], "cannot be imported"),
         (["--subject", "raises_at_import:f"], "raised ZeroDivisionError at import"),
@@ -85,13 +85,16 @@ def test_the_report_is_written_in_three_forms(tmp_path, capsys):
         (["--subject", "packers:right", "--preset", "stict"], "--preset must be one of"),
         (["--subject", "packers:right", "--convention", "shift"], "NAME=VALUE"),
         (["--subject", "packers:right", "--convention", "shift=modle"], "did you mean 'model'"),
-        (["--subject", "packers:right", "--sets", "vald"], "--sets has vald"),
+        (
+            ["--subject", "packers:right", "--sets", "vald"],
+            "--sets must be of valid, divergent, refused and none, got vald",
+        ),
         (["--subject", "packers:right", "--sets", "none", "--drawn", "0"], "no case is left"),
         (["--subject", "packers:right", "--case", "{"], "--case is not JSON"),
         (["--subject", "packers:right", "--case", "{}"], "--case is not a case"),
     ],
 )
-def test_bad_input_is_told_in_one_line(options, told, capsys):
+def test_bad_input_is_reported_in_one_line(options, told, capsys):
     assert main(["conformance", *options]) == 2
     error = capsys.readouterr().err
     assert told in error

@@ -71,7 +71,7 @@ def test_segments_that_do_not_divide_are_caught():
     assert report.levels[7].note == ""  # not only where the pack length is at fault
 
 
-def test_an_undeclared_convention_is_told_and_is_no_fault():
+def test_an_undeclared_convention_is_reported_and_is_not_a_fault():
     report = report_on(packers.unshifted)
     assert report.undeclared == {"shift": "model", "pad_label": "ignore"}
     assert statuses(report)["L2"] == UNDECLARED
@@ -82,7 +82,7 @@ def test_an_undeclared_convention_is_told_and_is_no_fault():
     assert set(list(statuses(report_on(packers.unshifted, conventions=declared)).values())[:-1]) == {PASSED}
 
 
-def test_a_declared_convention_that_is_not_so_is_told_as_well():
+def test_a_declared_convention_that_is_not_so_is_reported_as_well():
     report = report_on(packers.right, conventions={**packers.CONVENTIONS, "shift": "model"})
     assert report.undeclared == {"shift": "data"}
 
@@ -139,7 +139,7 @@ def test_a_level_without_its_field_is_not_shown_and_not_passed():
     assert report.below("L5", ["L4", "L5"]) == []
 
 
-def test_boundaries_are_derived_from_positions_and_that_is_said():
+def test_boundaries_are_derived_from_positions_and_that_is_reported():
     report = report_on(without_boundaries)
     assert statuses(report)["L5"] == statuses(report)["L8"] == PASSED
     assert report.levels[4].note == "judged from position_ids"
@@ -158,7 +158,7 @@ def test_a_mask_is_derived_from_the_labels():
     assert {statuses(report)[name] for name in ("L2", "L3", "L6")} == {PASSED}
 
 
-def test_what_is_no_list_of_packs_is_told():
+def test_what_is_no_list_of_packs_is_reported():
     for returned, said in (
         ({}, "list of packs"),
         ([3], "must be a dict"),

@@ -53,7 +53,7 @@ def test_the_large_tokenizer_encodes_like_the_one_its_vocabulary_comes_from(larg
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_ids_are_where_the_formats_look_for_them(name, large, small):
+def test_special_ids_are_those_that_the_formats_expect(name, large, small):
     tokenizer = {"nemotron-like": large, "nemotron-mini": small}[name]
     assert tokenizer.get_vocab_size() == {"nemotron-like": 131_072, "nemotron-mini": 4_096}[name]
     assert [tokenizer.token_to_id(text) for text in NAMED_SPECIALS] == list(range(10))

@@ -72,7 +72,7 @@ def check(capsys, monkeypatch):
     return run
 
 
-def test_parts_that_were_left_out_are_said_not_to_be_shown_and_prove_nothing(job, check):
+def test_parts_that_were_left_out_are_listed_as_not_shown_and_prove_nothing(job, check):
     status, printed, made = check(job(), "--only", "config,file,rows,order", *TWO_SIDES)
     assert (status, made["verdict"]) == (0, "partial")
     assert "layout: this part was left out" in made["not_shown"]
@@ -93,7 +93,7 @@ def test_the_page_is_one_file_without_a_network(job, check):
 
 
 @pytest.mark.parametrize("fault", ["shift_twice", "ignored_labels_train"])
-def test_a_wrong_side_is_told_with_exit_1_and_a_command_that_shows_the_row(job, check, fault):
+def test_a_wrong_side_ends_with_1_and_a_command_that_shows_the_row(job, check, fault):
     wrong = f"reference,equivalence.mutants.subjects:{fault}"
     status, printed, made = check(job(), "--only", "rows", "--subjects", wrong)
     assert (status, made["verdict"]) == (1, "differs")
@@ -125,7 +125,7 @@ def test_a_loss_is_refused_where_the_configuration_does_not_allow_it(job, check)
     assert "truncated" in printed
 
 
-def test_a_loss_is_told_with_the_override_that_refuses_it(job, check):
+def test_a_loss_is_reported_with_the_override_that_refuses_it(job, check):
     words = job(**{"data.train.semantics": "strict,lost_conversations=allow"})
     for said in ([], words[1:]):
         _, printed, _ = check(["job.yaml", *said], "--only", "file")
@@ -198,7 +198,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("kind", HOSTILE)
-def test_what_another_packer_left_is_found_with_its_line_and_a_fix(job, check, kind):
+def test_faults_of_another_packer_are_found_with_line_and_fix(job, check, kind):
     line, expected, text = HOSTILE[kind]
     words = job([row("good", "row"), row("another", "one")])
     with Path("rows.jsonl").open("a", newline="") as file:
@@ -210,20 +210,20 @@ def test_what_another_packer_left_is_found_with_its_line_and_a_fix(job, check, k
     assert "rows.jsonl, line 3" in told[-1]
 
 
-def test_a_file_of_another_tokenizer_looks_packed_otherwise(job, check):
+def test_a_file_packed_for_another_tokenizer_is_noted(job, check):
     status, printed, _ = check(job(LINES * 3, **{"policy.max_total_sequence_length": "1024"}), "--only", "file")
     assert status == 0
     assert "overfull, as if packed for another tokenizer" in printed
 
 
-def test_a_few_rows_do_not_look_packed_otherwise(job, check):
+def test_a_few_overfull_rows_are_not_noted_as_packed_for_something_else(job, check):
     status, printed, _ = check(job(LINES, **{"policy.max_total_sequence_length": "1024"}), "--only", "file")
     assert status == 0
     assert "as if packed for another tokenizer" not in printed
     assert "are cut" in printed
 
 
-def test_an_online_job_is_refused_in_words(job, check):
+def test_an_online_job_is_refused_with_a_reason(job, check):
     words = job()
     chat = ROOT / "examples" / "chat" / "sample.jsonl"
     online = [
@@ -242,7 +242,7 @@ def test_a_job_that_cannot_be_read_is_bad_input(job, check):
     assert "precision" in printed
 
 
-def test_a_missing_tokenizer_and_a_wrong_size_are_told_at_once(job, check):
+def test_a_missing_tokenizer_and_a_wrong_size_are_reported_together(job, check):
     words = job(**{"policy.tokenizer.name": "nowhere", "policy.megatron_cfg.context_parallel_size": "3"})
     status, printed, made = check(words)
     assert status == 2
@@ -300,7 +300,7 @@ def test_a_job_starts_on_as_many_ranks_as_were_checked(job, check):
 def test_a_certificate_of_a_difference_starts_no_job(job, check):
     check(job([*LINES, row("nobody answers")]), "--only", "file")
     held = load("job.yaml", ["data.certificate=out/check.json"])
-    with pytest.raises(SetupRefused, match="its verdict is 'differs'"):
+    with pytest.raises(SetupRefused, match="got 'differs'"):
         check_certificate(held, load_tokenizer(held), 1)
 
 
@@ -338,7 +338,7 @@ def test_a_dry_run_refuses_another_certificate_as_a_run_does(job, check, dry_run
     assert index.read_bytes() == kept, "a dry run writes nothing"
 
 
-def test_a_dry_run_says_what_of_its_certificate_is_not_here_to_compare(job, check, dry_run):
+def test_a_dry_run_notes_parts_of_its_certificate_that_are_not_on_this_machine(job, check, dry_run):
     check(job(), "--only", "config,file")
     Path("rows.jsonl").rename("elsewhere.jsonl")
     Path("tokenizer").rename("elsewhere")
@@ -354,7 +354,7 @@ def test_a_refused_certificate_starts_no_dry_run_and_refuses_no_check(job, check
     words = job([*LINES, row("nobody answers")])
     check(words, "--only", "file")
     status, printed = dry_run()
-    assert (status, "its verdict is 'differs'" in printed) == (2, True), printed
+    assert (status, "got 'differs'" in printed) == (2, True), printed
     status, _, made = check([*words, "data.certificate=out/check.json"], "--only", "config")
     assert (status, made["verdict"]) == (0, "partial")
 
@@ -382,7 +382,7 @@ def test_verify_of_a_certificate_that_starts_no_job_ends_with_1(job, check, caps
 
 
 @pytest.mark.parametrize("text", ["", "{}", '{"format": "packproof-check/1"}'])
-def test_what_is_no_certificate_is_bad_input(job, text, capsys):
+def test_a_file_that_is_not_a_certificate_is_bad_input(job, text, capsys):
     job()
     Path("check.json").write_text(text)
     assert main(["--verify", "check.json"]) == 2
@@ -420,7 +420,7 @@ def test_bad_options_end_with_2(options, capsys):
     assert capsys.readouterr().err
 
 
-def test_a_spent_budget_is_said_and_proves_nothing(job, check):
+def test_a_spent_budget_is_reported_and_proves_nothing(job, check):
     status, printed, made = check(job(), "--budget", "0.000001s", *TWO_SIDES)
     assert (status, made["verdict"]) == (1, "differs")
     assert "before the budget was spent" in "".join(made["not_shown"])

@@ -63,7 +63,7 @@ def test_training_steps_in_the_jobs_layout_agree_with_every_witness(open_job):
     assert any(line.startswith("CUDA") for line in result.not_shown)
 
 
-def test_a_fault_in_the_ranks_is_told_by_training_steps(open_job):
+def test_a_fault_in_the_ranks_is_reported_by_training_steps(open_job):
     from equivalence.mutants.layout_faults import entered
 
     result = check_layout(open_job(2, **CP), entered=entered("shift_across_segments"))
@@ -72,7 +72,7 @@ def test_a_fault_in_the_ranks_is_told_by_training_steps(open_job):
     assert result.findings[0].where == "layout cp2"
 
 
-def test_a_layout_that_loses_tokens_is_told_with_the_row(open_job):
+def test_a_layout_that_loses_tokens_is_reported_with_the_row(open_job):
     from equivalence.mutants.layout_faults import find
 
     with find("owner_off_by_one").entered():
@@ -197,7 +197,7 @@ def test_the_row_that_is_full_to_the_token_and_both_extremes_are_collected(open_
     assert scanned.edges.rows["shortest"]
 
 
-def test_edge_rows_are_all_kept_up_to_a_bound_and_what_is_not_kept_is_counted():
+def test_edge_rows_are_kept_up_to_a_bound_and_the_others_are_counted():
     kept = EdgeRows(most=5)
     for row in range(50):
         kept.put("exact fill", row)
@@ -226,7 +226,7 @@ def test_the_order_is_compared_at_both_ends_of_an_epoch_and_at_a_resume(open_job
     assert result.compared >= 8
 
 
-def test_a_wrong_order_is_told(open_job):
+def test_a_wrong_order_is_reported(open_job):
     from equivalence.mutants.layout_faults import find
 
     target, _, progress = open_job(2, **{"policy.train_global_batch_size": 2, "sft.max_num_epochs": 3})

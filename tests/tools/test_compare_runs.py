@@ -92,7 +92,7 @@ def names(*given):
     return Names(given)
 
 
-def test_megatron_lms_source_still_has_the_pieces_that_the_log_reader_is_held_to():
+def test_megatron_lms_source_still_has_the_lines_that_the_log_reader_relies_on():
     from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
     from megatron.training import training
 
@@ -113,7 +113,7 @@ def test_megatron_lms_source_still_has_the_pieces_that_the_log_reader_is_held_to
     assert "{} value: {:.6E} | " in validated
 
 
-def test_a_megatron_log_is_read_whatever_a_launcher_puts_before_its_lines(tmp_path):
+def test_a_megatron_log_is_read_with_any_prefix_of_a_launcher(tmp_path):
     tail = (
         "-" * 80 + "\n validation loss at iteration 20 | lm loss value: 1.250000E+00 | lm loss PPL: 3.490343E+00 | \n"
         " validation loss at iteration 23 on validation set | lm loss value: 1.125000E+00 | lm loss PPL: 3.08E+00 | \n"
@@ -137,7 +137,7 @@ def test_a_loss_that_megatron_lm_leaves_out_is_no_number(tmp_path):
     assert [step for step, loss in run.series["loss"].items() if math.isnan(loss)] == [7]
 
 
-def test_a_restart_in_a_log_takes_back_what_is_run_again(tmp_path):
+def test_a_restart_in_a_log_replaces_the_repeated_steps(tmp_path):
     text = "".join(log_line(step, 9.0, 50.0) for step in range(1, 13))
     again = "".join(log_line(step, 2.0, 50.0) for step in range(6, 10))
     (tmp_path / "a.log").write_text(text + again)
@@ -259,12 +259,12 @@ def test_names_of_ones_own_go_before_the_known_ones(tmp_path):
         ("a.csv", "loss\n1.0\n", "no column of steps"),
         ("a.json", "{broken", "neither JSON"),
         ("a.json", "3", "no history of a run"),
-        ("a.json", '{"_step": [1, 2], "loss": [1.0]}', "not of one length"),
+        ("a.json", '{"_step": [1, 2], "loss": [1.0]}', "must have one length"),
         ("a.jsonl", '{"kind": "run", "step": 0}\n', "no loss"),
         ("run-1.wandb", "", "export the run's history"),
     ],
 )
-def test_what_is_no_run_is_refused_with_what_is_missing(tmp_path, name, content, message):
+def test_a_file_that_is_not_a_run_is_refused_with_the_missing_part(tmp_path, name, content, message):
     (tmp_path / name).write_text(content)
     with pytest.raises(InputError, match=re.escape(message)):
         read_run(tmp_path / name, names())
@@ -274,7 +274,7 @@ def test_what_is_no_run_is_refused_with_what_is_missing(tmp_path, name, content,
     ("name", "content"),
     [("a.txt", "no log\n"), ("a.json", "{broken"), ("a.jsonl", '{"messages": []}\n'), ("a.csv", "x\n1\n")],
 )
-def test_a_file_of_no_known_kind_is_told_which_kinds_there_are(tmp_path, name, content, capsys):
+def test_a_file_of_an_unknown_kind_is_refused_with_the_known_kinds(tmp_path, name, content, capsys):
     (tmp_path / name).write_text(content)
     assert main(["recorded", str(tmp_path / name), str(tmp_path / name)]) == 2
     assert "To fix it: give a Megatron-LM log, a run's folder or its metrics.jsonl" in capsys.readouterr().err
@@ -355,7 +355,7 @@ def test_the_verdict_looks_for_the_first_difference_in_all_steps_and_says_which(
     )
 
 
-def test_losses_of_depths_and_validations_are_held_as_the_loss_is(tmp_path, capsys):
+def test_losses_of_depths_and_validations_are_compared_like_the_loss(tmp_path, capsys):
     def said(**series):
         first = run_of("a", loss=LOSSES, mtp_1_loss=LOSSES, validation_loss={20: 1.5})
         second = Run(name="b", source="test", place="here", series={**first.series, **series}, precisions=SEVEN)
@@ -437,7 +437,7 @@ def test_a_constant_ratio_is_drawn_as_a_level_line(monkeypatch):
     assert [y for _, y in ratio.points] == pytest.approx([1.003] * 23)
 
 
-def test_differences_that_rounding_of_the_sources_makes_are_told_apart_from_others(tmp_path):
+def test_differences_from_rounding_are_distinguished_from_others(tmp_path):
     ours = run_of("ours", loss=LOSSES)
     log = read_run(write_log(tmp_path / "a.log"), names())
     found = compare(ours, log, Window(first=3, last=20))
@@ -458,7 +458,7 @@ def test_differences_that_rounding_of_the_sources_makes_are_told_apart_from_othe
     assert compare(ours, exact, Window(first=3, last=20)).whole.beyond_rounding > 0
 
 
-def test_what_is_no_number_is_counted_and_spoils_no_mean():
+def test_nan_is_counted_and_left_out_of_means():
     found = compare(
         run_of("a", loss=LOSSES | {5: math.nan}),
         run_of("b", loss=LOSSES | {5: math.nan, 6: math.inf, 7: LOSSES[7] + 1}),
@@ -470,7 +470,7 @@ def test_what_is_no_number_is_counted_and_spoils_no_mean():
     json.dumps(found.document(), allow_nan=False)
 
 
-def test_steps_are_aligned_by_number_and_missing_ones_are_told():
+def test_steps_are_aligned_by_number_and_missing_ones_are_reported():
     sparse = {step: loss for step, loss in LOSSES.items() if step != 4}
     found = compare(run_of("a", loss=LOSSES), run_of("b", loss=sparse), Window(first=3, last=20))
     assert (found.loss.steps, found.loss.first_at) == (17, None)
@@ -481,7 +481,7 @@ def test_steps_are_aligned_by_number_and_missing_ones_are_told():
     assert compare(run_of("a", loss=LOSSES), moved, Window(first=3, last=20)).loss.first_at is None
 
 
-def test_runs_that_did_not_do_the_same_work_are_told_apart():
+def test_runs_with_different_work_are_reported():
     first = run_of("a", loss=LOSSES, consumed_samples={step: 64 * step for step in LOSSES}, learning_rate={3: 1e-5})
     second = run_of("b", loss=LOSSES, consumed_samples={step: 32 * step for step in LOSSES}, learning_rate={3: 2e-5})
     remarks = " | ".join(compare(first, second, Window(first=3, last=20)).remarks)
@@ -490,7 +490,7 @@ def test_runs_that_did_not_do_the_same_work_are_told_apart():
     assert "a has no step times" in remarks
 
 
-def test_no_step_in_common_is_refused_with_what_there_is():
+def test_runs_without_a_common_step_are_refused_with_their_steps():
     with pytest.raises(InputError, match=r"a has steps 1 to 23 and b has steps 50 to 50"):
         compare(run_of("a", loss=LOSSES), run_of("b", loss={50: 1.0}), Window(first=3, last=20))
 
@@ -523,7 +523,7 @@ def test_the_bound_of_the_ratio_is_paired():
     assert paired_ratio([1.0], [2.0]) is None
 
 
-def test_limits_hold_or_are_said_not_to():
+def test_a_broken_limit_is_reported():
     found = compare(*published(), Window(first=3, last=20))
     assert broken_limits(found, most_loss_difference=0.005, most_time_ratio=1.02) == []
     broken = broken_limits(found, most_loss_difference=0.004, most_time_ratio=1.001)
@@ -564,7 +564,7 @@ def test_a_name_from_a_file_cannot_write_into_the_page(tmp_path):
     assert "&lt;i&gt;&amp;" in page
 
 
-def test_exit_codes_say_compared_not_held_and_cannot_run(tmp_path, capsys):
+def test_exit_statuses_are_0_compared_1_limit_broken_2_cannot_run(tmp_path, capsys):
     log = str(write_log(tmp_path / "a.log"))
     assert main(["recorded", log, log]) == 0
     assert "a (A)" in capsys.readouterr().out

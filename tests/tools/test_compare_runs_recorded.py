@@ -44,7 +44,7 @@ def remarks(found):
     return " | ".join(found.remarks)
 
 
-def test_every_recorded_pair_is_there():
+def test_every_recorded_pair_exists():
     assert PAIRS == [
         "cp2-mtp", "dp2-ep2-moe-dist", "one", "one-gb1-seq256-steps12", "one-li4", "one-mtp", "one-val-wsd-wdcos",
     ]  # fmt: skip
@@ -72,7 +72,7 @@ def test_the_command_calls_a_pair_equal_and_ends_with_0(capsys):
 # Learning rates
 
 
-def test_a_learning_rate_of_the_same_step_is_other_work(tmp_path):
+def test_a_learning_rate_of_the_wrong_step_is_a_difference(tmp_path):
     def one_earlier(text):
         rates = re.findall(r"learning rate: (\S+)", text)
         written = iter(["0.000000E+00", *rates[:-1]])
@@ -81,7 +81,7 @@ def test_a_learning_rate_of_the_same_step_is_other_work(tmp_path):
     assert "learning rates from step 2 on" in remarks(doctored(tmp_path, "one", one_earlier))
 
 
-def test_one_other_learning_rate_is_other_work(tmp_path):
+def test_one_changed_learning_rate_is_a_difference(tmp_path):
     found = doctored(tmp_path, "one", lambda text: text.replace("1.500000E-03", "1.500010E-03"))
     assert "learning rates from step 4 on" in remarks(found)
 
@@ -144,7 +144,7 @@ def test_a_driver_before_0_16_prints_each_iteration_alone(tmp_path):
     assert doctored(tmp_path, "one", older).equal_but_for_rounding
 
 
-def test_a_second_line_whose_first_is_lost_is_left_out_and_said(tmp_path):
+def test_a_second_line_whose_first_is_lost_is_left_out_and_reported(tmp_path):
     found = doctored(tmp_path, "one", lambda text: text.replace("8.326990E+00 |", "8.326[rank1] hello 990E+00 |"))
     assert found.equal_but_for_rounding
     assert found.whole.steps == 3
@@ -178,7 +178,7 @@ def test_another_mean_over_an_interval_is_found(tmp_path, step, factor):
     assert doctored(tmp_path, "one-li4", lambda text: scaled(text, step, factor)).whole.beyond_rounding_at == step
 
 
-def test_times_of_an_interval_are_held_against_the_mean_of_the_same_steps():
+def test_times_of_an_interval_are_compared_with_the_mean_of_the_same_steps():
     found = compare(read(RECORDED / "one-li4.log"), ours("one-li4"), Window(first=2, last=8))
     records = ours("one-li4").series["step_seconds"]
     assert found.times.mean[0] == pytest.approx(((4 * 1.9788 - 1.7955) + 4 * 3.1938) / 7)
@@ -206,7 +206,7 @@ def test_intervals_of_two_logs_meet_where_they_end_together():
 # Nothing trained, no number
 
 
-def test_a_loss_where_the_other_trained_nothing_is_a_difference(tmp_path):
+def test_a_loss_is_a_difference_if_the_other_run_trained_nothing(tmp_path):
     found = doctored(
         tmp_path,
         "one-gb1-seq256-steps12",
@@ -247,7 +247,7 @@ def test_validations_of_the_two_systems_are_named_as_other_numbers():
     )
 
 
-def test_validations_of_two_logs_are_held_against_each_other(tmp_path):
+def test_validations_of_two_logs_are_compared_with_each_other(tmp_path):
     text = (RECORDED / "one-val-wsd-wdcos.log").read_text()
     (tmp_path / "b.log").write_text(text.replace("7.730254E+00", "7.730264E+00"))
     found = compare(read(RECORDED / "one-val-wsd-wdcos.log"), read(tmp_path / "b.log"), WINDOW)
@@ -290,13 +290,13 @@ def several(text, change=lambda line: line):
     )
 
 
-def test_several_processes_of_the_same_numbers_are_said(tmp_path):
+def test_several_processes_with_equal_numbers_are_reported(tmp_path):
     found = doctored(tmp_path, "one", several)
     assert found.equal_but_for_rounding
     assert "several processes printed into this log, 5 lines twice" in remarks(found)
 
 
-def test_several_processes_of_other_numbers_are_refused(tmp_path):
+def test_several_processes_with_different_numbers_are_refused(tmp_path):
     with pytest.raises(
         InputError, match=r"several processes.*of iteration 1, lm loss is 8\.326990E\+00 .* and 8\.926990E"
     ):
@@ -326,7 +326,7 @@ def test_several_processes_without_times_are_refused(tmp_path):
         (["NaN", ""], None),
     ],
 )
-def test_the_digits_that_are_seen_tell_the_precision(numbers, words):
+def test_the_printed_digits_give_the_precision(numbers, words):
     found = seen(numbers)
     assert (None if found is None else found.words) == words
 
@@ -374,7 +374,7 @@ def test_event_files_of_megatron_lm_have_the_rate_of_the_next_step_and_norms_in_
     assert "the same work" not in remarks(found)
 
 
-def test_another_gradient_norm_is_told(tmp_path):
+def test_another_gradient_norm_is_reported(tmp_path):
     found = doctored(tmp_path, "one", lambda text: text.replace("grad norm: 1.089", "grad norm: 1.091"))
     assert verdict(found).endswith("gradient norms differ by more than rounding at 1 of 5 steps, first at step 3")
 
@@ -407,7 +407,7 @@ def with_losses_scaled(tmp_path, factor_of):
     return compare(ours("one"), read(tmp_path / "b.jsonl"), WINDOW)
 
 
-def test_losses_that_are_off_by_one_ratio_at_all_steps_are_said_to_be(tmp_path):
+def test_a_constant_ratio_of_losses_is_reported(tmp_path):
     assert "a constant ratio: B's loss is 1.003 times A's" in verdict(with_losses_scaled(tmp_path, lambda _: 1.003))
     assert "constant ratio" not in verdict(with_losses_scaled(tmp_path, lambda step: 1.003 + 0.001 * (step % 2)))
     assert "constant ratio" not in verdict(compare(ours("one"), ours("one"), WINDOW))

@@ -181,7 +181,7 @@ def test_unshifted_labels_differ_nowhere_because_the_last_position_has_none(tmp_
     assert "target_ids" not in differing, differing
 
 
-def test_another_pack_length_than_the_dumps_is_said_and_not_searched_for(tmp_path, run):
+def test_another_pack_length_than_the_dumps_is_reported_and_not_searched_for(tmp_path, run):
     file = write_rows(tmp_path, [many(3)])
     dump = tmp_path / "x.safetensors"
     write_dump(dump, [build(many(3))])

@@ -335,7 +335,7 @@ def test_a_dump_is_asked_only_for_what_it_holds(run, packed, tmp_path, arguments
     assert "To fix it: " in err
 
 
-def test_a_dump_that_is_none_is_refused(run, packed, tmp_path):
+def test_a_file_that_is_not_a_dump_is_refused(run, packed, tmp_path):
     folder = write(tmp_path, packed, {}, dp=2)
     assert "must hold rank_R.safetensors" in run("--fed", tmp_path)[2]
     assert f"To fix it: give one of the steps in it: --fed {folder}" in run("--fed", folder.parent)[2]

@@ -106,7 +106,7 @@ def test_a_manifest_that_cannot_be_read_is_refused(run, tmp_path):
         assert "rows.jsonl.packed.manifest.json" in err
 
 
-def test_beside_a_dump_its_length_counts_and_the_manifests_is_told(run, tmp_path):
+def test_beside_a_dump_its_length_counts_and_the_manifests_is_reported(run, tmp_path):
     file = write(tmp_path, pack_length=40, prompt_format="identity")
     dump = tmp_path / "batch.safetensors"
     (tmp_path / "bare").mkdir()

@@ -63,7 +63,7 @@ def test_the_way_to_a_rank_tells_the_same(tmp_path, capsys):
     assert ["the key 'weight' is 0" in note for note in notes].count(True) == 1
 
 
-def test_a_chat_file_is_told_from_packed_rows(tmp_path, capsys):
+def test_a_chat_file_is_distinguished_from_packed_rows(tmp_path, capsys):
     file = write(tmp_path / "chat.jsonl")
     file.write_text(file.read_text() * 2)
     wanted = "each of its first 2 lines is one conversation, and it has no manifest"

@@ -107,7 +107,7 @@ def test_a_fault_in_productions_own_cut_is_found(run, rows, monkeypatch):
     }
 
 
-def test_a_fault_of_the_row_is_one_of_the_row_and_its_class_is_told(run, rows):
+def test_a_fault_of_the_row_is_one_of_the_row_and_its_class_is_reported(run, rows):
     status, found = described(run, *of(rows), "--cp", 2, "--sides", "reference,diff_row_fakes:TOKEN")
     assert (status, found["first"]) == (1, "row")
     told = step_of(found, "row")["differences"][0]
@@ -116,7 +116,7 @@ def test_a_fault_of_the_row_is_one_of_the_row_and_its_class_is_told(run, rows):
 
 
 @pytest.mark.parametrize("stop", ["row", "batch", "microbatch", "depth", "share", "slice"])
-def test_the_way_ends_where_it_is_told_to(run, rows, stop):
+def test_the_trace_ends_at_the_given_step(run, rows, stop):
     depth = ["--depth", 1] if stop in ("depth", "share", "slice") else []
     status, found = described(run, *of(rows), "--cp", 2, "--stop-at", stop, *depth)
     assert (status, found["steps"][-1]["step"]) == (0, stop)
@@ -193,7 +193,7 @@ def test_weights_of_a_global_batch_are_equal_and_add_up(run, rows, tmp_path):
     assert total == pytest.approx(expected, rel=1e-6)
 
 
-def test_every_stage_is_told_what_it_does_with_the_same_microbatch(run, rows):
+def test_the_screen_says_what_every_stage_does_with_the_same_microbatch(run, rows):
     stages = {}
     for rank in range(3):
         _, out, _ = run(*of(rows), "--pp", 3, "--rank", rank, columns=200)
@@ -256,7 +256,7 @@ def test_the_page_carries_every_step_and_escapes_what_the_row_contains(run, tmp_
 # What a job dumps.
 
 
-def test_what_is_wrong_with_a_sides_row_is_told_in_words_at_a_rank_too(run, rows):
+def test_what_is_wrong_with_a_sides_row_is_reported_in_words_at_a_rank_too(run, rows):
     _, out, _ = run(*of(rows), "--cp", 2, "--rank", 1, "--sides", "reference,diff_row_fakes:SHIFTED")
     assert "FLAW  diff_row_fakes:SHIFTED: labels are shifted by two" in out
 

@@ -178,7 +178,10 @@ def test_a_row_of_a_packed_file(run, tmp_path):
         (["{file}", "--row", "0", "--tokenizer", "word", "--sides", "reference,diff_row_fakes:Nobody"], "Nobody"),
         (["{file}", "--row", "0", "--tokenizer", "word", "--sides", "reference"], "give two or more"),
         (["{file}", "--row", "0", "--tokenizer", "word", "--sides", "reference,reference"], "each side once"),
-        (["{file}", "--row", "0", "--tokenizer", "word", "--pack-length", "0"], "pack_length is 0"),
+        (
+            ["{file}", "--row", "0", "--tokenizer", "word", "--pack-length", "0"],
+            "pack_length must be at least 1, got 0",
+        ),
         (["{file}", "--row", "0", "--tokenizer", "word", "--prompt-format", "chatml"], "prompt_format 'chatml'"),
         (
             [

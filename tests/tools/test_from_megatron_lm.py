@@ -118,7 +118,7 @@ def test_every_argument_of_the_installed_megatron_lm_is_in_exactly_one_class():
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_a_recorded_runs_arguments_give_its_twins_job(name, tmp_path):
+def test_a_recorded_runs_arguments_give_the_job_of_the_equal_run(name, tmp_path):
     job = job_of([*COMMON, *RUNS[name]], tmp_path)
     lines = [json.loads(line) for line in (RECORDED / f"{name}.metrics.jsonl").read_text().splitlines()]
     run, steps = lines[0], [line for line in lines if line["kind"] == "step"]
@@ -251,7 +251,7 @@ REFUSALS = [
 
 
 @pytest.mark.parametrize(("words", "argument", "fix"), REFUSALS)
-def test_what_has_no_place_in_a_job_is_refused_by_name_and_no_yaml_is_written(words, argument, fix, tmp_path, capsys):
+def test_arguments_that_a_job_lacks_are_refused_by_name_and_no_yaml_is_written(words, argument, fix, tmp_path, capsys):
     path = tmp_path / "job.yaml"
     assert main(["-o", str(path), "--", *COMMON, "--train-iters", "8", *words]) == 2
     (line,) = [each for each in capsys.readouterr().err.splitlines() if each.startswith(f"refused: {argument}")]
@@ -361,7 +361,7 @@ def without_vocabulary(tokenizer):
     return [*words[:at], *words[at + 2 :], "--train-iters", "8"]
 
 
-def test_the_vocabulary_is_read_from_a_tokenizer_folder_that_is_there(tmp_path, capsys):
+def test_the_vocabulary_is_read_from_a_tokenizer_folder_that_exists(tmp_path, capsys):
     from transformers import AutoTokenizer
 
     folder = "examples/tokenizers/nemotron-mini"
@@ -396,7 +396,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("text", "what"), BAD)
-def test_what_is_no_run_of_megatron_lm_is_refused(text, what):
+def test_a_file_that_is_not_a_run_of_megatron_lm_is_refused(text, what):
     with pytest.raises(PackproofError, match=what):
         read_text(text, name="x")
 
@@ -428,14 +428,14 @@ def test_what_megatron_lm_fills_in_is_taken_in_a_dump_and_refused_where_it_was_g
     assert "refused: --eval-micro-batch-size 1" in capsys.readouterr().err
 
 
-def test_words_of_a_dump_are_read_as_the_parser_has_them():
+def test_words_of_an_argument_dump_are_read_as_the_parser_stores_them():
     text = dump_of([*COMMON, "--train-iters", "8", "--attention-backend", "unfused"])
     text = re.sub(r"(main_grads_dtype \.+) fp32", r"\1 torch.float32", text)
     values = read_text(text, name="log").values
     assert (values["attention_backend"], values["main_grads_dtype"]) == ("unfused", "float32")
 
 
-def test_both_sources_at_once_or_none_is_bad_input():
+def test_two_sources_of_arguments_or_no_source_are_bad_input():
     assert main([]) == 2
     assert main(["file", "--", "--lr", "1"]) == 2
     assert read_words(["a.py", "--lr", "1"], name="x").given == {"lr"}

@@ -46,13 +46,13 @@ def endless(tmp_path):
     return [*(tmp_path / name for name in names), Path("/dev/zero")]
 
 
-def test_a_case_that_is_no_file_with_an_end_is_refused(end, endless):
+def test_a_pipe_or_device_in_place_of_a_case_is_refused(end, endless):
     for path in endless:
         end("equivalence.__main__", "replay", path)
         end("tools.diff_row.__main__", "--case", path, "--sides", "reference,production")
 
 
-def test_a_recorded_run_that_is_no_file_with_an_end_is_refused(end, endless):
+def test_a_pipe_or_device_in_place_of_a_recorded_run_is_refused(end, endless):
     for path in endless:
         end("tools.compare_runs.__main__", "recorded", path, path)
 
@@ -62,7 +62,7 @@ def test_rows_of_a_simulation_that_are_no_file_with_an_end_are_refused(end, endl
         end("tools.simulate.__main__", "--file", path)
 
 
-def test_a_manifest_that_is_no_file_with_an_end_is_refused(end, tmp_path):
+def test_a_pipe_or_device_in_place_of_a_manifest_is_refused(end, tmp_path):
     file = tmp_path / "rows.jsonl"
     file.write_text(json.dumps({"messages": [{"role": "user", "content": "a"}]}) + "\n")
     os.mkfifo(tmp_path / "rows.jsonl.manifest.json")
@@ -77,11 +77,11 @@ def test_numbers_that_no_layout_has_are_refused(end, flag, value):
 
 
 @pytest.mark.parametrize("flag", ["--depths", "--dp", "--cp", "--pack-length", "--rows"])
-def test_a_simulation_holds_no_indices_of_numbers_that_no_job_has(end, flag):
-    assert "is more than is walked" in end("tools.simulate.__main__", "--tp", "1", flag, 1 << 40)
+def test_a_simulation_refuses_numbers_that_no_job_has(end, flag):
+    assert "must be at most" in end("tools.simulate.__main__", "--tp", "1", flag, 1 << 40)
 
 
-def test_a_name_that_is_no_text_is_refused(end, tmp_path):
+def test_a_name_that_is_not_text_is_refused(end, tmp_path):
     for module, arguments in (
         ("tools.simulate.__main__", ("--dp", "1", "--html", tmp_path / "a\ud800b")),
         ("tools.build_tokenizer", (tmp_path / "a\ud800b",)),
@@ -98,7 +98,7 @@ def test_a_file_is_read_up_to_a_size(tmp_path):
         read_regular(file, most_bytes=2047)
 
 
-def test_a_configuration_or_a_template_that_is_no_file_with_an_end_is_refused(end, endless, tmp_path):
+def test_a_pipe_or_device_in_place_of_a_configuration_or_template_is_refused(end, endless, tmp_path):
     for path in endless:
         end("production.training.__main__", "--config", path, "--dry-run")
     job = ROOT / "examples" / "jobs" / "small-cpu.yaml"
@@ -115,4 +115,4 @@ def test_a_pipe_among_a_runs_files_is_refused_before_it_is_waited_for(tmp_path, 
         ROOT / "examples" / "jobs" / "small-cpu.yaml",
         [f"logger.log_dir={tmp_path / 'logs'}", f"checkpointing.checkpoint_dir={tmp_path / 'c'}"],
     )
-    assert [f"{name} is no regular file" in each.what for each in check_machine(job)] == [True]
+    assert [f"{name} must be a regular file" in each.what for each in check_machine(job)] == [True]

@@ -287,13 +287,13 @@ def test_a_budget_of_rows_says_that_the_scan_is_not_complete(tokenizer):
 def test_bad_input_is_refused_with_its_fix(tmp_path, tokenizer):
     with pytest.raises(BadInput, match="there is no such file"):
         inspect(tmp_path / "none", tokenizer)
-    with pytest.raises(PackproofError, match="no such tokenizer folder"):
+    with pytest.raises(PackproofError, match="the tokenizer folder does not exist"):
         scan([SAMPLE], tmp_path / "none", SETTINGS, 1)
     with pytest.raises(PackproofError, match="give at least 1"):
         inspect(SAMPLE, tokenizer, processes=0)
 
 
-def test_settings_are_told_as_semantics_can_be_parsed(tokenizer):
+def test_settings_are_reported_as_semantics_can_be_parsed(tokenizer):
     semantics = parse("strict,lost_conversations=refuse")
     found = inspect(SAMPLE, tokenizer, RowSettings(pack_length=2048, semantics=semantics), most_rows=1)
     assert parse(found.settings["semantics"]) == semantics
@@ -520,7 +520,7 @@ def test_a_manifest_is_written_where_there_is_none_and_read_by_everybody(write, 
     assert "has a manifest already" in capsys.readouterr().err
 
 
-def test_a_manifest_of_another_tokenizer_or_other_bytes_is_told(write, capsys):
+def test_a_manifest_of_another_tokenizer_or_other_bytes_is_reported(write, capsys):
     path = write(CHAT)
     assert command(path, "--pack-length", 64, "--write-manifest") == 0
     assert "note: " not in capsys.readouterr().out

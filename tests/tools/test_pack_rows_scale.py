@@ -408,7 +408,7 @@ def test_what_a_killed_packing_measured_is_not_thrown_away_unasked(tmp_path, cap
 
 
 @pytest.mark.parametrize("end", ["closed", "interrupted"])
-def test_standard_input_is_packed_anew_since_no_resume_can_read_it_again(tmp_path, monkeypatch, capsys, end):
+def test_standard_input_is_packed_again_since_no_resume_can_read_it_again(tmp_path, monkeypatch, capsys, end):
     lines = b"".join(json.dumps({"messages": chat(index)}).encode() + b"\n" for index in range(3))
 
     def given():

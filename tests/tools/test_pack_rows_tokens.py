@@ -248,7 +248,7 @@ def test_what_is_so_of_every_row_is_told_on_the_screen_and_in_the_manifest(tmp_p
     assert json.loads(manifest_path(out).read_text())["notes"] == {}
 
 
-def test_a_pad_token_that_the_vocabulary_lacks_is_told_and_refused_by_strict(tmp_path, capsys):
+def test_a_pad_token_that_the_vocabulary_lacks_is_reported_and_refused_by_strict(tmp_path, capsys):
     folder = tokenizers.folder("only-unk")
     file, out = write(tmp_path / "chat.jsonl", [chat("a", "b")]), tmp_path / "out.packed"
     arguments = [
@@ -285,7 +285,7 @@ def test_places_that_cannot_be_are_errors_with_a_fix(tmp_path, capsys):
         (odd, MINI, out, "no UTF-8"),
         (tmp_path / ("x" * 5000), MINI, out, "cannot be opened"),
         (file, bare, out, "tokenizer_config.json is missing"),
-        (file, tmp_path / ("x" * 5000), out, "no such tokenizer folder"),
+        (file, tmp_path / ("x" * 5000), out, "the tokenizer folder does not exist"),
         (file, MINI, tmp_path, "name of a file"),
         (file, MINI, file / "below" / "out.packed", "read and write"),
     ):

@@ -57,7 +57,7 @@ def test_a_good_layout_has_no_fault(layout, sequence_parallel):
     assert found.tokens.unique().tolist() == [12 if sequence_parallel else 24]
 
 
-def test_work_is_what_the_queries_see():
+def test_work_counts_the_keys_that_each_query_sees():
     found = walk(job_of(), ROWS)
     # A segment of L tokens has L·(L+1)/2 pairs, and the zigzag shares them equally.
     pairs = [[8, 16, 24], [48], [4, 4, 40], [24, 24]]
@@ -163,9 +163,9 @@ def test_faults_are_the_exit_status(monkeypatch, capsys):
 
 
 def test_rows_that_cannot_be_cut_are_refused():
-    with pytest.raises(BatchRefused, match="row 1: segment 1 has 6 tokens, which 4"):
+    with pytest.raises(BatchRefused, match=r"row 1: segment 1 must have a multiple of 4 \(2·cp\) tokens, got 6"):
         walk(job_of(rows=2), rows_of([48], [8, 6, 34]))
-    with pytest.raises(BatchRefused, match="row 0: cu_seqlens ends at 40, and there are 48"):
+    with pytest.raises(BatchRefused, match="row 0: cu_seqlens must end at 48, the number of tokens, got 40"):
         walk(job_of(rows=2), rows_of([8, 32], [48]))
 
 
@@ -173,10 +173,10 @@ def test_rows_that_cannot_be_cut_are_refused():
     ("changes", "message"),
     [
         ({"cp": 0}, "cp: must be at least 1, got 0"),
-        ({"depths": -1}, "-1 depths"),
-        ({"rows": 5}, "5 rows over 2 data-parallel ranks"),
-        ({"ep": 3}, "8 ranks do not divide into groups of 3"),
-        ({"layout": "spiral"}, "unknown layout 'spiral'"),
+        ({"depths": -1}, "depths: must be at least 0, got -1"),
+        ({"rows": 5}, "rows: must be a multiple of dp, 2, got 5"),
+        ({"ep": 3}, "must divide tp·cp·dp, 8, got 3"),
+        ({"layout": "spiral"}, "must be one of zigzag, contiguous, got 'spiral'"),
         ({"tp": 5, "ep": 1}, "48 tokens over 2 × 5 ranks"),
     ],
 )
@@ -197,7 +197,7 @@ def test_drawn_rows_are_rows():
     assert not torch.equal(rows[0], rows[1])
     assert all(map(torch.equal, rows, draw_rows(job, segments=9, seed=3)))
     assert [row.tolist() for row in draw_rows(job, segments=1, seed=0)] == [[0, 512]] * 4
-    with pytest.raises(PackproofError, match="65 segments in 64 units"):
+    with pytest.raises(PackproofError, match="must be from 1 to 64, the units of"):
         draw_rows(job, segments=65, seed=0)
     with pytest.raises(PackproofError, match="516 tokens at cp 4"):
         draw_rows(job_of(cp=4, pack_length=516, tp=1), segments=2, seed=0)
@@ -208,11 +208,11 @@ def test_rows_of_a_file(tmp_path):
     path.write_text('[8, 16]\n{"cu_seqlens": [0, 4, 24]}\n')
     assert [row.tolist() for row in read_rows(path)] == [[0, 8, 24], [0, 4, 24]]
     for text, message in (
-        ("[8, 16]\n[8,", "line 2: no JSON"),
-        ("[8, -1]", "line 1: neither lengths"),
-        ("[8.0]", "line 1: neither lengths"),
-        ("[true]", "line 1: neither lengths"),
-        ("{}", "line 1: neither lengths"),
+        ("[8, 16]\n[8,", "line 2: the line must be JSON"),
+        ("[8, -1]", "line 1: the line must have lengths"),
+        ("[8.0]", "line 1: the line must have lengths"),
+        ("[true]", "line 1: the line must have lengths"),
+        ("{}", "line 1: the line must have lengths"),
         ("", "no row"),
     ):
         path.write_text(text)
@@ -235,10 +235,10 @@ def test_the_command_line(tmp_path, capsys):
     assert call(f"--cp 4 --dp 2 --pack-length 512 --file {file}") == 0
     assert "4 rows of 512 tokens, 8 segments" in capsys.readouterr().out
     assert call(f"--cp 4 --dp 2 --pack-length 512 --rows 6 --file {file}") == 2
-    assert "the file has 4, and 6 are asked for" in capsys.readouterr().err
+    assert "rows: must be at most the 4 rows of the file, got 6" in capsys.readouterr().err
     file.write_text("[6, 506]\n")
     assert call(f"--cp 4 --pack-length 512 --file {file}") == 2
-    assert "row 0: segment 0 has 6 tokens, which 8 (2·cp) does not divide" in capsys.readouterr().err
+    assert "row 0: segment 0 must have a multiple of 8 (2·cp) tokens, got 6" in capsys.readouterr().err
 
 
 class Page(html.parser.HTMLParser):

@@ -61,7 +61,11 @@ def attention(
     one segment whose memory is measured; give none to leave it out.
     """
     if dtype not in _DTYPES:
-        raise PackproofError(what=f"unknown dtype {dtype!r}", where="dtype", fix=f"choose one of {', '.join(_DTYPES)}")
+        raise PackproofError(
+            what=f"must be one of {', '.join(_DTYPES)}, got {dtype!r}",
+            where="dtype",
+            fix=f"choose one of {', '.join(_DTYPES)}",
+        )
     shape = (heads, key_value_heads, head_dim)
     # First, while this process has done no work that a fork could not take along.
     memory = [_memory(length, shape, _DTYPES[dtype]) for length in memory_lengths]

@@ -96,7 +96,9 @@ def rows(
     files = [file for file in files if file.suffix in {".jsonl", ".packed"}]
     if not files or not all(file.is_file() for file in files):
         raise PackproofError(
-            what="no packed file", where=str(data), fix="name a .jsonl.packed file or a folder of some"
+            what="a packed file must be given",
+            where=str(data),
+            fix="give a .jsonl.packed file or a folder of such files",
         )
     results: list[Result] = []
     console = Console()

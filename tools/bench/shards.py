@@ -59,9 +59,9 @@ def make_row(*, pack_length: int, segments: int, granularity: int, seed: int = 0
     units = pack_length // granularity
     if pack_length % granularity or not 1 <= segments <= units:
         raise PackproofError(
-            what=f"{pack_length} tokens cannot be {segments} segments of multiples of {granularity}",
+            what=f"must be a multiple of {granularity} with room for {segments} segments, got {pack_length}",
             where="pack_length",
-            fix="make it a multiple of 2·cp, and long enough",
+            fix="give a multiple of 2·cp that is long enough",
         )
     inner = (torch.randperm(units - 1, generator=made)[: segments - 1] + 1).sort().values
     cu_seqlens = torch.cat([inner.new_tensor([0]), inner, inner.new_tensor([units])]) * granularity

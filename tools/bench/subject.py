@@ -105,7 +105,7 @@ def _command(folder: Path, kind: str, python: str) -> str:
 def _timed(
     subject: ExternalSubject, asked: list[Any], tokenizer: Any, settings: RowSettings, *, at_once: int
 ) -> tuple[float, float]:
-    """Return seconds a row by the clock and of both processors, without those that the adapter itself spent."""
+    """Return the seconds a row by the clock, and the processor seconds of both processes, both without the adapter's own time."""
     before = _report(subject.build_rows(asked[:1], tokenizer, settings))
     began, used = time.perf_counter(), time.process_time()
     built: list[Any] = []

@@ -1,8 +1,8 @@
 """Say whether a job may start: does its own file, under its own tokenizer and configuration, feed the model what
-Megatron-LM would, what does it lose, and what would break.
+Megatron-LM would, which data does it lose, and which faults would stop it.
 
     packproof check JOB.yaml [key=value …] --out DIR     # five parts and a certificate: check.json and check.html
-    packproof check --verify DIR/check.json              # are file, tokenizer and configuration still those?
+    packproof check --verify DIR/check.json              # are file, tokenizer and configuration unchanged?
 
 Exit status: 0 proven (with --only: no fault in those parts), 1 a difference, a loss that the configuration does not
 allow, or a part that could not run, 2 bad input.
@@ -175,7 +175,7 @@ class _Check:
                 PackproofError(
                     what="a file changed while it was checked",
                     where=target.train.names,
-                    fix="check it again when nothing writes to it",
+                    fix="check the file again when nothing writes to it",
                 )
             )
 
@@ -211,7 +211,7 @@ class _Check:
 
 
 def _without_certificate(job: Job) -> Job:
-    """Return the job as it is checked: a certificate that it names is what a check makes anew."""
+    """Return the job as it is checked: a certificate that it names is what a check makes again."""
     return dataclasses.replace(job, data=dataclasses.replace(job.data, certificate=None))
 
 
@@ -246,7 +246,11 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         "edge at most",
     )
     parser.add_argument(
-        "--budget", type=_budget, default=NEVER, metavar="TIME", help="time that may be spent, such as 90s, 10m or 2h"
+        "--budget",
+        type=_budget,
+        default=NEVER,
+        metavar="TIME",
+        help="longest time of the check, such as 90s, 10m or 2h",
     )
     parser.add_argument(
         "--out",
@@ -257,7 +261,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--world-size",
         type=int,
-        help="ranks of the job, whatever the cluster section says; default: WORLD_SIZE, else the cluster section, else one replica",
+        help="ranks of the job, in place of the cluster section; default: WORLD_SIZE, else the cluster section, else one replica",
     )
     parser.add_argument(
         "--subjects", default=",".join(BUILT_IN), help="sides of the part rows; your own as module:object"

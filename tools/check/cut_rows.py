@@ -1,4 +1,4 @@
-"""Cut built rows short for a small model: a few of their segments, around their trained tokens, with ids numbered anew."""
+"""Cut built rows short for a small model: a few of their segments, around their trained tokens, with ids numbered again."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def cut_rows(
     """Return each row as a batch of one short row, the lengths of its segments, and how many ids there are.
 
     All short rows have one length, a multiple of `unit`; each segment's is a multiple of `segment_unit`. Equal ids stay
-    equal and other ids stay other: they are numbered anew from 0 over all rows, so that a small vocabulary holds them.
+    equal and other ids stay other: they are numbered again from 0 over all rows, so that a small vocabulary holds them.
     """
     length = unit * max(1, MOST_TOKENS // unit)
     cut = [_cut(row, length, segment_unit, pad_id) for row in rows]

@@ -198,7 +198,7 @@ def _looks_packed_otherwise(found: Scanned) -> Iterator[str]:
         return
     overfull = found.edges.counts["overfull"] / built
     fill = counts["content_tokens"] / max(counts["row_tokens"], 1)
-    fix = "find out which tokenizer, prompt format, pack length and cp it was packed for, and give the job those or pack it anew"
+    fix = "find out which tokenizer, prompt format, pack length and cp it was packed for, and give the job those or pack it again"
     if overfull > OVERFULL_SHARE:
         yield (
             f"{found.dataset.names}: {100 * overfull:.1f} % of its rows are overfull, as if packed for another tokenizer, format or a "

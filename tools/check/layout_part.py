@@ -236,7 +236,7 @@ def _cases(
         cases.append(given(case, batches))
     return cases, [
         *lacks,
-        f"training steps: rows were cut to {counted(sum(lengths[0]), 'token')} and their ids numbered anew (0 to {ids - 1})",
+        f"training steps: rows were cut to {counted(sum(lengths[0]), 'token')} and their ids numbered again (0 to {ids - 1})",
     ]
 
 

@@ -91,5 +91,5 @@ def notes_of(found: LineTexts, tokenizer: Any) -> Iterator[str]:
         if pieces >= _SPLIT:
             yield (
                 f"{found.place(marker)}: {marker} stands in {counted(count, 'line')} and is {pieces} tokens of this tokenizer, as "
-                "if the file had been written for another: give policy.tokenizer.name the tokenizer that it was packed with, or pack it anew without the marker"
+                "if the file had been written for another: give policy.tokenizer.name the tokenizer that it was packed with, or pack it again without the marker"
             )

@@ -67,7 +67,7 @@ def open_target(job: Job, ranks: int) -> Target:
     """Open tokenizer and files of a packed job. Raises PackproofError for one that cannot be opened."""
     if not job.is_packed:
         raise PackproofError(
-            what="this job takes the online path (chat files), and a check compares packed rows",
+            what="the job must train on packed rows, which a check compares, and it takes the online path (chat files)",
             where=job.where("data.train"),
             fix="pack the file (packproof pack) and check that job, or run packproof equivalence, whose checks cover the online path",
         )

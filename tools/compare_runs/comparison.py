@@ -31,7 +31,7 @@ class Window:
         except ValueError:
             raise InputError(f"--steps {text}: say FIRST-LAST, such as 3-20") from None
         if found.last < found.first:
-            raise InputError(f"--steps {text}: the last step is before the first")
+            raise InputError(f"--steps {text}: the last step must not be before the first")
         return found
 
     def among(self, steps: set[int]) -> list[int]:

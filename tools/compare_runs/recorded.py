@@ -33,7 +33,7 @@ class Arguments:
     b: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="B")]
     """The other run, of any of these kinds."""
     steps: str = "3-20"
-    """Window of steps, both ends included; the first steps of a run build what the others use."""
+    """Window of steps, both ends included; the first steps are left out, because they fill caches that later steps use."""
     name_a: str | None = None
     """Name of the first run; by default from its file."""
     name_b: str | None = None
@@ -43,16 +43,16 @@ class Arguments:
     offset_b: int = 0
     """Added to each step of the second run."""
     names: tuple[str, ...] = ()
-    """Series that are recorded under names of your own: loss=NAME, step_seconds=NAME, gradient_norm=NAME and so on; of one
+    """Names of series that a run recorded under other names: loss=NAME, step_seconds=NAME, gradient_norm=NAME and so on; of one
     run alone: A:loss=NAME."""
     html: Annotated[Path | None, tyro.conf.arg(aliases=["--picture"])] = None
     """Write a self-contained page with pictures of both runs there."""
     json_file: Annotated[Path | None, tyro.conf.arg(name="json")] = None
     """Write all numbers there."""
     most_loss_difference: float | None = None
-    """Exit with 1 where the largest absolute difference of losses in the window, those of depths too, exceeds this."""
+    """Exit with 1 if the largest absolute difference of losses in the window, losses of depths included, exceeds this number."""
     most_time_ratio: float | None = None
-    """Exit with 1 where B's step time over A's may exceed this: its paired 95 % bound does."""
+    """Exit with 1 if the paired 95 % bound of B's step time over A's exceeds this number."""
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -56,7 +56,7 @@ def _read(source: str | None, behind: list[str] | None) -> tuple[Arguments, str]
     try:
         return read_text(Path(source).read_text(encoding="utf-8"), name=source), source
     except (OSError, UnicodeDecodeError) as error:
-        raise PackproofError(what=f"cannot be read: {error}", where=source, fix="name a file of text") from None
+        raise PackproofError(what=f"cannot be read: {error}", where=source, fix="give a text file") from None
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -1,4 +1,4 @@
-"""Walks all ranks of a job in one process, before any machine is asked for.
+"""Compute the indices of all ranks of a job in one process, before any machine is booked.
 
     packproof-simulate --tp 8 --cp 16 --ep 32 --dp 4 --pack-length 262144 --rows 64 --html ranks.html
 
@@ -47,7 +47,7 @@ class Arguments:
     pack_length: int = 262_144
     """Tokens a row has in the model."""
     rows: int | None = None
-    """Rows of the global batch; if not given, those of the file, else one per data-parallel rank."""
+    """Rows of the global batch. Default: the rows of the file, or one row for each data-parallel rank without a file."""
     segments: int = 128
     """Segments of a drawn row."""
     file: Path | None = None
@@ -57,11 +57,11 @@ class Arguments:
     sequence_parallel: bool = True
     """Whether tensor parallel ranks each hold a slice of the tokens."""
     depths: int = 1
-    """Layers that predict further (MTP)."""
+    """Depths of multi-token prediction."""
     hidden: int = 4_096
-    """Hidden size, for what experts send."""
+    """Hidden size, by which the bytes that experts send are counted."""
     kv_heads: int = 8
-    """Heads of keys and values, for what attention sends."""
+    """Heads of keys and values, by which the bytes that attention sends are counted."""
     head_dim: int = 128
     """Size of a head."""
     topk: int = 8
@@ -69,7 +69,7 @@ class Arguments:
     value_bytes: int = 2
     """Bytes of an activation: 2 for bfloat16."""
     seed: int = 0
-    """Of the drawn rows."""
+    """Seed of the drawn rows."""
     html: Annotated[Path | None, tyro.conf.arg(aliases=("--picture",))] = None
     """Write one self-contained HTML page with the load of every rank there."""
 

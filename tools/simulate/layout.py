@@ -39,7 +39,7 @@ class Job:
     sequence_parallel: bool
     """Whether tensor parallel ranks each hold a slice of the tokens between attention and experts."""
     depths: int
-    """Layers that predict further (MTP)."""
+    """Depths of multi-token prediction."""
     hidden: int
     """Hidden size."""
     kv_heads: int
@@ -70,17 +70,17 @@ class Job:
             if getattr(self, name) < 1:
                 raise _wrong(name, f"must be at least 1, got {getattr(self, name)}", "give at least 1")
         if self.depths < 0:
-            raise _wrong("depths", f"{self.depths} depths", "give 0 or more")
+            raise _wrong("depths", f"must be at least 0, got {self.depths}", "give 0 or more")
         sizes = {"depths": self.depths, "pack_length": self.pack_length, "rows": self.rows, "tp·cp·dp": self.ranks}
         for name, most in _MOST.items():  # indices of all ranks are held at once
             if sizes[name] > most:
-                raise _wrong(name, f"{sizes[name]:,} is more than is walked", f"give at most {most:,}")
+                raise _wrong(name, f"must be at most {most:,}, got {sizes[name]:,}", f"give at most {most:,}")
         find_layout(self.layout)
         if self.rows % self.dp:
-            raise _wrong("rows", f"{self.rows} rows over {self.dp} data-parallel ranks", "make rows a multiple of dp")
+            raise _wrong("rows", f"must be a multiple of dp, {self.dp}, got {self.rows}", "make rows a multiple of dp")
         of_a_stage = self.ranks // self.pp
         if of_a_stage % self.ep:
-            raise _wrong("ep", f"{of_a_stage} ranks do not divide into groups of {self.ep}", "let ep divide tp·cp·dp")
+            raise _wrong("ep", f"must divide tp·cp·dp, {of_a_stage}, got {self.ep}", "give an ep that divides tp·cp·dp")
         if self.sequence_parallel and self.pack_length % (self.cp * self.tp):
             fix = "make pack_length a multiple of cp·tp, or leave sequence parallelism out"
             raise _wrong("pack_length", f"{self.pack_length} tokens over {self.cp} × {self.tp} ranks", fix)
@@ -104,7 +104,9 @@ def draw_rows(job: Job, *, segments: int, seed: int) -> list[torch.Tensor]:
         raise _wrong("pack_length", f"{job.pack_length} tokens at cp {job.cp}", fix)
     if not 1 <= segments <= units:
         raise _wrong(
-            "segments", f"{segments} segments in {units} units of {job.granularity} tokens", f"give 1 to {units}"
+            "segments",
+            f"must be from 1 to {units}, the units of {job.granularity} tokens in a row, got {segments}",
+            f"give 1 to {units}",
         )
     made = torch.Generator().manual_seed(seed)
     rows = []
@@ -132,22 +134,24 @@ def read_rows(path: Path) -> list[torch.Tensor]:
         try:
             found = json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise _wrong(f"{path}, line {number}", f"no JSON: {error}", _SHAPE) from error
+            raise _wrong(f"{path}, line {number}", f"the line must be JSON: {error}", _SHAPE) from error
         numbers = found.get("cu_seqlens") if isinstance(found, dict) else found
         is_whole = isinstance(numbers, list) and all(type(each) is int and 0 <= each < 2**31 for each in numbers)
         if not is_whole or not numbers:
-            raise _wrong(f"{path}, line {number}", "neither lengths of segments nor cu_seqlens", _SHAPE)
+            raise _wrong(f"{path}, line {number}", "the line must have lengths of segments or cu_seqlens", _SHAPE)
         cu_seqlens = torch.tensor(numbers if isinstance(found, dict) else [0, *numbers])
         rows.append(cu_seqlens.int() if isinstance(found, dict) else cu_seqlens.cumsum(0).int())
     if not rows:
-        raise _wrong(str(path), "no row", _SHAPE)
+        raise _wrong(str(path), "must have at least one row, got 0", _SHAPE)
     return rows
 
 
 def first(rows: list[torch.Tensor], count: int) -> list[torch.Tensor]:
     """Return the first `count` rows. Raises PackproofError if there are fewer rows."""
     if len(rows) < count:
-        raise _wrong("rows", f"the file has {len(rows)}, and {count} are asked for", "lower --rows, or add to the file")
+        raise _wrong(
+            "rows", f"must be at most the {len(rows)} rows of the file, got {count}", "lower --rows, or add to the file"
+        )
     return rows[:count]
 
 

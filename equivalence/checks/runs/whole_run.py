@@ -26,7 +26,7 @@ ENDS = ("signal", "finished")
 LOGGED = {"run": 2, "end": 2}
 """Lines of these kinds in the log of a run that was stopped once."""
 _SECONDS = 1e-6
-"""Largest relative distance of a rate times its seconds from the number behind the rate: a message holds both in float32."""
+"""Largest relative error of `rate * seconds` against the number that the rate was computed from; a message holds rate and seconds in float32."""
 
 Parts = Sequence[RunOutcome]
 """Records of one rank, before the stop and after it."""

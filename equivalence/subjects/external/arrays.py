@@ -35,7 +35,7 @@ def read_fields(parts: list[Mapping[str, Any]], body: bytearray) -> list[dict[st
 
 def _read(described: Mapping[str, Any], body: bytearray, start: int) -> tuple[Any, int]:
     if described["dtype"] not in DTYPES:
-        raise ValueError(f"{described['name']} has dtype {described['dtype']!r}")
+        raise ValueError(f"{described['name']} must have a dtype of the protocol, got {described['dtype']!r}")
     dtype: torch.dtype = getattr(torch, described["dtype"])
     shape = [int(size) for size in described["shape"]]
     count = math.prod(shape)

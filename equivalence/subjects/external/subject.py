@@ -52,7 +52,9 @@ class ExternalSubject:
         try:
             self._words = shlex.split(command)
         except ValueError as error:
-            raise ValueError(f'exec:"{command}" is no command line ({error}): close its quotes') from error
+            raise ValueError(
+                f'exec:"{command}" cannot be read as a command line ({error}): close its quotes'
+            ) from error
         if not self._words:
             raise ValueError('exec: names no command: give exec:"PYTHON my_adapter.py"')
         self._child: ChildProcess | None = None

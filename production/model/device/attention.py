@@ -66,7 +66,7 @@ class SegmentAttention(torch.nn.Module):
         }
         for name, (found, only) in wanted.items():
             if found != only:
-                raise self._refused(f"{name} is {found!r}, and only {only!r} is done here", f"set {name} to {only!r}")
+                raise self._refused(f"{name} must be {only!r}, got {found!r}", f"set {name} to {only!r}")
         self._check_mask(attn_mask_type)
         self.group = _context_group(config, pg_collection)
 
@@ -90,7 +90,9 @@ class SegmentAttention(torch.nn.Module):
             self._check_mask(attn_mask_type)
         for name, found in (("attention_mask", attention_mask), ("attention_bias", attention_bias)):
             if found is not None:
-                raise self._refused(f"an {name} was given", "give none: the boundaries say who sees whom")
+                raise self._refused(
+                    f"{name} must be None", "leave it out: the boundaries decide which tokens see each other"
+                )
         self._check_tensors(query, key, value)
         cu_seqlens = self._boundaries(packed_seq_params)
         heads, width, value_width = query.shape[1], query.shape[2], value.shape[2]
@@ -118,11 +120,12 @@ class SegmentAttention(torch.nn.Module):
         if params is None or params.qkv_format != "thd":
             found = "no packed_seq_params" if params is None else f"qkv_format {params.qkv_format!r}"
             raise self._refused(
-                f"{found}, and only packed rows (thd) are done here", "give PackedSeqParams of a packed row"
+                f"{found}, where this attention takes packed rows (thd) only", "give PackedSeqParams of a packed row"
             )
         if params.local_cp_size is not None or params.cp_group is not None:
             raise self._refused(
-                "a context parallel group of its own for this row", "leave local_cp_size and cp_group out"
+                "local_cp_size and cp_group must not be set: a row has the context parallel group of the job",
+                "leave local_cp_size and cp_group out",
             )
         padded = params.cu_seqlens_q_padded is not None
         queries, keys = (
@@ -131,16 +134,16 @@ class SegmentAttention(torch.nn.Module):
             else (params.cu_seqlens_q, params.cu_seqlens_kv)
         )
         if queries is None:
-            raise self._refused("no cu_seqlens_q", "give the boundaries of the row's segments")
+            raise self._refused("cu_seqlens_q must be given", "give the boundaries of the row's segments")
         if keys is not None and keys is not queries and not torch.equal(keys, queries):
-            raise self._refused("keys have other boundaries than queries", "give the same boundaries to both")
+            raise self._refused("cu_seqlens_kv must equal cu_seqlens_q", "give the same boundaries to both")
         boundaries: torch.Tensor = queries
         return boundaries
 
     def _check_mask(self, mask_type: Any) -> None:
         name = getattr(mask_type, "name", mask_type)
         if name not in _CAUSAL:
-            raise self._refused(f"attn_mask_type {name}, and only causal attention is done here", "set it to causal")
+            raise self._refused(f"attn_mask_type must be causal, got {name}", "set it to causal")
 
     def _check_tensors(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
         shapes = f"query {list(query.shape)}, key {list(key.shape)}, value {list(value.shape)}"
@@ -153,11 +156,15 @@ class SegmentAttention(torch.nn.Module):
         )
         if not fits:
             raise self._refused(
-                f"{shapes} do not fit", "give [t, h, d], [t, h_kv, d], [t, h_kv, d_v] where h_kv divides h"
+                f"shapes must fit together, got {shapes}",
+                "give [t, h, d], [t, h_kv, d], [t, h_kv, d_v] where h_kv divides h",
             )
         if query.dtype not in _DTYPES or not query.dtype == key.dtype == value.dtype:
             found = ", ".join(str(each.dtype) for each in (query, key, value))
-            raise self._refused(f"dtypes {found}", "give one floating dtype of at least 16 bits")
+            raise self._refused(
+                f"query, key and value must have one floating dtype of at least 16 bits, got {found}",
+                "give one floating dtype of at least 16 bits",
+            )
 
     def _refused(self, what: str, fix: str) -> PackproofError:
         return PackproofError(what=what, where=f"attention of layer {self.layer_number}", fix=fix)

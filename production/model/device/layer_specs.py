@@ -135,7 +135,7 @@ def _check_letters(config: TransformerConfig, pattern: str) -> None:
         absent |= set(pattern) & {"E"}
     if absent:
         raise PackproofError(
-            what=f"no layer here is {', '.join(sorted(absent))} of the pattern {pattern}",
+            what=f"the pattern must not have the layers {', '.join(sorted(absent))}, which are not available here, got {pattern}",
             where="model.hybrid_layer_pattern",
             fix="write * (attention), - (MLP) or E (experts, with num_moe_experts); M and G need Transformer Engine on CUDA",
         )
@@ -194,7 +194,7 @@ def _moe_layers(config: TransformerConfig) -> list[bool]:
     found = [number % frequency == 0 for number in range(layers)] if isinstance(frequency, int) else list(frequency)
     if len(found) != layers:
         raise PackproofError(
-            what=f"moe_layer_freq names {len(found)} layers of {layers}",
+            what=f"moe_layer_freq must have one entry for each of the {layers} layers, got {len(found)}",
             where="transformer.moe_layer_freq",
             fix="give a number n (every nth layer has experts) or a list of 0 and 1, one for each layer",
         )

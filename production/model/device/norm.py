@@ -37,7 +37,7 @@ class RMSNorm(torch.nn.RMSNorm):
         for name, found in (("the call", normalization), ("the config", config.normalization)):
             if found != "RMSNorm":
                 raise PackproofError(
-                    what=f"{name} asks for {found}, and here is only RMSNorm",
+                    what=f"{name} must ask for RMSNorm without Transformer Engine, got {found}",
                     where="normalization",
                     fix='set normalization="RMSNorm", or install Transformer Engine and run on CUDA',
                 )

@@ -182,7 +182,7 @@ def _replace_random(undo: contextlib.ExitStack, random: Any) -> None:
 
         def add(self, name: str, seed: int) -> None:
             if seed in self.seeds_ or name in self.states_:
-                raise ValueError(f"the random state {name!r} or its seed {seed} is there already")
+                raise ValueError(f"the random state {name!r} or its seed {seed} exists already")
             self.seeds_.add(seed)
             self.states_[name] = torch.Generator().manual_seed(seed).get_state()
 
@@ -190,7 +190,7 @@ def _replace_random(undo: contextlib.ExitStack, random: Any) -> None:
         def fork(self, name: str = "model-parallel-rng") -> Iterator[None]:
             """megatron-core's own warns that the CPU's state moved, which here it must."""
             if name not in self.states_:
-                raise ValueError(f"no random state {name!r}: call model_parallel_cuda_manual_seed first")
+                raise ValueError(f"the random state {name!r} must exist: call model_parallel_cuda_manual_seed first")
             before = torch.get_rng_state()
             torch.set_rng_state(self.states_[name])
             try:

@@ -25,21 +25,23 @@ def check_written(work: Path) -> None:
     try:
         stored = (FileSystemReader(work).read_metadata().storage_data or {}).values()
     except (OSError, EOFError, ValueError) as error:
-        raise _incomplete(f"its list of tensors cannot be read ({error})", work) from error
+        raise _incomplete(f"the checkpoint's list of tensors cannot be read ({error})", work) from error
     ends: dict[str, int] = {}
     for each in stored:
         ends[each.relative_path] = max(ends.get(each.relative_path, 0), each.offset + each.length)
     for name, end in ends.items():
         size = (work / name).stat().st_size if (work / name).is_file() else 0
         if size < end:
-            raise _incomplete(f"{name} has {size} bytes of {end}", work)
+            raise _incomplete(f"{name} must have {end} bytes, got {size}", work)
     if not ends:
-        raise _incomplete("it holds no tensor", work)
+        raise _incomplete("the checkpoint holds no tensor", work)
 
 
 def _incomplete(what: str, work: Path) -> CheckpointRefused:
-    fix = "see whether anything else writes to that folder or removes files there"
-    return CheckpointRefused(what=f"what was written is not there: {what}", where=str(work), fix=fix)
+    fix = "stop what else writes to that folder or removes files there, and start the job again"
+    return CheckpointRefused(
+        what=f"the checkpoint is not complete after it was written: {what}", where=str(work), fix=fix
+    )
 
 
 def make_way(final: Path) -> None:

@@ -25,7 +25,11 @@ def load_huggingface(model: torch.nn.Module, name: str) -> None:
     is not installed, does not know the architecture, or the model's shape is not the checkpoint's.
     """
     if not name:
-        raise PackproofError(what="no name", where="model.initial_path", fix="give a folder or a Hugging Face name")
+        raise PackproofError(
+            what="the name of the weights must not be empty",
+            where="model.initial_path",
+            fix="give a folder or a Hugging Face name",
+        )
     bridge = _bridge(name, where="model.initial: huggingface")
     with torch.no_grad():
         _asked(bridge.load_hf_weights, name, [unwrap(model)])
@@ -52,7 +56,7 @@ def check_bridge(where: str) -> Any:
         raise PackproofError(
             what=f"Megatron-Bridge cannot be imported: {error}",
             where=where,
-            fix="install the extra `bridge` (package megatron-bridge; it needs CUDA), or do without: model.initial=megatron starts from "
+            fix="install the extra `bridge` (package megatron-bridge; it needs CUDA), or work without it: model.initial=megatron starts from "
             "a megatron-core checkpoint, and export without --huggingface writes plain weights",
         ) from error
 
@@ -66,7 +70,7 @@ def _asked(call: Any, name: str, *given: Any) -> Any:
         return call(*given)
     except (ValueError, KeyError, OSError, NotImplementedError, RuntimeError) as error:
         raise PackproofError(
-            what=f"Megatron-Bridge refuses it: {error}",
+            what=f"Megatron-Bridge refuses the checkpoint: {error}",
             where=name,
-            fix="give a checkpoint whose architecture it supports, and section `model` the shape of its config.json",
+            fix="give a checkpoint whose architecture Megatron-Bridge supports, and set section `model` to the shape in the checkpoint's config.json",
         ) from error

@@ -173,7 +173,7 @@ class FolderLock:
         return FolderLocked(
             what=f"another run ({_named(owner)}) {does}",
             where=f"{self._key} {self._folder}",
-            fix=f"give each run a folder of its own, or wait until that one has ended; if no such run is there, remove {self._path}",
+            fix=f"give each run a folder of its own, or wait until the other run has ended; if the other run no longer exists, remove {self._path}",
         )
 
 

@@ -50,7 +50,7 @@ from production.training.metrics.versions import versions
 
 _Fault = tuple[str, str]
 """The fault and the fix."""
-_ROOM = "make room or lower checkpointing.keep_top_k, then start the job again: it goes on from its newest checkpoint"
+_ROOM = "make room or lower checkpointing.keep_top_k, then start the job again: it resumes from its newest checkpoint"
 _NUMBERS = (
     "lower the learning rate or change the optimizer's numbers (adam_eps, clip_grad), then start the job again: it goes on from its "
     "newest checkpoint"
@@ -176,7 +176,7 @@ class Checkpoints:
         """Refuse to replace a complete checkpoint of another run; a checkpoint of this run is saved again."""
         if (final / MANIFEST).is_file() and (not run or read_manifest(final).run != run):
             raise CheckpointRefused(
-                what=f"{final.name} is there already, of another run",
+                what=f"{final.name} exists already and belongs to another run",
                 where=str(self.folder),
                 fix="give this run a folder of its own (checkpointing.checkpoint_dir), or move that checkpoint away",
             )
@@ -304,7 +304,7 @@ def load_state(wanted: dict[str, Any], path: Path) -> dict[str, Any]:
         reasons = getattr(error, "failures", {})
         first = next((str(each[0]) for each in reasons.values()), str(error))
         raise CheckpointRefused(
-            what=f"megatron-core cannot load it: {first.splitlines()[0] if first else type(error).__name__}",
+            what=f"megatron-core cannot load the checkpoint: {first.splitlines()[0] if first else type(error).__name__}",
             where=str(path),
             fix="give a checkpoint of a model of the same shape",
         ) from error

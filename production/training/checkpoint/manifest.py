@@ -81,7 +81,7 @@ def read_manifest(path: Path) -> Manifest:
     except (OSError, msgspec.MsgspecError) as error:
         raise damaged(f"{MANIFEST} cannot be read ({error})", path) from error
     if _checksum(raw) != manifest.checksum:
-        raise damaged(f"{MANIFEST} is not as it was written", path)
+        raise damaged(f"{MANIFEST} was changed after it was written", path)
     return manifest
 
 
@@ -99,7 +99,7 @@ def verify(path: Path) -> Manifest:
             if not (path / name).is_file():
                 fault = f"{name} is missing"
             elif digest(path / name) != manifest.files[name]:
-                fault = f"{name} is not as it was written"
+                fault = f"{name} was changed after it was written"
             if fault:
                 break
     except CheckpointRefused as error:
@@ -118,9 +118,9 @@ def check_optimizer(path: Path, manifest: Manifest) -> None:
     """Refuse a checkpoint that no run can be resumed from."""
     if not manifest.has_optimizer:
         raise CheckpointRefused(
-            what="it was written without the optimizer's state",
+            what="the checkpoint was written without the optimizer's state, from which a run resumes",
             where=str(path),
-            fix="start from its weights in a new folder (model.initial=megatron, model.initial_path, checkpointing.checkpoint_dir)",
+            fix="start from the checkpoint's weights in a new folder (model.initial=megatron, model.initial_path, checkpointing.checkpoint_dir)",
         )
 
 
@@ -135,7 +135,9 @@ def digest(path: Path) -> list[int]:
 
 def damaged(what: str, path: Path) -> CheckpointRefused:
     """Return the refusal of a checkpoint whose files differ from the manifest."""
-    return CheckpointRefused(what=what, where=str(path), fix="move it away: the job then goes on from the one before")
+    return CheckpointRefused(
+        what=what, where=str(path), fix="move the checkpoint away: the job then resumes from the checkpoint before it"
+    )
 
 
 def _checksum(raw: dict[str, Any]) -> int:

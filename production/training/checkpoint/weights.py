@@ -57,7 +57,7 @@ def not_one(path: Path) -> CheckpointRefused:
     inner = sorted(each.name for each in path.glob("step_*") if is_checkpoint(each)) if path.is_dir() else []
     newest = f", such as {path / inner[-1]}" if inner else ""
     return CheckpointRefused(
-        what="it is no whole checkpoint: neither packproof.json nor the metadata of megatron-core's torch_dist format is there",
+        what="the folder must be a whole checkpoint, and has neither packproof.json nor the metadata of megatron-core's torch_dist format",
         where=str(path),
         fix=f"give the folder of one checkpoint itself (step_NNNNNNNN, or Megatron-LM's iter_NNNNNNN){newest}",
     )
@@ -77,9 +77,9 @@ def _check_names(path: Path, wanted: Mapping[str, Any]) -> None:
     if left:
         more = f" and {len(left) - 3} more" if len(left) > 3 else ""
         raise CheckpointRefused(
-            what=f"it holds weights that the model has no place for: {', '.join(left[:3])}{more}",
+            what=f"the checkpoint holds weights that the model does not have: {', '.join(left[:3])}{more}",
             where=str(path),
-            fix="give section `model` the shape of the checkpoint's (tie_embeddings, architecture, experts, biases)",
+            fix="set section `model` to the checkpoint's shape (tie_embeddings, architecture, experts, biases)",
         )
 
     for name in sorted(stored & model.keys()):
@@ -94,7 +94,7 @@ def _check_rows(path: Path, name: str, *, stored: int, model: tuple[int, int] | 
     needed = round_up(stored, ranks)
     if rows != needed:
         raise CheckpointRefused(
-            what=f"its vocabulary has {stored} rows and the model's {rows} ({name}): rows would be "
+            what=f"the model's vocabulary must have the checkpoint's {stored} rows, got {rows} ({name}): rows would be "
             f"{'cut off' if rows < stored else 'left zero'}",
             where=str(path),
             fix=f"set model.vocab_size to {needed}, the checkpoint's"

@@ -55,7 +55,7 @@ class Builder:
     def _unknown(self, kind: type, values: Any, key: str) -> Iterator[tuple[str, str]]:
         """Yield each unknown key with the section that holds it."""
         if not isinstance(values, Mapping):
-            what = f"{key} is {_shown(values)}, where a section stands"
+            what = f"{key} must be a section, got {_shown(values)}"
             raise self._refuse("wrong_type", key, what, "indent its keys below it, or take it out")
         hints = typing.get_type_hints(kind)
         for name, value in values.items():
@@ -94,7 +94,7 @@ class Builder:
             return
         near = [nearest_key(full, section) for full, section in found]
         told = [
-            f"{full} is no {'option of the installed megatron-core' if section.endswith(PASSED_ON) else 'key of a job'}"
+            f"{full} is not {'an option of the installed megatron-core' if section.endswith(PASSED_ON) else 'a key of a job'}"
             + (f"; the nearest is {close}" if close else "")
             for (full, section), close in zip(found, near, strict=True)
         ]
@@ -105,12 +105,14 @@ class Builder:
             key=found[0][0],
             what="; ".join(told),
             where=", ".join(self._where(full) for full, _ in found),
-            fix=f"write {write}, or {out}" if write else f"{out}: no key is like it (--print-config shows all of them)",
+            fix=f"write {write}, or {out}"
+            if write
+            else f"{out}: no key has a similar name (--print-config shows all keys)",
         )
 
     def refuse_twice(self, key: str, again: str) -> None:
         """Refuse an option that stands in `megatron_cfg` and again below `transformer`."""
-        what = f"{key} is set again as {again} at {self._where(again)}"
+        what = f"{key} must be set once, and is set again as {again} at {self._where(again)}"
         raise self._refuse("set_twice", key, what, "keep one of the two")
 
     def value(self, hint: Any, value: Any, key: str) -> Any:
@@ -123,7 +125,7 @@ class Builder:
             if value in arguments and isinstance(value, str):
                 return value
             like = nearest(str(value), arguments)
-            what = f"{key} is {_shown(value)}; the nearest valid word is {like}"
+            what = f"{key} must be one of {', '.join(arguments)}, got {_shown(value)}; the nearest is {like}"
             raise self._refuse("no_choice", key, what, f"write one of {', '.join(arguments)}")
         if origin is tuple:
             by_entry = {Dataset: self._datasets, DataFile: self._files}
@@ -144,14 +146,18 @@ class Builder:
     def _scalar(self, hint: Any, value: Any, key: str) -> Any:
         if hint is float and isinstance(value, int | float) and not isinstance(value, bool):
             if abs(value) >= float("1e308") or not math.isfinite(value):
-                raise self._refuse("wrong_type", key, f"{key} is {value}", "give a finite number")
+                raise self._refuse(
+                    "wrong_type", key, f"{key} must be a finite number, got {value}", "give a finite number"
+                )
             return float(value)
         if hint is int and type(value) is int and abs(value) >= LARGEST:
-            raise self._refuse("wrong_type", key, f"{key} is {value}", "give a whole number below 2**64")
+            raise self._refuse(
+                "wrong_type", key, f"{key} must be below 2**64, got {value}", "give a whole number below 2**64"
+            )
         if type(value) is hint:
             return value
         wanted = _WANTED[hint]
-        what = f"{key} is {_shown(value)}, where {wanted} is wanted"
+        what = f"{key} must be {wanted}, got {_shown(value)}"
         quoted = hint is str and isinstance(value, bool | int | float)
         fix = f'write "{value}" in quotes if the word is meant' if quoted else f"give {wanted}"
         if value == "None":
@@ -160,7 +166,7 @@ class Builder:
 
     def _tuple(self, hint: Any, value: Any, key: str) -> tuple[Any, ...]:
         if not isinstance(value, list):
-            raise self._refuse("wrong_type", key, f"{key} is {_shown(value)}, where a list is wanted", "give a list")
+            raise self._refuse("wrong_type", key, f"{key} must be a list, got {_shown(value)}", "give a list")
         return tuple(self.value(hint, each, f"{key}[{index}]") for index, each in enumerate(value))
 
     def _datasets(self, value: Any, key: str) -> tuple[Dataset, ...]:
@@ -193,7 +199,7 @@ class Builder:
         if isinstance(value, str):
             return (DataFile(path=value),)
         if not isinstance(value, list) or not value:
-            what = f"{key} is {_shown(value)}, where a path or a list of paths is wanted"
+            what = f"{key} must be a path or a list of paths, got {_shown(value)}"
             raise self._refuse("wrong_type", key, what, "give a path, a list of paths, or a list of {path, weight}")
         found: list[DataFile] = []
         for index, each in enumerate(value):
@@ -209,7 +215,7 @@ class Builder:
 
     def _mapping(self, hint: Any, value: Any, key: str) -> dict[str, Any]:
         if not isinstance(value, Mapping):
-            what = f"{key} is {_shown(value)}, where a mapping is wanted"
+            what = f"{key} must be a mapping, got {_shown(value)}"
             raise self._refuse("wrong_type", key, what, "indent its keys below it, or take it out")
         return {name: self.value(hint, each, f"{key}.{name}") for name, each in value.items()}
 

@@ -50,9 +50,9 @@ class ConfigFingerprint:
         try:
             whole = cls(**value)
         except TypeError as error:
-            raise ValueError(f"it is no fingerprint of a configuration ({error})") from error
+            raise ValueError(f"it is not a fingerprint of a configuration ({error})") from error
         if not (type(whole.version) is int and type(whole.digest) is str and isinstance(whole.values, Mapping)):
-            raise ValueError("it is no fingerprint of a configuration (a field has another type)")
+            raise ValueError("it is not a fingerprint of a configuration (a field has another type)")
         return whole
 
 
@@ -69,7 +69,7 @@ def fingerprint_config(job: Job) -> ConfigFingerprint:
 def config_differences(saved: ConfigFingerprint, now: ConfigFingerprint) -> list[str]:
     """Return each key that decides a number and differs, with both values, in whole sentences."""
     if saved.version != now.version:
-        return [f"The fingerprints are of versions {saved.version} and {now.version}, which cannot be compared: make the older one anew."]  # fmt: skip
+        return [f"The fingerprints are of versions {saved.version} and {now.version}, which cannot be compared: make the older one again."]  # fmt: skip
     keys = sorted({*saved.values, *now.values})
     pairs = ((key, saved.values.get(key, MISSING), now.values.get(key, MISSING)) for key in keys)
     return [f"{key} was {json.dumps(old)} and is {json.dumps(new)}." for key, old, new in pairs if old != new]

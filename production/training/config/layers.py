@@ -70,7 +70,7 @@ class Overlay:
             except (OmegaConfBaseException, *_OF_RESOLVERS) as error:
                 raise self._unresolved(key, written, error) from None
             if value == MISSING or (value is None and OmegaConf.is_missing(config, key)):
-                raise self._unresolved(key, written, "it leads to a value that is not set")
+                raise self._unresolved(key, written, "it refers to a value that is not set")
             self.values = _put(self.values, PART.findall(key), value, key, self.where(key))
             self.sources[key] = dataclasses.replace(self.sources[key], expression=written)
 
@@ -93,7 +93,7 @@ class Overlay:
     def _unresolved(self, key: str, written: str, error: Exception | str) -> ConfigRefused:
         reason = str(error).split("\n", maxsplit=1)[0] or type(error).__name__
         if isinstance(error, RecursionError):
-            reason = "it leads back to itself"
+            reason = "it refers to itself"
         found = _NOT_FOUND.search(reason)
         like = nearest(found[1], [each for each, _ in leaves(self.values)], cutoff=0.6) if found else None
         fix = f"name a key that has a value; the nearest is {like}" if like else "name a key that has a value"
@@ -115,7 +115,7 @@ class Overlay:
 def _product(left: Any, right: Any) -> Any:
     """Multiply two numbers, as NeMo-RL's files do; a word times a number would be as long as the number says."""
     if not all(isinstance(each, int | float) and not isinstance(each, bool) for each in (left, right)):
-        raise ValueError(f"mul takes two numbers, not {left!r} and {right!r}")
+        raise ValueError(f"mul must have two numbers, got {left!r} and {right!r}")
     return left * right
 
 
@@ -154,11 +154,17 @@ def _put(values: Any, parts: Iterable[str], new: Any, key: str, where: str) -> A
         index = int(name[1:-1])
         if not isinstance(values, list) or index >= len(values):
             count = len(values) if isinstance(values, list) else 0
-            what = f"{key} names entry {index} of a list of {count}"
-            raise ConfigRefused(kind="override", key=key, what=what, where=where, fix="name an entry that is there")
+            what = (
+                f"{key} must name an entry of the list, from 0 to {count - 1}, got {index}"
+                if count
+                else f"{key} must name an entry of a list, got entry {index} of an empty list"
+            )
+            raise ConfigRefused(kind="override", key=key, what=what, where=where, fix="name an entry of the list")
         return [_put(each, rest, new, key, where) if at == index else each for at, each in enumerate(values)]
     if isinstance(values, list) and values:  # an empty one is a split that no file has: it may be one dataset
-        what = f"{key} asks a list for {name!r}"
-        raise ConfigRefused(kind="override", key=key, what=what, where=where, fix="name an entry, such as [0]")
+        what = f"{key} must name an entry of a list by its number, got {name!r}"
+        raise ConfigRefused(
+            kind="override", key=key, what=what, where=where, fix="name an entry by its number, such as [0]"
+        )
     below = values if isinstance(values, dict) else {}
     return {**below, name: _put(below.get(name), rest, new, key, where)}

@@ -53,7 +53,7 @@ def check_option(kind: Kind, name: str, value: Any, *, key: str, where: str) -> 
     """Refuse a value that the annotation of the option `name` does not take (SPEC R-SETUP-4)."""
     fields = option_fields(kind)
     if value != option_defaults(kind)[name] and (number := _impossible(value)) is not None:
-        what, fix = f"{key} is {number}", "give a finite number below 2**63"
+        what, fix = f"{key} must be finite and below 2**63, got {number}", "give a finite number below 2**63"
         raise ConfigRefused(kind="wrong_type", key=key, what=what, where=where, fix=fix)
     if _converted(fields[name], value) is _UNSUITED:
         written = _readable(fields[name])
@@ -63,7 +63,7 @@ def check_option(kind: Kind, name: str, value: Any, *, key: str, where: str) -> 
                 "take it out; model.activation names a function",
             )
         else:
-            what, fix = f"{key} is {value!r}, where megatron-core wants {written}", f"give {written}"
+            what, fix = f"{key} must be {written} for megatron-core, got {value!r}", f"give {written}"
         raise ConfigRefused(kind="wrong_type", key=key, what=what, where=where, fix=fix)
 
 

@@ -145,7 +145,7 @@ def _take_datasets(overlay: Overlay, taken: Taken) -> None:
 
 def _refuse_dataset(overlay: Overlay, taken: Taken, key: str, section: dict[str, Any]) -> None:
     name = section["dataset_name"]
-    what = f"{name!r} is a dataset that NeMo-RL downloads or converts, which this job does not do"
+    what = f"must be {PACKED} or {CHAT}, got {name!r}, a dataset that NeMo-RL downloads or converts"
     fix = f"write it as chat JSONL (a line a conversation, key messages) and set dataset_name {CHAT} and data_path, or pack it and set {PACKED}"
     taken.refused.append(_refusal(overlay, f"{key}.dataset_name", what, fix))
     section["dataset_name"] = CHAT

@@ -27,7 +27,7 @@ class NemoRlKey:
     fix: str = ""
     """What to do instead."""
     parts: frozenset[str] = frozenset()
-    """Keys that a mapping below the key may have; with others it is no key of NeMo-RL's. Empty: any."""
+    """Keys that a mapping below the key may have; with others it is not a key of NeMo-RL. Empty: any."""
 
     def is_shaped(self, value: Any) -> bool:
         """Return whether `value` has the shape that the key has in NeMo-RL's files."""

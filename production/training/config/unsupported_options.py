@@ -117,8 +117,8 @@ Transformer Engine only.
 
 NEEDS_CUDA: Mapping[Kind, Mapping[str, str]] = {
     "transformer": {
-        "enable_autocast": "autocast, which is CUDA's",
-        "fine_grained_activation_offloading": "offloading of activations, which is between CUDA streams",
+        "enable_autocast": "CUDA's autocast",
+        "fine_grained_activation_offloading": "offloading of activations between CUDA streams",
         "gradient_accumulation_fusion": "fused accumulation of weight gradients",
     },
     "optimizer": {"optimizer_cpu_offload": "offloading of the optimizer to the CPU"},

@@ -173,11 +173,11 @@ def missing_files(job: Job) -> list[SetupRefused]:
     for path, key in wanted.items():
         is_folder = is_there(path) and Path(path).is_dir()
         if not path or not is_there(path):
-            fix = "name one that is there; paths are relative to where the job is started"
+            fix = "give a path that exists; paths are relative to the folder in which the job is started"
             found.append(setup.refuse("no_file", key, f"{path or 'a file without a name'} is not on this machine", fix))
         elif is_folder != (key == "model.initial_path"):
             is_one, wants = ("a folder", "a file") if is_folder else ("a file", "the folder of a checkpoint")
-            found.append(setup.refuse("no_file", key, f"{path} is {is_one}, where {wants} is wanted", f"name {wants}"))
+            found.append(setup.refuse("no_file", key, f"{path} must be {wants}, got {is_one}", f"name {wants}"))
     return found
 
 
@@ -188,8 +188,10 @@ def device_here(job: Job) -> str:
     """
     is_here = torch.cuda.is_available()
     if job.cluster.device == "cuda" and not is_here:
-        fix = "set it to cpu, or start the job where a GPU is"
-        raise Setup(job=job, world_size=1, device=None).refuse("device", "cluster.device", "no CUDA device here", fix)
+        fix = "set it to cpu, or start the job on a machine with a GPU"
+        raise Setup(job=job, world_size=1, device=None).refuse(
+            "device", "cluster.device", "must be cpu or auto without a CUDA device, got cuda", fix
+        )
     return job.cluster.device if job.cluster.device != "auto" else "cuda" if is_here else "cpu"
 
 

@@ -27,7 +27,7 @@ _MOST_BYTES = 1 << 22
 """Bytes of one file at most: a configuration has some thousand."""
 _MOST_NODES = 100_000
 _DEEPEST = 64
-_TOO_DEEP = "values nested too deep"
+_TOO_DEEP = f"values must be nested at most {_DEEPEST} levels deep"
 _LONGEST_NUMBER = 100
 PART = re.compile(r"[^.\[\]]+|\[\d+\]")
 """One step of a dotted key: a name, or the place in a list."""
@@ -56,22 +56,38 @@ def read_file(path: str | Path, *, inherited: tuple[Path, ...] = ()) -> list[Lay
     _check_text(str(path), str(path).encode(errors="backslashreplace").decode(), key="defaults" if inherited else "")
     if path.resolve() in inherited:
         chain = " -> ".join(str(each) for each in (*inherited, path))
-        raise _refuse("defaults", "a file cannot stand under itself", chain, "take one `defaults` out", key="defaults")
+        raise _refuse(
+            "defaults",
+            "a file must not name itself by defaults, directly or through other files",
+            chain,
+            "take one `defaults` out",
+            key="defaults",
+        )
     try:
         text = read_regular(path, most_bytes=_MOST_BYTES).decode("utf-8")
     except OSError as error:
         if error.errno == errno.EFBIG:
-            what = f"has more than {_MOST_BYTES >> 20} MiB, which is no configuration"
+            what = f"the file must have at most {_MOST_BYTES >> 20} MiB"
             raise _refuse("no_yaml", what, str(path), "name the YAML file of the job") from None
-        raise _refuse("no_file", f"cannot be read: {error.strerror}", str(path), "name a file that is there") from None
+        raise _refuse(
+            "no_file", f"the file cannot be read: {error.strerror}", str(path), "give the path of a file that exists"
+        ) from None
     except UnicodeDecodeError as error:
-        raise _refuse("no_yaml", f"is no UTF-8: byte {error.start}", str(path), "save it as UTF-8") from None
+        raise _refuse(
+            "no_yaml", f"the file must be UTF-8, and is not at byte {error.start}", str(path), "save it as UTF-8"
+        ) from None
     layer = read_text(text, name=str(path))
     parents = layer.values.pop("defaults", [])
     place = layer.places.pop("defaults", str(path))
     parents = [parents] if isinstance(parents, str) else parents
     if not isinstance(parents, list) or not all(isinstance(parent, str) for parent in parents):
-        raise _refuse("wrong_type", "defaults names no file", place, "write a path or a list of paths", key="defaults")
+        raise _refuse(
+            "wrong_type",
+            "defaults must be a path or a list of paths",
+            place,
+            "write a path or a list of paths",
+            key="defaults",
+        )
     layers: list[Layer] = []
     for parent in parents:
         layers += read_file(path.parent / parent, inherited=(*inherited, path.resolve()))
@@ -84,17 +100,22 @@ def read_text(text: str, *, name: str) -> Layer:
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
     except RecursionError:
-        raise _refuse("no_yaml", _TOO_DEEP, name, "write fewer levels") from None
+        raise _refuse("no_yaml", _TOO_DEEP, name, "nest the values less deeply") from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = name if mark is None else f"{name}:{mark.line + 1}"
         problem = getattr(error, "problem", None) or str(error)
-        raise _refuse("no_yaml", f"is no YAML: {problem}", where, "fix the line, or the indentation above it") from None
+        raise _refuse(
+            "no_yaml",
+            f"the file must be YAML, and is not: {problem}",
+            where,
+            "fix the line, or the indentation above it",
+        ) from None
     reader = _Reader(name)
     values = {} if node is None else reader.value(node, "")
     if not isinstance(values, dict):
         raise _refuse(
-            "no_yaml", "is not a mapping of sections", name, "begin with `sft:`, `policy:`, `data:` and so on"
+            "no_yaml", "the file must be a mapping of sections", name, "begin with `sft:`, `policy:`, `data:` and so on"
         )
     return Layer(values=values, places=reader.places)
 
@@ -109,11 +130,13 @@ def read_override(text: str) -> tuple[str, Plain, dict[str, str]]:
     place = f"override {text!r}"
     if not equals or not _KEY.fullmatch(key) or len(PART.findall(key)) > _DEEPEST:
         fix = "write section.key=value, such as policy.precision=float32, with no plus or tilde before it"
-        raise _refuse("override", "is no key=value", place, fix, key=key)
+        raise _refuse("override", "must be key=value", place, fix, key=key)
     try:
         node = yaml.compose(written, Loader=yaml.SafeLoader)
     except (yaml.YAMLError, RecursionError):
-        raise _refuse("override", f"{written!r} is no YAML", place, "put the value in quotes", key=key) from None
+        raise _refuse(
+            "override", f"the value must be YAML, got {written!r}", place, "put the value in quotes", key=key
+        ) from None
     reader = _Reader(place, lines=False)
     return key, None if node is None else reader.value(node, key), reader.places or {key: place}
 
@@ -161,11 +184,11 @@ class _Reader:
         self._nodes += 1
         what = ""
         if any(node is each for each in self._around):
-            what = f"{key or 'the file'}: an alias stands inside what it stands for"
+            what = f"{key or 'the file'}: an alias must not contain itself"
         elif len(self._around) > _DEEPEST:
             what = f"{key[:80]}: {_TOO_DEEP}"
         elif self._nodes > _MOST_NODES:
-            what = f"has more than {_MOST_NODES:,} values, those of aliases counted"
+            what = f"the file must have at most {_MOST_NODES:,} values, each use of an alias counted"
         if what:
             raise _refuse("no_yaml", what, self._place(node), "write the values out, or use ${...}", key=key)
 
@@ -178,10 +201,10 @@ class _Reader:
             full = f"{key}.{name}" if key else str(name)
             _check_text(str(name), place, key=key)
             if not name or name == "<<":
-                what = "merge keys (<<) are not read" if name == "<<" else "a key is no word"
+                what = "merge keys (<<) are not supported" if name == "<<" else "a key must be a word"
                 raise _refuse("no_yaml", what, place, "write the keys out, or use ${...} or `defaults:`", key=full)
             if name in found:
-                what = f"{full} is set twice, first at {first[name]}"
+                what = f"{full} must be set once, and is set first at {first[name]}"
                 raise _refuse("duplicate_key", what, place, "keep one of the two", key=full)
             first[name] = place
             found[name] = self.value(value_node, full)
@@ -194,15 +217,17 @@ class _Reader:
         if node.style is not None or node.tag == "!":
             return text
         if text.lower() in _BARE_WORDS:
-            what = f"{key}: a bare `{text}` is a word to one reader and {text.lower() in {'yes', 'on'}} to another"
+            what = f"{key} must not be a bare `{text}`: some YAML readers take it for a word, and others for {str(text.lower() in {'yes', 'on'}).lower()}"
             fix = f'write true or false, or "{text}" in quotes where the word is meant'
             raise _refuse("bare_word", what, self._place(node), fix, key=key)
         if text.lower() in _WORDS:
             return _WORDS[text.lower()]
         if _INTEGER.fullmatch(text):
             if len(text) > _LONGEST_NUMBER:
-                what = f"{key} is a number of {len(text)} digits"
-                raise _refuse("wrong_type", what, self._place(node), "give a number of a sensible size", key=key)
+                what = f"{key} must have at most {_LONGEST_NUMBER} digits, got {len(text)}"
+                raise _refuse(
+                    "wrong_type", what, self._place(node), f"give a number of at most {_LONGEST_NUMBER} digits", key=key
+                )
             return int(text)
         if _FLOAT.fullmatch(text) or text.lower() in _NOT_FINITE:
             return float(_NOT_FINITE.get(text.lower(), text))
@@ -214,7 +239,7 @@ class _Reader:
 
 def _check_text(text: str, place: str, *, key: str) -> None:
     if _NO_TEXT.search(text):
-        what = f"{key or 'a name'}: {text[:60]!a} has a character that no path and no name can have (NUL, or half of a surrogate pair)"
+        what = f"{key or 'a name'}: {text[:60]!a} must not contain NUL or half of a surrogate pair"
         raise _refuse("no_text", what, place, "write it without that character", key=key)
 
 

@@ -73,9 +73,9 @@ def dump(
         (folder / f"rank_{place.rank}.rows.json").write_bytes(msgspec.json.format(msgspec.json.encode(said), indent=2))
     except (OSError, SafetensorError) as error:
         raise PackproofError(
-            what=f"what rank {place.rank} fed cannot be dumped: {error}",
+            what=f"the batch that rank {place.rank} fed cannot be dumped: {error}",
             where=str(folder),
-            fix="make room there, or give another logger.log_dir",
+            fix="make room in the folder, or give another logger.log_dir",
         ) from error
     return folder
 

@@ -290,7 +290,7 @@ def _as_one(job: Job) -> Dataset:
     for number, other in enumerate(others, 1):
         if dataclasses.replace(other, data_path=first.data_path) != first:
             raise PackproofError(
-                what="it is read otherwise than the first training dataset (chat_key, on_bad_row or the like)",
+                what="every training dataset must have the settings of the first (chat_key, on_bad_row and so on), and this one has others",
                 where=f"data.train[{number}]",
                 fix="give all training datasets the same settings, as one dataset of several files",
             )

@@ -152,7 +152,7 @@ def check_resume(saved: Mapping[str, Any], now: Mapping[str, Any], *, free: Sequ
     )
     fixes = [_fix(key, old) for key, (old, _) in differing.items()]
     raise ResumeRefused(
-        what=f"the run is not what it was: {told}",
+        what=f"the run must have the settings and files that it was saved with, and differs: {told}",
         where="resume",
         fix="; ".join(dict.fromkeys(fixes)),
         differing=differing,

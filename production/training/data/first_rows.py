@@ -100,7 +100,7 @@ def _check_chat(job: Job, head: Head, found: FirstRows) -> None:
             SetupRefused(
                 kind="packed_file",
                 key=job.written(key),
-                what=f"the file is packed ({why}), and {CHAT} takes each line for one conversation",
+                what=f"the file must hold one conversation a line for {CHAT}, and it is packed ({why})",
                 where=f"{job.where(key)}, {head.path}",
                 fix=f"set dataset_name to {PACKED} (the direct path), or give the chat file that it was packed from",
             )

@@ -56,7 +56,9 @@ class LoaderSettings:
             what = f"{self.stuck_seconds:g} s"
             raise PackproofError(what=what, where="loader stuck_seconds", fix="give a time above 0")
         if self.pin_memory and not torch.cuda.is_available():
-            raise PackproofError(what="there is no CUDA device", where="loader pin_memory", fix="leave it off")
+            raise PackproofError(
+                what="must be false without a CUDA device, got true", where="loader pin_memory", fix="leave it off"
+            )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

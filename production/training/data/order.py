@@ -55,7 +55,7 @@ class GlobalBatch:
         """
         if not 0 <= rank < size or len(self.samples) % size:
             raise PackproofError(
-                what=f"rank {rank} of {size} for {len(self.samples)} samples",
+                what=f"must be from 0 to {size - 1} for {size} ranks that divide the {len(self.samples)} samples, got {rank}",
                 where="data-parallel rank",
                 fix="give a rank from 0 to dp - 1 and a global batch that dp divides",
             )
@@ -93,7 +93,7 @@ class Order:
         """
         size = self.settings.global_batch_size
         if consumed_samples < 0 or consumed_samples % size:
-            what = f"{consumed_samples} samples are not a number of global batches of {size}"
+            what = f"must be a multiple of the global batch size, {size}, got {consumed_samples}"
             raise order_refused(what, "consumed_samples", "resume with the global batch size that the run had")
         if self.total_samples is not None and consumed_samples >= self.total_samples:
             return None
@@ -170,12 +170,12 @@ class ValidationOrder:
         sizes = {"rows": rows, "global_batch_size": global_batch_size, "data_parallel_size": data_parallel_size}
         for name, size in (sizes | ({} if limit is None else {"limit": limit})).items():
             if size < 1:
-                raise order_refused(f"{size} is not a number of rows or ranks", f"validation {name}", "give at least 1")
+                raise order_refused(f"must be at least 1, got {size}", f"validation {name}", "give at least 1")
         if limit is not None and limit > rows:
-            what = f"{limit} rows of a source that has {rows}: none is taken twice"
+            what = f"must be at most the {rows} rows of the source, got {limit}: validation takes no row twice"
             raise order_refused(what, "validation limit", "lower it, or leave it out for all rows")
         if global_batch_size % data_parallel_size:
-            what = f"{global_batch_size} rows over {data_parallel_size} data-parallel ranks"
+            what = f"must be a multiple of data_parallel_size, {data_parallel_size}, got {global_batch_size}"
             raise order_refused(what, "validation global_batch_size", "make it a multiple of data_parallel_size")
         self.total_samples = rows if limit is None else limit
         self._size, self._ranks = global_batch_size, data_parallel_size
@@ -249,15 +249,17 @@ class _Blend:
 def _check_rows(rows: tuple[int, ...], settings: OrderSettings) -> None:
     weights = settings.weights
     if len(rows) != (1 if weights is None else len(weights)):
-        have = "no weights" if weights is None else f"{len(weights)} weights"
+        have = "one source without weights" if weights is None else f"{len(weights)} sources, one for each weight"
         fix = "give one weight for each source, or open the files end to end as one source"
-        raise order_refused(f"{len(rows)} sources with {have}", "weights", fix)
+        raise order_refused(f"there must be {have}, got {len(rows)} sources", "weights", fix)
     if min(rows) < 1:
-        raise order_refused("a source without a row", f"source {rows.index(min(rows))}", "leave it out")
+        raise order_refused(
+            f"must have at least one row, got {min(rows)}", f"source {rows.index(min(rows))}", "leave the source out"
+        )
     size = settings.global_batch_size
     if settings.last_batch != "wrap" and rows[0] < size:
         what = f"a source needs at least {size} rows, one global batch, got {rows[0]}"
-        raise order_refused(what, "last_batch", "take wrap, or lower global_batch_size")
+        raise order_refused(what, "last_batch", "set it to wrap, or lower global_batch_size")
 
 
 def _mixed(value: int) -> int:

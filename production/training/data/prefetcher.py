@@ -112,14 +112,14 @@ class Prefetcher:
         """
         if os.getpid() != self._owner:
             fix = "open a loader in the process that asks it, after the fork"
-            raise PackproofError(what="it belongs to another process", where="loader", fix=fix)
+            raise PackproofError(what="the loader belongs to another process", where="loader", fix=fix)
         until = time.monotonic() + self._stuck_seconds
         with self._changed:
             while True:
                 if self._failure is not None:
                     raise self._failure
                 if self._is_closed:
-                    raise PackproofError(what="it is closed", where="loader", fix="open a new one")
+                    raise PackproofError(what="the loader is closed", where="loader", fix="open a new loader")
                 if self._steps and self._steps[0].is_ready:
                     break
                 if self._is_over and not self._steps:

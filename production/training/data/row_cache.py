@@ -3,7 +3,7 @@
 A folder holds the rows of one source, tokenizer, settings and version of the code; any other of these is another folder, so a stale
 row cannot be read. Each process appends records to a segment file of its own and then publishes the record's place in an index, which
 all processes share: a process that is killed in between leaves bytes that nobody reads. Records carry a checksum, which each read
-verifies; a record that is damaged is built anew.
+verifies; a record that is damaged is built again.
 
 Records are read, not mapped: a file that is cut short under a mapping ends the process.
 """

@@ -97,7 +97,7 @@ def decode(record: memoryview) -> Row | RowRefused:
         dtype = np.dtype(array.stored)
         end = place + array.length * dtype.itemsize
         if end > len(record):
-            raise DamagedRecord(f"{array.name} ends at byte {end} of {len(record)}")
+            raise DamagedRecord(f"{array.name} ends at byte {end}, and the record has {len(record)} bytes")
         stored = np.frombuffer(record[place:end], dtype)
         tensors[array.name] = torch.from_numpy(stored.astype(np.dtype(array.dtype)))
         place = end

@@ -35,9 +35,9 @@ def load_tokenizer(job: Job) -> Any:
         tokenizer.chat_template = _template(Path(given.chat_template), key) if is_a_file else given.chat_template
         if "{" not in tokenizer.chat_template:
             raise PackproofError(
-                what=f"the chat template {tokenizer.chat_template[:60]!r} has no {{{{ or {{%: it is the same text for all conversations",
+                what=f"the chat template {tokenizer.chat_template[:60]!r} must contain {{{{ or {{%, or all conversations are rendered as the same text",
                 where=key,
-                fix="write a template, or name a file that ends in .jinja",
+                fix="write a template, or give the path of a file that ends in .jinja",
             )
     return tokenizer
 
@@ -71,7 +71,7 @@ def vocabulary_size(job: Job, tokenizer: Any) -> int:
         return round_up(needed, job.megatron.tensor_model_parallel_size)
     if job.model.vocab_size < needed:
         raise PackproofError(
-            what=f"an embedding of {job.model.vocab_size} rows for a tokenizer with ids up to {needed - 1}",
+            what=f"must be at least {needed}, since the tokenizer has ids up to {needed - 1}, got {job.model.vocab_size}",
             where=job.where("model.vocab_size"),
             fix=f"give at least {needed}, a multiple of tensor_model_parallel_size, or leave it out",
         )

@@ -20,7 +20,7 @@ def started_ranks() -> int | None:
     if said is None:
         return None
     if not said.isascii() or not said.isdecimal() or int(said[:20]) < 1 or len(said) > 9:
-        raise _refused(f"{said[:40]!r} is not a number of ranks", "WORLD_SIZE")
+        raise _refused(f"must be a number of ranks from 1, got {said[:40]!r}", "WORLD_SIZE")
     return int(said)
 
 
@@ -33,13 +33,13 @@ def check_environment() -> None:
     if "RANK" in there or "WORLD_SIZE" in there:
         unset = [name for name in _OF_A_RANK if not os.environ.get(name)]
         if unset:
-            what = f"{', '.join(unset)} {'is' if len(unset) == 1 else 'are'} not set or empty, where {', '.join(there)} {'is' if len(there) == 1 else 'are'} there"
-            fix = "start with torchrun, which sets all of them, or take those that are there out of the environment"
+            what = f"must be set where {', '.join(there)} {'is' if len(there) == 1 else 'are'} set"
+            fix = f"start with torchrun, which sets all of {', '.join(_OF_A_RANK)}, or unset {', '.join(there)}"
             raise _refused(what, ", ".join(unset), fix)
         rank = _number("RANK")
         assert size is not None
         if rank >= size:
-            raise _refused(f"rank {rank} of {size} ranks, which count from 0", "RANK")
+            raise _refused(f"must be from 0 to {size - 1}, got {rank}", "RANK")
         _number("MASTER_PORT")
     if "LOCAL_RANK" in os.environ:
         _number("LOCAL_RANK")
@@ -58,7 +58,9 @@ def threads() -> int:
     first = said.partition(",")[0].strip()
     if not first.isascii() or not first.isdecimal() or not 1 <= int(first[:9]) <= 1 << 16:
         raise _refused(
-            f"{said[:40]!r} is not a number of threads", "OMP_NUM_THREADS", "set it to a number, such as 1, or unset it"
+            f"must be a number of threads from 1, got {said[:40]!r}",
+            "OMP_NUM_THREADS",
+            "set it to a number, such as 1, or unset it",
         )
     return int(first)
 
@@ -66,7 +68,7 @@ def threads() -> int:
 def _number(name: str) -> int:
     said = os.environ[name]
     if not said.isascii() or not said.isdecimal() or len(said) > 9:
-        raise _refused(f"{said[:40]!r} is not a number", name)
+        raise _refused(f"must be a number, got {said[:40]!r}", name)
     return int(said)
 
 

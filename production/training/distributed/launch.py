@@ -77,7 +77,9 @@ def world_size() -> int:
 def _is_cuda(device: str) -> bool:
     if device == "cuda" and not torch.cuda.is_available():
         raise PackproofError(
-            what="no CUDA device is visible", where="cluster.device", fix="set it to cpu, or run where there is one"
+            what="must be cpu or auto without a CUDA device, got cuda",
+            where="cluster.device",
+            fix="set it to cpu, or run on a machine with a CUDA device",
         )
     return device != "cpu" and torch.cuda.is_available()
 
@@ -91,7 +93,7 @@ def _join(backend: str, timeout_seconds: int) -> None:
             raise PackproofError(
                 what=f"the ranks did not find each other within {timeout_seconds} s: {str(error).splitlines()[0]}",
                 where=f"rank {os.environ['RANK']} of {os.environ.get('WORLD_SIZE', '?')}",
-                fix="start all of them, with torchrun or with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT of one run",
+                fix="start all ranks, with torchrun or with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT of one run",
             ) from error
         return
     distributed.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 
 POLL_SECONDS = 1.0
-"""Seconds between two checks of the launcher."""
+"""Seconds between two checks that the launcher still runs."""
 LAUNCHER_GONE = "LAUNCHER_GONE"
 """Name of this request to end, beside the names of signals."""
 

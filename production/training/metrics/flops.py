@@ -202,8 +202,8 @@ def _hybrid_layers(pattern: str) -> tuple[int, int, int]:
     letters = "".join([main, *rest]).replace("|", "")
     if other := sorted(set(letters) - set("*-E")):
         raise PackproofError(
-            what=f"layers {', '.join(other)} of the pattern {pattern} are not ones that FLOPs are counted for",
+            what=f"layers {', '.join(other)} of the pattern {pattern} have no count of FLOPs",
             where="model.hybrid_layer_pattern",
-            fix="go without TFLOP/s and MFU: nothing else needs them",
+            fix="do without TFLOP/s and MFU: nothing else needs the count",
         )
     return letters.count("*"), letters.count("-"), letters.count("E")

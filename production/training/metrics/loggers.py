@@ -215,7 +215,7 @@ class TensorBoard:
     """Writes an event file for TensorBoard, in float32: compare losses by the JSON lines."""
 
     def __init__(self, folder: Path, finished_steps: int) -> None:
-        """Hide steps after `finished_steps` of earlier event files; a run that begins anew hides all steps, step 0
+        """Hide steps after `finished_steps` of earlier event files; a new run hides all steps, step 0
         too.
         """
         summaries = _import("torch.utils.tensorboard", package="tensorboard", extra=None)
@@ -323,8 +323,8 @@ def read_records(path: Path) -> Iterator[Record]:
             except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
                 raise BadInput(
                     kind="bad_record",
-                    what=f"no record of a run: {error!r}",
-                    fix="give the metrics.jsonl of a run",
+                    what=f"the line must be a record of a run, and is not: {error!r}",
+                    fix="give the file metrics.jsonl of a run",
                     file=str(path),
                     line=number,
                 ) from error
@@ -358,7 +358,7 @@ def _unwritten(error: OSError, path: Path) -> PackproofError:
     return PackproofError(
         what=f"a run's numbers cannot be written: {error.strerror or error}",
         where=str(path),
-        fix="make room there or give another logger.log_dir, then start the job again: it goes on from its newest checkpoint",
+        fix="make room in the folder or give another logger.log_dir, then start the job again: it resumes from its newest checkpoint",
     )
 
 

@@ -145,7 +145,7 @@ def row_of(
 
 
 def measured(numbers: Sequence[float], *, steps: int) -> tuple[list[Measured], int]:
-    """Return each step's numbers, and the largest stop vote, from the flat sum of all ranks' `row_of`."""
+    """Return the numbers of each step, and the largest stop vote, from the all-reduced sum in which every rank filled its own `row_of`."""
     width = FIELDS * steps + 1
     ranks = [numbers[at : at + width] for at in range(0, len(numbers), width)]
     found = [

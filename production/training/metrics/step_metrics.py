@@ -76,9 +76,9 @@ class StepMetrics:
         """
         if loss_sums.shape != (self._depths,) or mask_sums.shape != (self._depths,):
             raise PackproofError(
-                what=f"sums of shape {tuple(loss_sums.shape)} and {tuple(mask_sums.shape)} for {self._depths} depths",
+                what=f"the sums must have one value for each of the {self._depths} depths, got shapes {tuple(loss_sums.shape)} and {tuple(mask_sums.shape)}",
                 where="metrics of multi-token prediction",
-                fix="give one sum a depth, and StepMetrics the model's number of depths",
+                fix="give one sum for each depth, and give StepMetrics the model's number of depths",
             )
         self._depth_losses.append(_pair(loss_sums, mask_sums))
         if token_sums is not None:
@@ -249,7 +249,7 @@ class StepMetrics:
             raise PackproofError(
                 what="no microbatch's loss was added"
                 if self._group.has_loss
-                else "a loss on a stage that computes none",
+                else "a loss was added on a stage that computes no loss",
                 where="metrics of a step",
                 fix="call add_loss once a microbatch, on the last pipeline stage",
             )

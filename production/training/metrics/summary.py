@@ -118,7 +118,7 @@ def summarize(records: Iterable[Record]) -> Summary | None:
 
 def show(summary: Summary, console: Console, *, folder: Path) -> None:
     """Return the closing table."""
-    table = Table(title="how the run went", title_justify="left", show_header=False)
+    table = Table(title="summary of the run", title_justify="left", show_header=False)
     table.add_column("what", style="bold", no_wrap=True)
     table.add_column("value")
     for name, value in _lines(summary):
@@ -239,7 +239,7 @@ def _lines(summary: Summary) -> list[tuple[str, str]]:
         lines.append(("validation loss", f"{loss:.4f} at step {at}, best {best[1]:.4f} at step {best[0]}"))
     lines += [
         ("time", f"{duration(summary.seconds)}, {duration(summary.median_step_seconds)} a step (median)"),
-        ("waiting for rows", f"{summary.data_wait_share:.2%} of it"),
+        ("waiting for rows", f"{summary.data_wait_share:.2%} of the time"),
         ("tokens", f"{compact(summary.tokens_per_second)} a second, {summary.trained_tokens:,} trained on"),
         ("padding", f"{summary.padding_share:.2%} of the positions"),
         ("rows", f"{summary.consumed_samples:,}, {summary.rows_truncated:,} cut within a conversation"),

@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None = None, *, load: Callable[[str], Loaded
 
 def _main(arguments: Sequence[str], load: Callable[[str], Loaded]) -> int:
     parser = argparse.ArgumentParser(
-        prog="packproof conformance", description="Hold a packing function to Megatron-LM's rows, level by level."
+        prog="packproof conformance", description="Judge the packs of a packing function, level by level."
     )
     parser.add_argument(
         "--subject",
@@ -44,7 +44,7 @@ def _main(arguments: Sequence[str], load: Callable[[str], Loaded]) -> int:
     parser.add_argument(
         "--drawn", type=int, default=100, metavar="N", help="drawn cases beside the test vectors (default: 100)"
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the drawn cases")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the drawn cases")
     parser.add_argument("--sets", default="valid,divergent,refused", help="sets of test vectors; none leaves them out")
     parser.add_argument("--case", metavar="JSON", help="judge this one case instead, as a JSON report names it")
     options = parser.parse_args(arguments)
@@ -74,7 +74,7 @@ def _cases(options: argparse.Namespace) -> Sequence[Case]:
     unknown = sets - {"valid", "divergent", "refused", "none"}
     if unknown:
         raise CommandError(
-            "--sets has {}; known are valid, divergent, refused and none".format(", ".join(sorted(unknown)))
+            "--sets must be of valid, divergent, refused and none, got {}".format(", ".join(sorted(unknown)))
         )
     if options.drawn < 0:
         raise CommandError("--drawn must not be negative, got %d" % options.drawn)
@@ -97,7 +97,7 @@ def load_function(name: str) -> Loaded:
     """Return `module:function` with the conventions that it declares as `conventions`. CommandError where there is none."""
     module_name, _, attribute = name.partition(":")
     if not attribute:
-        raise CommandError(f"a subject is module:function, got {name!r}")
+        raise CommandError(f"--subject must be module:function, got {name!r}")
     if os.getcwd() not in sys.path:  # noqa: PTH109 - sys.path holds texts
         sys.path.insert(0, os.getcwd())  # noqa: PTH109
     try:

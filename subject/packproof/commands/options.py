@@ -37,7 +37,7 @@ def add_judging(parser: argparse.ArgumentParser, *, default: str = PRESET) -> No
         "--preset",
         "--semantics",
         metavar="NAME",
-        help=f"whose rows L10 is about: {', '.join(manifest()['presets'])} (default: {default})",
+        help=f"preset whose rows L10 compares with: {', '.join(manifest()['presets'])} (default: {default})",
     )
     parser.add_argument(
         "--convention",

@@ -18,7 +18,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="packproof vectors", description="Write the test vectors to a folder.")
-    parser.add_argument("out", type=Path, metavar="OUT", help="folder; it is made if it is not there")
+    parser.add_argument(
+        "out", type=Path, metavar="OUT", help="folder for the vectors; it is created if it does not exist"
+    )
     options = parser.parse_args(arguments)
     options.out.mkdir(parents=True, exist_ok=True)
     for name in ("vectors.jsonl", "messages.jsonl"):

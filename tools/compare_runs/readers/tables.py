@@ -25,7 +25,7 @@ def read_csv(path: Path, names: Names) -> Run:
         try:
             rows = [row for row in csv.DictReader(file, strict=True) if None not in row.values()]  # no cut rows
         except csv.Error as error:
-            raise InputError(f"{path}: no CSV: {error}") from error
+            raise InputError(f"{path}: the file must be CSV, and cannot be read as such: {error}") from error
     return _run(path, names, [_charted(path, row) for row in rows], "W&B export (CSV)")
 
 
@@ -60,7 +60,7 @@ def _columns(path: Path, content: Mapping[str, Any]) -> Iterator[dict[str, Any]]
     if not all(isinstance(values, list) for values in columns.values()):
         raise InputError(f"{path}: some columns are lists and some are not")
     if len({len(values) for values in columns.values()}) > 1:
-        raise InputError(f"{path}: the columns are not of one length")
+        raise InputError(f"{path}: all columns must have one length")
     for values in zip(*columns.values(), strict=True):
         yield dict(zip(columns, values, strict=True))
 

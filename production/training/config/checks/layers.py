@@ -37,18 +37,24 @@ def check_pattern(setup: Setup) -> Iterator[SetupRefused]:
         parsed = parse_hybrid_pattern(pattern)
     except ValueError as error:
         yield setup.refuse(
-            "shape", _PATTERN, f"megatron-core refuses it: {error}", "write a letter a layer, such as *-*-/*-"
+            "shape",
+            _PATTERN,
+            f"megatron-core refuses the pattern: {error}",
+            "write one letter for each layer, such as *-*-/*-",
         )
         return
     if not parsed.main_pattern or parsed.mtp_num_depths != pattern.count("/"):
-        what = f"{pattern!r} has no layer before the first /, or none after another"
-        yield setup.refuse("shape", _PATTERN, what, "write the layers of each, or take the / out")
+        what = f"must have a layer before the first / and after each /, got {pattern!r}"
+        yield setup.refuse("shape", _PATTERN, what, "write the layers of each part, or take the / out")
         return
     for name in _OF_A_GPT:
         if setup.job.megatron.transformer.get(name):
-            what = f"{name} of a hybrid model, whose layers and stages its pattern says"
+            what = f"must not be set for a hybrid model, got {setup.job.megatron.transformer[name]}: {_PATTERN} sets its layers and stages"
             yield setup.refuse(
-                "contradiction", f"{_TRANSFORMER}.{name}", what, f"take it out, and write it into {_PATTERN}"
+                "contradiction",
+                f"{_TRANSFORMER}.{name}",
+                what,
+                f"take it out, and write the layers and stages into {_PATTERN}",
             )
     yield from _check_letters(setup, pattern)
     yield from _check_segments(setup, parsed.main_pattern)
@@ -61,11 +67,11 @@ def check_stages(setup: Setup, config: Any) -> Iterator[SetupRefused]:
     key = f"{_TRANSFORMER}.pipeline_model_parallel_layout"
     stages = config.pipeline_model_parallel_size
     if config.virtual_pipeline_model_parallel_size is not None:
-        what = f"a layout of {stages * config.virtual_pipeline_model_parallel_size} stages over {stages} ranks: stages are not interleaved"
+        what = f"must have one stage for each of the {stages} pipeline ranks, got {stages * config.virtual_pipeline_model_parallel_size}: this job does not interleave stages"
         yield setup.refuse("switched_on", key, what, f"write {stages} stages")
     elif config.mtp_standalone:
-        what = "multi-token depths on another stage than the loss"
-        yield setup.refuse("switched_on", key, what, "put them on the last stage")
+        what = "the multi-token depths must be on the stage of the loss, got another stage"
+        yield setup.refuse("switched_on", key, what, "put the depths on the last stage")
     elif setup.job.model.hybrid_layer_pattern is None and config.pipeline_model_parallel_layout is None:
         try:
             for stage in range(stages):
@@ -81,18 +87,21 @@ def _check_letters(setup: Setup, pattern: str) -> Iterator[SetupRefused]:
     letters = set(pattern) - set("|/")
     absent = letters - set(TORCH_LETTERS + TRANSFORMER_ENGINE_LETTERS)
     if absent:
-        what = f"this job does not have the layers {', '.join(sorted(absent))}: latent attention"
+        what = f"must not have the layers {', '.join(sorted(absent))} (latent attention), which this job does not have, got {pattern!r}"
         yield setup.refuse("shape", _PATTERN, what, "write * for attention")
     if "E" in letters and setup.job.model.num_moe_experts is None:
         yield setup.refuse(
-            "shape", _PATTERN, "layers of experts (E) of a model without experts", "set model.num_moe_experts"
+            "shape",
+            _PATTERN,
+            f"must have no expert layer (E) without model.num_moe_experts, got {pattern!r}",
+            "set model.num_moe_experts",
         )
     kernels = ", ".join(sorted(letters & set(TRANSFORMER_ENGINE_LETTERS)))
     if kernels and setup.device == "cpu":
-        what = f"the layers {kernels} on the CPU, where they would do nothing"
+        what = f"must not have the layers {kernels} on the CPU, where they do nothing, got {pattern!r}"
         yield setup.refuse("device", _PATTERN, what, f"write layers of {TORCH_LETTERS}, or set cluster.device to cuda")
     elif kernels and setup.device == "cuda" and importlib.util.find_spec("transformer_engine") is None:
-        what = f"the layers {kernels}, and Transformer Engine (the extra `te`) is not installed"
+        what = f"the layers {kernels} need Transformer Engine (the extra `te`), which is not installed"
         yield setup.refuse("not_installed", _PATTERN, what, f"install it, or write layers of {TORCH_LETTERS}")
 
 
@@ -101,11 +110,13 @@ def _check_segments(setup: Setup, main: str) -> Iterator[SetupRefused]:
     stages, segments = setup.job.megatron.pipeline_model_parallel_size, main.split("|")
     uneven = [name for name in _UNEVEN if setup.job.megatron.transformer.get(name) is not None]
     if len(segments) > 1 and (len(segments) != stages or uneven):
-        over = f"over {stages} pipeline ranks" + (f", and {uneven[0]}" if uneven else "")
-        fix = f"write {stages - 1} of |, or none" + (f", and take {uneven[0]} out" if uneven else "")
-        yield setup.refuse("shape", _PATTERN, f"{len(segments)} stages {over}", fix)
+        wanted = f"must have 1 stage or {stages}, one for each pipeline rank" + (
+            f", and not beside {uneven[0]}" if uneven else ""
+        )
+        fix = f"write {stages - 1} of |, or no |" + (f", and take {uneven[0]} out" if uneven else "")
+        yield setup.refuse("shape", _PATTERN, f"{wanted}, got {len(segments)}", fix)
     elif len(segments) < 2 and not uneven and len(main) % max(stages, 1):
-        what = f"{len(main)} layers over {stages} pipeline stages"
+        what = f"must have a multiple of {stages} layers, one part for each pipeline stage, got {len(main)}"
         yield setup.refuse(
             "shape", _PATTERN, what, f"write {stages - 1} of | between stages, or a multiple of {stages} layers"
         )

@@ -30,13 +30,24 @@ def held_checkpoints(job: Job) -> list[SetupRefused]:
     setup, found = Setup(job=job, world_size=1, device=None), []
     folder, key = Path(job.checkpointing.checkpoint_dir), "checkpointing.checkpoint_dir"
     if job.checkpointing.enabled and not job.checkpointing.resume and any(folder.glob("step_*/packproof.json")):
-        fix = "give a folder of its own to a run that begins anew, or set checkpointing.resume to true"
-        found.append(setup.refuse("checkpoint", key, f"{folder} has checkpoints of another run", fix))
+        fix = "give a folder of its own to a new run, or set checkpointing.resume to true"
+        found.append(
+            setup.refuse(
+                "checkpoint",
+                key,
+                f"{folder} must hold no checkpoint of another run where checkpointing.resume is false",
+                fix,
+            )
+        )
     places = {"logger.log_dir": Path(job.logger.log_dir)} | ({key: folder} if job.checkpointing.enabled else {})
     for each, place in places.items():
         if (place / ".packproof.lock").exists():
-            what = f"{place} is held by a run, or was left by one that was killed"
-            found.append(setup.refuse("locked", each, what, "wait until it has ended, or give a folder of its own"))
+            what = f"{place} is locked by a run that writes to it, or by a run that was killed"
+            found.append(
+                setup.refuse(
+                    "locked", each, what, "wait until that run has ended, or give this run a folder of its own"
+                )
+            )
     return found
 
 
@@ -89,7 +100,7 @@ def _unwritable(setup: Setup) -> list[SetupRefused]:
                     file.flush()
             own = [folder / name for name in ("metrics.jsonl", ".packproof.lock")]
             found += [  # a pipe would be waited for without end
-                setup.refuse("no_folder", key, f"{each} is no regular file", "move it away")
+                setup.refuse("no_folder", key, f"{each} must be a regular file", "move it away")
                 for each in own
                 if each.exists() and not each.is_file()
             ]
@@ -110,10 +121,10 @@ def _is_told(folder: Path, found: list[SetupRefused], job: Job) -> bool:
 def _no_folder(setup: Setup, key: str, folder: Path, why: str, place: Path) -> SetupRefused:
     near = _nearest(place)
     if near != folder and not near.is_dir():
-        why = f"cannot be made: {near} is no folder"
+        why = f"cannot be made: {near} is not a folder"
     elif folder.exists() and not folder.is_dir():
-        why = "is no folder"
-    fix = "give a folder that this machine can write to, with room on its disk; it is made where it is not there"
+        why = "is not a folder"
+    fix = "give a folder that this machine can write to, with room on its disk; the job creates a folder that does not exist"
     return setup.refuse("no_folder", key, f"{folder} {why}", fix)
 
 

@@ -93,7 +93,7 @@ def check_contradictions(setup: Setup) -> Iterator[SetupRefused]:
         full = f"{_MEGATRON}.transformer.{name}"
         yield setup.refuse("contradiction", full, what, f"take {name} out and set {key}")
     if job.megatron.pipeline_dtype not in {None, job.policy.precision}:
-        what = f"stages that send {job.megatron.pipeline_dtype}, where parameters are {job.policy.precision}"
+        what = f"must be policy.precision, {job.policy.precision}, got {job.megatron.pipeline_dtype}"
         yield setup.refuse(
             "contradiction", f"{_MEGATRON}.pipeline_dtype", what, "leave it out: it follows the precision"
         )
@@ -108,18 +108,23 @@ def check_overlap(setup: Setup) -> Iterator[SetupRefused]:
     key = f"{_MEGATRON}.transformer.overlap_moe_expert_parallel_comm"
     if given.get("overlap_moe_expert_parallel_comm"):
         with_what = "packed rows and multi-token prediction" if multi_token_depths(job) else "packed rows"
-        what = f"1F1B overlap of expert communication with {with_what}, which upstream cannot do"
+        what = f"must be false with {with_what}, got true: megatron-core cannot overlap expert communication there"
         yield setup.refuse("overlap", key, what, "set it to false")
     if given.get("delay_wgrad_compute") and not given.get("overlap_moe_expert_parallel_comm"):
         key = f"{_MEGATRON}.transformer.delay_wgrad_compute"
-        yield setup.refuse("overlap", key, "it needs the 1F1B overlap, which is refused", "set it to false")
+        yield setup.refuse(
+            "overlap",
+            key,
+            "must be false, got true: it needs overlap_moe_expert_parallel_comm, which this job does not have",
+            "set it to false",
+        )
     ddp = job.megatron.distributed_data_parallel_config
     if ddp.get("overlap_param_gather") and not (uses_distributed_optimizer(job) and ddp.get("overlap_grad_reduce")):
-        what = "overlapped parameter gather without the distributed optimizer and overlapped gradient reduction"
-        fix = f"set {_MEGATRON}.optimizer.use_distributed_optimizer and {_DDP}.overlap_grad_reduce to true"
+        what = "must be false without the distributed optimizer and overlap_grad_reduce, got true"
+        fix = f"set it to false, or set {_MEGATRON}.optimizer.use_distributed_optimizer and {_DDP}.overlap_grad_reduce to true"
         yield setup.refuse("overlap", f"{_DDP}.overlap_param_gather", what, fix)
     if ddp.get("average_in_collective") and job.loss.normalization != "mean_of_means":
-        what = f"averages in the collective, where {job.loss.normalization} needs the sum"
+        what = f"must be false with loss.normalization {job.loss.normalization}, which needs the sum of the gradients, got true"
         yield setup.refuse("overlap", f"{_DDP}.average_in_collective", what, "set it to false")
 
 
@@ -130,24 +135,27 @@ def check_precision(setup: Setup) -> Iterator[SetupRefused]:
     if precision == "float64":
         if uses_distributed_optimizer(job):
             what, fix = (
-                "float64 with the distributed optimizer, which refuses it",
-                "take float32, or the plain optimizer",
+                "must be false with policy.precision float64, which the distributed optimizer refuses, got true",
+                "set it to false, or set policy.precision to float32",
             )
             yield setup.refuse("float64", f"{_MEGATRON}.optimizer.use_distributed_optimizer", what, fix)
         if optimizer.get("clip_grad", 1.0) > 0:
-            what = "float64 with clipping, whose norm megatron-core keeps in float32 (its default clips at 1.0)"
-            fix = f"set {_MEGATRON}.optimizer.clip_grad to 0.0, or take float32"
+            got = optimizer.get("clip_grad", "megatron-core's default of 1.0")
+            what = f"must be 0.0 with policy.precision float64, got {got}: megatron-core keeps the norm for clipping in float32"
+            fix = f"set {_MEGATRON}.optimizer.clip_grad to 0.0, or set policy.precision to float32"
             yield setup.refuse("float64", f"{_MEGATRON}.optimizer.clip_grad", what, fix)
     fp8_key = f"{_MEGATRON}.fp8_cfg.enabled" if job.megatron.fp8_cfg.enabled else f"{_MEGATRON}.transformer.fp8"
     is_fp8 = job.megatron.fp8_cfg.enabled or job.megatron.transformer.get("fp8") is not None
     if is_fp8 and precision != "bfloat16":
-        yield setup.refuse("fp8", fp8_key, f"fp8 with {precision} parameters", "set policy.precision to bfloat16")
+        what = f"fp8 needs policy.precision bfloat16, got {precision}"
+        yield setup.refuse("fp8", fp8_key, what, "set policy.precision to bfloat16, or turn fp8 off")
     if setup.device == "cpu":
         if precision == "bfloat16":
-            what = "bfloat16 on the CPU, which trains in float32 or float64"
+            what = "must be float32 or float64 on the CPU, got bfloat16"
             yield setup.refuse("device", key, what, "set policy.precision to float32, or cluster.device to cuda")
         if is_fp8:
-            yield setup.refuse("device", fp8_key, "fp8 on the CPU", "set it to false, or cluster.device to cuda")
+            what, fix = "fp8 must be off on the CPU", "turn fp8 off, or set cluster.device to cuda"
+            yield setup.refuse("device", fp8_key, what, fix)
 
 
 def check_megatron(setup: Setup) -> Iterator[SetupRefused]:
@@ -182,7 +190,7 @@ def _made(setup: Setup, kind: Kind, make: Callable[[Job], Any]) -> Iterator[Setu
     name = _blamed(setup.job, kind, make, what)
     key = f"{_MEGATRON}.{kind}" + (f".{name}" if name else "")
     fix = (
-        f"take {name} out, or change what stands against it"
+        f"take {name} out, or change the option that contradicts it"
         if name
         else "change the option that it names, or the layout"
     )
@@ -242,10 +250,9 @@ def _check_optimizer_pairs(setup: Setup) -> Iterator[SetupRefused]:
             yield setup.refuse("contradiction", key, what, f"take it out, or change {other}")
     recipe = fp8_recipe(job)
     if optimizer.get("fp8_recipe") not in {None, recipe}:
-        key, than = f"{given}.fp8_recipe", f"the model's {recipe}" if recipe else "none: the model has no fp8"
-        yield setup.refuse(
-            "contradiction", key, f"{optimizer['fp8_recipe']}, which is another than {than}", "take it out"
-        )
+        key = f"{given}.fp8_recipe"
+        wanted = f"must be the model's recipe, {recipe}" if recipe else "must not be set for a model without fp8"
+        yield setup.refuse("contradiction", key, f"{wanted}, got {optimizer['fp8_recipe']}", "take it out")
 
 
 def _shown(value: Any) -> str:

@@ -30,19 +30,21 @@ def check_model(setup: Setup) -> Iterator[SetupRefused]:
         if (size := getattr(model, name)) is not None and (size < 0 or (size == 0 and name not in _SIZES[:3]))
     ]
     for name in small:
-        yield setup.refuse("size", f"model.{name}", f"{getattr(model, name)} is too small", "give 1 or more")
+        yield setup.refuse("size", f"model.{name}", f"must be at least 1, got {getattr(model, name)}", "give 1 or more")
     sizes = {f"model.{name}": (getattr(model, name), _MANY if name in _COUNTED else _WIDE) for name in _SIZES}
     sizes["policy.megatron_cfg.mtp_num_layers"] = (setup.job.megatron.mtp_num_layers, _MANY)
     for key, (size, most) in sizes.items():
         if size is not None and size > most:
-            yield setup.refuse("size", key, f"{size} is too large", f"give {most} or less")
+            yield setup.refuse("size", key, f"must be at most {most}, got {size}", f"give {most} or less")
     if not 0 < model.rotary_percent <= 1:
-        what = f"{model.rotary_percent} is no share of a head's width"
-        yield setup.refuse("size", "model.rotary_percent", what, "give one above 0, up to 1")
+        what = (
+            f"must be above 0 and at most 1, got {model.rotary_percent}: it is the part of a head's channels that turns"
+        )
+        yield setup.refuse("size", "model.rotary_percent", what, "give a number above 0, up to 1")
     elif not small and model.hidden_size and model.num_attention_heads:
         yield from _check_heads(setup, model.hidden_size, model.num_attention_heads)
     if model.num_moe_experts and model.moe_router_topk > model.num_moe_experts:
-        what = f"{model.moe_router_topk} experts a token, of {model.num_moe_experts}"
+        what = f"must be at most model.num_moe_experts, {model.num_moe_experts}, got {model.moe_router_topk}"
         yield setup.refuse("shape", "model.moe_router_topk", what, f"give at most {model.num_moe_experts}")
 
 
@@ -59,36 +61,48 @@ def check_optimizer(setup: Setup) -> Iterator[SetupRefused]:
     for name, (least, below, fix) in bounds.items():
         value = given.get(name)
         if isinstance(value, int | float) and (value < least or (below is not None and value >= below)):
-            yield setup.refuse("size", f"{_OPTIMIZER}.{name}", f"{value} is none", f"give one {fix}")
+            yield setup.refuse(
+                "size", f"{_OPTIMIZER}.{name}", f"must be {fix}, got {value}", f"give a number that is {fix}"
+            )
     name = str(given.get("optimizer", "adam"))
     if name not in _OF_TORCH and importlib.util.find_spec("emerging_optimizers") is None:
-        what = f"{name!r} is no optimizer of the installed megatron-core, which has others with the package emerging-optimizers"
+        what = f"must be one of {', '.join(_OF_TORCH)}, got {name!r}: any other optimizer needs the package emerging-optimizers, which is not installed"
         fix = f"choose one of {', '.join(_OF_TORCH)}, or install that package"
         yield setup.refuse("no_package", f"{_OPTIMIZER}.optimizer", what, fix)
     if setup.job.sft.seed >= 1 << 62:
         yield setup.refuse(
-            "size", "sft.seed", f"{setup.job.sft.seed} is beyond what torch takes", "give one below 2**62"
+            "size", "sft.seed", f"must be below 2**62, got {setup.job.sft.seed}", "give a seed below 2**62"
         )
     peak = setup.job.logger.peak_teraflops
     if peak is not None and peak <= 0:
-        yield setup.refuse("size", "logger.peak_teraflops", f"{peak} is no peak", "give one above 0, or leave it out")
+        yield setup.refuse(
+            "size",
+            "logger.peak_teraflops",
+            f"must be above 0, got {peak}",
+            "give the device's peak in teraflops, or leave it out",
+        )
 
 
 def _check_heads(setup: Setup, width: int, heads: int) -> Iterator[SetupRefused]:
     model = setup.job.model
     if model.kv_channels is None and width % heads:
-        what = f"{width} channels over {heads} heads"
+        what = f"must divide model.hidden_size, {width}, got {heads}"
         yield setup.refuse(
-            "shape", "model.num_attention_heads", what, "make it divide model.hidden_size, or set kv_channels"
+            "shape",
+            "model.num_attention_heads",
+            what,
+            "give a number of heads that divides model.hidden_size, or set model.kv_channels",
         )
         return
     groups, channels = model.num_query_groups or heads, model.kv_channels or width // heads
     if heads % groups:
-        what = f"{heads} query heads over {groups} key and value heads"
-        yield setup.refuse("shape", "model.num_query_groups", what, "make it divide model.num_attention_heads")
+        what = f"must divide model.num_attention_heads, {heads}, got {groups}"
+        yield setup.refuse(
+            "shape", "model.num_query_groups", what, "give a number of groups that divides model.num_attention_heads"
+        )
     turning = int(channels * model.rotary_percent)
     if turning % 2 or not turning:
-        what = f"{turning} of {channels} channels of a head turn, which go in pairs"
+        what = f"must turn an even number of a head's {channels} channels, at least 2, got {turning}"
         fix = (
             "choose model.hidden_size, num_attention_heads, kv_channels and rotary_percent so that an even number does"
         )

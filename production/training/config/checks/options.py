@@ -42,7 +42,8 @@ def check_unsupported(setup: Setup) -> Iterator[SetupRefused]:
             key, what = f"{_TRANSFORMER}.{name}", f"this job does not have {words[word]}"
             yield setup.refuse("switched_on", key, what, f"take {name} out")
     if setup.job.megatron.transformer.get("perform_initialization") is False and setup.job.model.initial == "scratch":
-        key, what = f"{_TRANSFORMER}.perform_initialization", "weights that nothing draws and nothing loads"
+        key = f"{_TRANSFORMER}.perform_initialization"
+        what = "must be true where model.initial is scratch, got false: nothing else sets the weights"
         yield setup.refuse("start", key, what, "take it out, or set model.initial to megatron or huggingface")
 
 
@@ -73,20 +74,20 @@ def check_values(setup: Setup) -> Iterator[SetupRefused]:
     for name, words in ALLOWED_VALUES.items():
         for word in _words(setup, name):
             if word not in words:
-                what = f"{word!r} is none that megatron-core knows; the nearest is {nearest(word, words)}"
+                what = f"must be one of {', '.join(words)}, got {word!r}; the nearest is {nearest(word, words)}"
                 yield setup.refuse("no_choice", f"{_TRANSFORMER}.{name}", what, f"write one of {', '.join(words)}")
     yield from _check_experts(setup)
     yield from _check_recomputation(setup)
     for name in ("init_method_std", "embedding_init_method_std"):
         spread = job.megatron.transformer.get(name)
         if spread is not None and spread < 0:
-            yield setup.refuse("size", f"{_TRANSFORMER}.{name}", f"{spread} is no spread of weights", "give 0 or more")
+            yield setup.refuse("size", f"{_TRANSFORMER}.{name}", f"must be at least 0, got {spread}", "give 0 or more")
     if job.megatron.optimizer.get("optimizer") == "sgd" and uses_distributed_optimizer(job):
-        what = "sgd with the distributed optimizer, which shares out the state of adam only"
-        fix = f"take adam, or the plain optimizer ({_MEGATRON}.optimizer.use_distributed_optimizer=false)"
+        what = "must be adam with the distributed optimizer, which shards no other state, got sgd"
+        fix = f"set it to adam, or use the plain optimizer ({_MEGATRON}.optimizer.use_distributed_optimizer=false)"
         yield setup.refuse("optimizer", f"{_MEGATRON}.optimizer.optimizer", what, fix)
     if job.megatron.transformer.get("cross_entropy_loss_fusion") and not job.is_packed:
-        what = "a fused cross entropy of the model, outside of which the online path's loss stands"
+        what = "must be false on the online path, got true: the loss is computed outside the model there"
         yield setup.refuse("switched_on", f"{_TRANSFORMER}.cross_entropy_loss_fusion", what, "take it out")
     narrow = {
         f"{_MEGATRON}.distributed_data_parallel_config.grad_reduce_in_fp32": job.megatron.distributed_data_parallel_config,
@@ -94,7 +95,12 @@ def check_values(setup: Setup) -> Iterator[SetupRefused]:
     }
     for key, given in narrow.items():
         if job.policy.precision == "float64" and given.get(key.rpartition(".")[2]):
-            yield setup.refuse("float64", key, "float32 within a model of float64", "take it out, or take float32")
+            yield setup.refuse(
+                "float64",
+                key,
+                "must be false with policy.precision float64, got true",
+                "take it out, or set policy.precision to float32",
+            )
 
 
 def _check_recomputation(setup: Setup) -> Iterator[SetupRefused]:
@@ -108,7 +114,11 @@ def _check_recomputation(setup: Setup) -> Iterator[SetupRefused]:
     layers, stages = setup.job.model.num_layers, max(1, setup.job.megatron.pipeline_model_parallel_size)
     most = None if layers is None else max(1, layers // stages)
     if count < 1 or (most is not None and count > most):
-        what = f"{count} layers recomputed together" + ("" if most is None else f", where a stage has {most}")
+        what = (
+            "must be at least 1"
+            + ("" if most is None else f" and at most {most}, the layers of a stage")
+            + f", got {count}"
+        )
         yield setup.refuse("size", key, what, "give 1 or more" + ("" if most is None else f", up to {most}"))
 
 
@@ -119,15 +129,20 @@ def _check_experts(setup: Setup) -> Iterator[SetupRefused]:
     if (is_list and (layers not in {None, len(frequency)} or set(frequency) - {0, 1})) or (
         not is_list and frequency < 1
     ):
-        what = f"{frequency} for a model of {layers} layers"
+        what = f"must be a number of at least 1, or a list of 0 and 1 for the {layers} layers, got {frequency}"
         fix = "give a number n (every nth layer has experts) or a list of 0 and 1, one for each layer"
         yield setup.refuse("shape", f"{_TRANSFORMER}.moe_layer_freq", what, fix)
     if given.get("moe_apply_probs_on_input") and model.moe_router_topk != 1:
-        what = f"probabilities on the input of {model.moe_router_topk} experts a token, where megatron-core takes 1"
-        yield setup.refuse("shape", f"{_TRANSFORMER}.moe_apply_probs_on_input", what, "set model.moe_router_topk to 1")
+        what = f"must be false where model.moe_router_topk is {model.moe_router_topk}, got true: megatron-core allows it for 1 expert a token"
+        yield setup.refuse(
+            "shape",
+            f"{_TRANSFORMER}.moe_apply_probs_on_input",
+            what,
+            "set it to false, or set model.moe_router_topk to 1",
+        )
     limited, ranks = given.get("moe_router_topk_limited_devices") or 0, setup.job.megatron.expert_model_parallel_size
     if limited > ranks:
-        what = f"experts of {limited} ranks a token, of {ranks}"
+        what = f"must be at most the {ranks} expert parallel ranks, got {limited}"
         yield setup.refuse("shape", f"{_TRANSFORMER}.moe_router_topk_limited_devices", what, f"give at most {ranks}")
 
 
@@ -151,7 +166,7 @@ def _check_modules(setup: Setup) -> Iterator[SetupRefused]:
         yield from _missing(setup, "model.normalization", part, *_TRANSFORMER_ENGINE)
     if setup.job.megatron.transformer.get("transformer_impl") == "local" and setup.device == "cuda":
         key = f"{_TRANSFORMER}.transformer_impl"
-        what = "torch's modules on CUDA, where Transformer Engine's are taken if it is installed"
+        what = "must not be local on CUDA, where the job uses Transformer Engine's modules if it is installed"
         yield setup.refuse("device", key, what, "take transformer_impl out")
 
 
@@ -164,8 +179,8 @@ def _check_dispatcher(setup: Setup) -> Iterator[SetupRefused]:
     package = _TRANSFORMER_ENGINE if backend == "ncclep" else ("deep_ep", "DeepEP")
     yield from _missing(setup, key, f"the flex dispatcher ({backend})", *package)
     if megatron.tensor_model_parallel_size * megatron.expert_model_parallel_size == 1 and backend != "hybridep":
-        what = f"the flex dispatcher ({backend}) over tp 1 x ep 1, which has nobody to send to"
-        yield setup.refuse("expert_parallel_size", key, what, "take alltoall, or share the experts over ranks")
+        what = f"must not be flex ({backend}) with tp 1 x ep 1, where a rank has no other rank to send tokens to"
+        yield setup.refuse("expert_parallel_size", key, what, "set it to alltoall, or raise expert parallelism")
 
 
 def _missing(setup: Setup, key: str, part: str, module: str, package: str) -> Iterator[SetupRefused]:
@@ -176,13 +191,16 @@ def _missing(setup: Setup, key: str, part: str, module: str, package: str) -> It
         yield _on_the_cpu(setup, key, part)
     elif setup.device == "cuda" and importlib.util.find_spec(module) is None:
         yield setup.refuse(
-            "not_installed", key, f"{part}, and {package} is not installed", "install it, or take this out"
+            "not_installed",
+            key,
+            f"{part} needs {package}, which is not installed",
+            f"install {package}, or take this out",
         )
 
 
 def _on_the_cpu(setup: Setup, key: str, part: str) -> SetupRefused:
     return setup.refuse(
-        "device", key, f"{part}, which the CPU does not have", "take it out, or set cluster.device to cuda"
+        "device", key, f"{part} is not available on the CPU", "take it out, or set cluster.device to cuda"
     )
 
 

@@ -70,10 +70,10 @@ def check_nemo_rl(setup: Setup) -> Iterator[SetupRefused]:
     job = setup.job
     yield from job.unsupported
     if job.policy.model_name is not None and "model.initial" not in job.sources:
-        what = "nothing says whether the weights are those of policy.model_name, which NeMo-RL loads, or are drawn"
+        what = "must be set beside policy.model_name: NeMo-RL loads the weights of that name, and this job may also draw weights"
         yield setup.refuse("start", "model.initial", what, "set model.initial to huggingface, megatron or scratch")
     if not job.is_packed and job.policy.tokenizer.chat_template is None:
-        what = "null, which is NeMo-RL's template that joins the contents of all messages without their roles"
+        what = "must name a template, got null: in NeMo-RL, null joins the contents of all messages without their roles"
         fix = "write default for the tokenizer's own template, or the template itself"
         yield setup.refuse("chat_template", "policy.tokenizer.chat_template", what, fix)
 
@@ -85,13 +85,16 @@ def check_switches(setup: Setup) -> Iterator[SetupRefused]:
         key = f"{_MEGATRON}.freeze_moe_router"
         yield setup.refuse("switched_on", key, "this job does not have a frozen router", f"set {key} to false")
     if not megatron.enabled:
-        what, fix = "the backend is not Megatron: megatron-core is the one backend", f"set {_MEGATRON}.enabled to true"
+        what, fix = (
+            "must be true, got false: megatron-core is the only backend of this job",
+            f"set {_MEGATRON}.enabled to true",
+        )
         yield setup.refuse("backend", f"{_MEGATRON}.enabled", what, fix)
     for name in megatron.env_vars:
         if name in _OF_THE_LAUNCHER or name.startswith("TORCHELASTIC_") or not name or "=" in name:
-            what, fix = f"{name!r} says which rank a process is, which its launcher says", "take it out"
+            what, fix = f"{name!r} must not be set here: the launcher tells each process its rank", "take it out"
             if not name or "=" in name:
-                what, fix = f"{name!r} is not a name of a variable", "write NAME: value"
+                what, fix = f"the name of a variable must not be empty or contain =, got {name!r}", "write NAME: value"
             yield setup.refuse("environment", f"{_MEGATRON}.env_vars.{name}", what, fix)
     for key, part in _SWITCHED_OFF.items():
         if _look_up(setup.job, key):
@@ -103,26 +106,30 @@ def check_paths(setup: Setup) -> Iterator[SetupRefused]:
     """Refuse empty paths, which would stand for the folder that the job is started in (R-SETUP-20)."""
     for key in _PATHS:
         if _look_up(setup.job, key) == "":
-            yield setup.refuse("no_folder", key, "an empty path", "name a folder or file, or leave the key out")
+            yield setup.refuse(
+                "no_folder", key, "must not be empty, got ''", "name a folder or a file, or leave the key out"
+            )
 
 
 def check_layout(setup: Setup) -> Iterator[SetupRefused]:
     """Refuse a world that the layout's dimensions do not divide (R-SETUP-8)."""
     job, megatron = setup.job, setup.job.megatron
     if setup.world_size > _MOST_RANKS:
-        what = f"{setup.world_size} ranks, where no plan is made for more than {_MOST_RANKS}"
-        yield setup.refuse("world_size", "cluster.num_nodes", what, "start fewer")
+        what = f"the number of ranks must be at most {_MOST_RANKS}, got {setup.world_size}"
+        yield setup.refuse("world_size", "cluster.num_nodes", what, "start fewer ranks")
     below = [key for key in _DIMENSIONS if _look_up(job, key) < 1]
     for key in below:
-        yield setup.refuse("layout", key, f"a dimension of {_look_up(job, key)} ranks", "give at least 1")
+        yield setup.refuse("layout", key, f"must be at least 1, got {_look_up(job, key)}", "give at least 1")
     if not below:
         yield from _check_world(setup)
         yield from _check_experts(setup)
         yield from _check_heads(setup)
     several = megatron.tensor_model_parallel_size > 1
     if megatron.sequence_parallel is not several:
-        word = "without" if megatron.sequence_parallel else "with"
-        what = f"sequence parallelism {str(megatron.sequence_parallel).lower()} {word} tensor parallelism"
+        word = "with" if several else "without"
+        what = (
+            f"must be {str(several).lower()} {word} tensor parallelism, got {str(megatron.sequence_parallel).lower()}"
+        )
         fix = (
             f"leave it out, or set it to {str(several).lower()}: the model shares norms over the tensor parallel ranks"
         )
@@ -133,8 +140,8 @@ def _check_world(setup: Setup) -> Iterator[SetupRefused]:
     job, layout = setup.job, sizes(setup.job)
     if setup.world_size < 1 or setup.world_size % layout.of_a_replica:
         what = (
-            f"{setup.world_size} ranks are not a multiple of tp {layout.tensor} x cp {layout.context} x pp {layout.pipeline}"
-            f" = {layout.of_a_replica}"
+            f"the number of ranks must be a multiple of tp {layout.tensor} x cp {layout.context} x pp {layout.pipeline}"
+            f" = {layout.of_a_replica}, got {setup.world_size}"
         )
         fix = (
             f"start a multiple of {layout.of_a_replica} ranks (torchrun --nproc-per-node), or make a dimension smaller"
@@ -146,15 +153,15 @@ def _check_world(setup: Setup) -> Iterator[SetupRefused]:
     experts = layout.expert * layout.expert_tensor * layout.pipeline
     if setup.world_size % experts:
         what = (
-            f"{setup.world_size} ranks are not a multiple of ep {layout.expert} x etp {layout.expert_tensor}"
-            f" x pp {layout.pipeline} = {experts}"
+            f"the number of ranks must be a multiple of ep {layout.expert} x etp {layout.expert_tensor}"
+            f" x pp {layout.pipeline} = {experts}, got {setup.world_size}"
         )
         fix = f"start a multiple of {experts} ranks, or make a dimension smaller"
         yield setup.refuse("expert_parallel_size", f"{_MEGATRON}.expert_model_parallel_size", what, fix)
     cluster = job.cluster
     if cluster.ranks not in {None, setup.world_size}:
-        what = f"{cluster.num_nodes} nodes of {cluster.gpus_per_node} processes are {cluster.ranks} ranks, not {setup.world_size}"
-        fix = "start as many, or leave cluster.num_nodes out"
+        what = f"the run must have {cluster.num_nodes} nodes x {cluster.gpus_per_node} processes = {cluster.ranks} ranks, got {setup.world_size}"
+        fix = f"start {cluster.ranks} ranks, or leave cluster.num_nodes out"
         yield setup.refuse("world_size", "cluster.num_nodes", what, fix)
 
 
@@ -162,11 +169,13 @@ def _check_experts(setup: Setup) -> Iterator[SetupRefused]:
     layout, experts = sizes(setup.job), setup.job.model.num_moe_experts
     if experts is None and (layout.expert > 1 or layout.expert_tensor > 1):
         key = f"{_MEGATRON}.expert_{'model' if layout.expert > 1 else 'tensor'}_parallel_size"
-        what, fix = "expert parallelism of a model without experts", "set it to 1, or set model.num_moe_experts"
+        size = layout.expert if layout.expert > 1 else layout.expert_tensor
+        what = f"must be 1 for a model without experts, got {size}"
+        fix = "set it to 1, or set model.num_moe_experts"
         yield setup.refuse("expert_parallel_size", key, what, fix)
     if experts is not None and experts % layout.expert:
-        what = f"{experts} experts over {layout.expert} ranks"
-        fix = f"make model.num_moe_experts a multiple of {layout.expert}, or the size smaller"
+        what = f"must divide model.num_moe_experts, {experts}, got {layout.expert}"
+        fix = f"make model.num_moe_experts a multiple of {layout.expert}, or expert parallelism smaller"
         yield setup.refuse("expert_parallel_size", f"{_MEGATRON}.expert_model_parallel_size", what, fix)
 
 
@@ -175,10 +184,10 @@ def _check_heads(setup: Setup) -> Iterator[SetupRefused]:
     groups = model.num_query_groups or model.num_attention_heads
     if groups is not None and groups % tensor:
         key = "model.num_query_groups" if model.num_query_groups else "model.num_attention_heads"
-        what = f"{groups} key and value heads over {tensor} tensor parallel ranks"
-        yield setup.refuse("heads", key, what, f"make it a multiple of {tensor}, or tensor parallelism smaller")
+        what = f"must be a multiple of the {tensor} tensor parallel ranks, which share the key and value heads, got {groups}"
+        yield setup.refuse("heads", key, what, f"make the heads a multiple of {tensor}, or tensor parallelism smaller")
     if model.vocab_size is not None and model.vocab_size % tensor:
-        what = f"{model.vocab_size} rows of the embedding over {tensor} tensor parallel ranks"
+        what = f"must be a multiple of the {tensor} tensor parallel ranks, which share the embedding, got {model.vocab_size}"
         yield setup.refuse("vocab_size", "model.vocab_size", what, f"make it a multiple of {tensor}, or leave it out")
 
 
