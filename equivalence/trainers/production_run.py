@@ -173,7 +173,7 @@ def _measure(metrics: Any, stepped: Any, *, step: int, consumed_samples: int) ->
     for pair in stepped.report.losses:
         metrics.add_loss(pair[0], pair[1])
     if (sums := stepped.mtp_loss_sums) is not None:
-        metrics.add_multi_token(sums, torch.full_like(sums, stepped.microbatches))
+        metrics.add_multi_token(sums, torch.full_like(sums, stepped.microbatches), stepped.mtp_token_sums)
     metrics.end_step(
         step=step,
         learning_rate=stepped.learning_rate,
