@@ -179,7 +179,7 @@ def test_a_parameter_tells_the_direct_loss_from_the_online_one(tree):
     assert kept.lacking()["direct loss"] == ["prepacked_loss_mask of nemo_rl/models/megatron/train.py"]
 
 
-def test_a_checkout_is_told_by_a_fingerprint_of_its_modules(tree):
+def test_a_checkout_is_reported_by_a_fingerprint_of_its_modules(tree):
     told = checkout.add(with_packers(tree)).text
     assert told == checkout.find().text
     (tree({}) / "nemo_rl" / "other.py").write_text("x = 1")
@@ -188,7 +188,7 @@ def test_a_checkout_is_told_by_a_fingerprint_of_its_modules(tree):
     assert checkout.find().text != told
 
 
-def test_a_checkout_that_is_no_python_or_has_gone_is_told(tree):
+def test_a_checkout_that_is_no_python_or_has_gone_is_reported(tree):
     with pytest.raises(InputError, match="is no Python"):
         checkout.add(with_packers(tree, "def ("))
     root = with_packers(tree, "def get_packer(): ...\ndef _adjust_bin_count(): ...\n")
@@ -226,7 +226,7 @@ def test_a_stand_in_decorates_while_it_is_imported_and_never_makes_a_result(tree
         __import__("soundfile")
 
 
-def test_every_stand_in_is_told_and_what_is_installed_has_none():
+def test_every_stand_in_is_reported_and_what_is_installed_has_none():
     told = "\n".join(stand_ins.stand_ins())
     assert all(name in told for name in ("ray: ", "megatron.bridge: ", "thd_get_partitioned_indices", "5.11.0"))
     assert not stand_ins._is_installed("ray")
@@ -283,7 +283,7 @@ def test_a_side_that_differs_from_recorded_outcomes_ends_with_1(monkeypatch, cap
     assert "bins of nemo_rl and production (" in capsys.readouterr().out
 
 
-def test_what_a_checkout_lacks_is_told_and_its_recorded_outcomes_serve(tree, capsys):
+def test_what_a_checkout_lacks_is_reported_and_its_recorded_outcomes_serve(tree, capsys):
     checkout.add(with_packers(tree))
     assert comparison.main(["compare", "--part", "batches", "--drawn", "1"]) == 0
     told = capsys.readouterr().out

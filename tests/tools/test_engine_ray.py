@@ -287,7 +287,7 @@ def test_the_commands_import_ray_only_where_it_is_asked_for():
         ("", 0, "processes: 0 processes"),
     ],
 )
-def test_a_cluster_that_cannot_be_used_is_told(monkeypatch, address, processes, told):
+def test_a_cluster_that_cannot_be_used_is_reported(monkeypatch, address, processes, told):
     monkeypatch.setenv("RAY_ADDRESS", address)
     with pytest.raises(PackproofError, match=told), open_pool("ray", processes):
         pass

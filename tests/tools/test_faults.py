@@ -175,7 +175,7 @@ def test_a_flipped_byte_of_an_index_gives_the_rows_of_a_whole_one(rows):
             assert list(source) == wanted, at
 
 
-def test_a_flipped_byte_of_a_manifest_is_told_or_changes_nothing(tmp_path):
+def test_a_flipped_byte_of_a_manifest_is_reported_or_changes_nothing(tmp_path):
     pack(tmp_path / "out.packed")
     before = read_manifest(tmp_path / "out.packed")
     path = before.path
@@ -211,7 +211,7 @@ def test_a_pack_length_changed_in_a_manifest_is_refused_with_the_way_to_keep_it(
     assert read_manifest(tmp_path / "out.packed").settings["pack_length"] == 512
 
 
-def test_a_flipped_byte_of_a_packed_file_is_told_by_its_hash(tmp_path, capsys):
+def test_a_flipped_byte_of_a_packed_file_is_reported_by_its_hash(tmp_path, capsys):
     out = tmp_path / "out.packed"
     pack(out)
     content = out.read_bytes()
