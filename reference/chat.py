@@ -101,7 +101,7 @@ def check_tools(conversation: Conversation, prompt: Prompt, tokenizer: Tokenizer
 
 
 def text_or_none(conversation: Conversation, prompt: Prompt, tokenizer: Tokenizer, tools: Any) -> str | None:
-    """Return a conversation's text rendered without some keys of its line; None if the template fails without them."""
+    """Return the text of a conversation rendered with these tools (None: without tools), or None if the template refuses."""
     try:
         return prompts.render(conversation, prompt, tokenizer, **given(tools))
     except RowRefused:

@@ -87,7 +87,7 @@ def test_the_report_is_written_in_three_forms(tmp_path, capsys):
         (["--subject", "packers:right", "--convention", "shift=modle"], "did you mean 'model'"),
         (
             ["--subject", "packers:right", "--sets", "vald"],
-            "--sets must be of valid, divergent, refused and none, got vald",
+            "--sets must list only valid, divergent, refused or none, got vald",
         ),
         (["--subject", "packers:right", "--sets", "none", "--drawn", "0"], "no case is left"),
         (["--subject", "packers:right", "--case", "{"], "--case is not JSON"),
