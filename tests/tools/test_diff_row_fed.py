@@ -439,3 +439,33 @@ def test_the_page_of_a_bin_names_its_lines(run, chat, tmp_path):
     assert status == 0
     assert "microbatch 0, bin of " in html.read_text()
     assert "line None" not in html.read_text()
+
+
+def test_the_notes_on_a_fed_row_are_those_of_the_job(run, packed, tmp_path):
+    """The row's messages are under the job's key, and its template is the one that is judged, not the tokenizer's own."""
+    lines = [json.loads(line)["messages"] for line in packed.read_text().splitlines()]
+    for messages in lines:
+        messages[1]["content"] += " /think <SPECIAL_12>"
+    packed.write_text("".join(json.dumps({"said": messages}) + "\n" for messages in lines))
+    folder = write(tmp_path, packed, {"data.train.chat_key": "said"})
+    status, _, err = run("--fed", folder)
+    assert status == 0, err
+    notes = [line for line in err.splitlines() if line.startswith("note: ")]
+    assert (
+        "note: 1 control tokens of the tokenizer stand in contents as text, and become the tokens themselves" in notes
+    )
+    assert any(note.startswith("note: 1 messages hold /think or /no_think") for note in notes)
+    other = {
+        "data.default.megatron_sft_prompt_format": "default",
+        "policy.tokenizer.chat_template": TEMPLATE.replace("<{{", "<|no_such_marker|><{{"),
+    }
+    folder = write(tmp_path / "other", packed, {"data.train.chat_key": "said", **other})
+    status, _, err = run("--fed", folder)
+    assert status == 0, err
+    assert "the chat template writes <|no_such_marker|>, which is" in err
+    assert "/think" not in err, "this format takes nothing out"
+
+
+def test_a_bin_has_no_notes_on_a_row(run, chat, tmp_path):
+    status, _, err = run("--fed", write_either(tmp_path, chat, "online"))
+    assert (status, err) == (0, "")

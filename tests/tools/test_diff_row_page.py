@@ -217,7 +217,10 @@ def test_the_script_reads_what_was_written(tmp_path: Path):
           const index = reader.joinTexts([1, 2, 3, 4, 2, 3], (id) => texts.get(id) ?? "");
           const find = (query, from, step) => reader.findText(index, query, from, step);
           const places = [find("abc", 0, 1), find("abc", 1, 1), find("ABC", 4, 1), find("abc", 4, -1), find("abc", 1, -1), find("bc⏎d", 5, 1), find("x", 0, 1), find("<s>", 3, 1)];
-          console.log(JSON.stringify({ plain, runs, steps, places }));
+          const short = { target_ids: "label", token_mask: "mask" };
+          const cell = (shown, position, names) => reader.otherValues(decoded, 3, shown, position, names, short, (id) => id === -100 ? "ignored" : "");
+          const cells = [cell(0, 9, ["target_ids", "token_mask"]), cell(1, 9, ["target_ids"]), cell(0, 2, ["token_mask"]), cell(2, 2, ["token_mask"]), cell(0, 3, ["cu_seqlens"])];
+          console.log(JSON.stringify({ plain, runs, steps, places, cells }));
         });
         """
     )
@@ -240,6 +243,8 @@ def test_the_script_reads_what_was_written(tmp_path: Path):
     assert read["steps"] == [0, 0, 2]
     # Texts are found across tokens, whatever their case, on from the cursor and round the ends; -1 is not there.
     assert read["places"] == [1, 4, 1, 1, 4, 1, -1, 0]
+    # A cell says what the other side has there.
+    assert read["cells"] == ["≠ label ignored, mask 0", "≠ label 22", "≠ mask NaN", "≠ mask 1", "≠ boundary"]
 
 
 def test_the_drawing_script_names_only_what_the_page_has():

@@ -211,7 +211,8 @@ def _main(arguments: Sequence[str] | None) -> int:
     output = asked.output
     try:
         report = _find(asked)
-        for note in token_notes(report.row, asked.row.chat_key):
+        made = (asked.row.chat_key, None) if report.fed is None else (report.fed.chat_key, report.fed.chat_template)
+        for note in token_notes(report.row, *made):
             print(f"note: {note}", file=sys.stderr)
         if output.html is not None:
             _write("--html", output.html, report, lambda path: path.write_text(render_page(report), encoding="utf-8"))

@@ -62,7 +62,16 @@ def find_fed(request: RankRequest) -> Report:
             if shown is None or (shown[0].equal and not each.equal):
                 shown = (each, found)
     assert shown is not None  # a rank has microbatches
-    step = FedStep(folder=str(request.fed), normalization=normalization, looked_at=tuple(looked_at), shown=shown[0])
+    assert first is not None
+    made = first.said.made_with
+    step = FedStep(
+        folder=str(request.fed),
+        normalization=normalization,
+        looked_at=tuple(looked_at),
+        chat_key=made.chat_key,
+        chat_template=made.chat_template,
+        shown=shown[0],
+    )
     return Report(row=shown[1].row, rank=shown[1], fed=step)
 
 

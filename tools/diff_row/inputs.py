@@ -23,10 +23,11 @@ from equivalence.subjects.tokenizers import load_folder
 from production.errors import PackproofError
 from production.files.file_state import is_there
 from production.files.manifest import read_manifest
+from tools.counted import counted
 from tools.diff_row.dump.batch_reader import LABELS, Conventions, Dump, read_dump
 from tools.diff_row.dump.search import Match, find_row
 from tools.diff_row.errors import BadInput
-from tools.diff_row.row.findings import Findings, Side, Source, compare
+from tools.diff_row.row.findings import MOST_LISTED, Findings, Side, Source, compare, order, other_pack_length
 from tools.diff_row.row.inspection import IGNORE_INDEX, Flaw, inspect
 from tools.diff_row.row.layout import map_row
 from tools.diff_row.sides import covers, subject_named, version_of
@@ -91,7 +92,7 @@ def find(request: Request) -> Findings:
         match = _match(request, dump, dumped)
         request = replace(request, row=match.row)
     asked = _asked(request, dumped)
-    sides = [] if dump is None else [Side(name=DUMP, version=f"{dump.names} names, {dump.rows} rows", row=dump.row)]
+    sides = [] if dump is None else [_dumped_side(dump)]
     if asked is not None:
         sides += [_build(name, asked) for name in _side_names(request, asked.settings)]
     elif request.sides is not None:
@@ -101,14 +102,19 @@ def find(request: Request) -> Findings:
     notes = list(dump.notes) if dump is not None else []
     if match is not None:
         notes.insert(0, match.note(asked_row=request.row))
+    built, left_out = tuple(sides), 0
     if request.only_trained_labels:
-        sides, note = _only_trained(sides)
-        notes.append(note)
+        sides, left_out = _only_trained(sides)
+        what = f"labels of {left_out:,} positions that no side trains were left out of the comparison"
+        notes.append(Flaw(what=what, rule="R-MASK-1", count=1, position=None, note=True))
     elif dump is not None and request.conventions.labels == "unshifted":
         # The dump cannot have a label there, so one that nobody trains is no difference.
-        sides, _ = _only_trained(sides, last_only=True)
+        sides, left_out = _only_trained(sides, last_only=True)
     return findings_of(
         tuple(sides),
+        as_built=built,
+        left_out=left_out,
+        packed_for=_packed_for(request),
         notes=notes,
         source=Source(
             file=str(request.case or request.file) if asked is not None else None,
@@ -126,17 +132,35 @@ def find(request: Request) -> Findings:
     )
 
 
+def _dumped_side(dump: Dump) -> Side:
+    return Side(
+        name=DUMP,
+        version=f"{dump.names} names, {counted(dump.rows, 'row')}",
+        row=dump.row,
+        derived=dump.derived,
+        cast=dump.cast,
+        not_fed=dump.not_fed,
+    )
+
+
 def findings_of(
     sides: Sequence[Side],
     *,
     source: Source,
+    as_built: Sequence[Side] | None = None,
+    left_out: int = 0,
+    packed_for: int | None = None,
     notes: Sequence[Flaw] = (),
     messages: Messages | None = None,
     settings: RowSettings | None = None,
     tokenizer: Any | None = None,
     tokenizer_name: str | None = None,
 ) -> Findings:
-    """Compare sides that are built already: for tests and for callers that hold rows. `notes` are those of the dump."""
+    """Compare sides that are built already: for tests and for callers that hold rows. `notes` are those of the dump.
+
+    `as_built` are the sides before `left_out` labels were taken out of the comparison: each is checked in itself as it is. `packed_for`
+    is the pack length that a dump must have; None where nothing says so.
+    """
     built = [side for side in sides if side.row.refusal is None]
     # A side that builds from the messages knows its boundaries better than a dump that may be at fault.
     guide = next((side for side in built if side.name != DUMP), built[0] if built else None)
@@ -144,8 +168,16 @@ def findings_of(
     cp = None if settings is None else settings.context_parallel_size
     # What a dump has against itself is always shown; of other sides only what explains a difference.
     flaws = {
-        side.name: [flaw for flaw in inspect(side.row, cp) if side.name == DUMP or not flaw.note] for side in sides
+        side.name: [flaw for flaw in inspect(side.row, cp) if side.name == DUMP or not flaw.note]
+        for side in (sides if as_built is None else as_built)
     }
+    pairs, listed = compared.pairs, compared.listed
+    for side in sides:
+        length = None if side.row.input_ids is None else side.row.input_ids.numel()
+        if side.name == DUMP and packed_for is not None and length is not None and length != packed_for:
+            pair, found = other_pack_length(DUMP, length, packed_for)
+            pairs, listed = (*pairs, pair), (*listed[: MOST_LISTED - 1], found)
+            flaws[DUMP].insert(0, _other_length(length, packed_for))
     if notes:
         flaws[DUMP] = [*flaws.get(DUMP, ()), *notes]
     return Findings(
@@ -155,11 +187,28 @@ def findings_of(
         texts=TokenTexts(tokenizer),
         sides=tuple(sides),
         map=map_row(messages, tokenizer, settings, None if guide is None else guide.row),
-        pairs=compared.pairs,
-        listed=compared.listed,
+        pairs=pairs,
+        listed=tuple(sorted(listed, key=order)),
         differing=compared.differing,
         flaws={name: found for name, found in flaws.items() if found},
+        left_out=left_out,
     )
+
+
+def _other_length(length: int, packed: int) -> Flaw:
+    what = (
+        f"its rows have {length:,} tokens, and the file was packed for {packed:,} (its manifest says so): dump the whole row, "
+        f"or give --pack-length {length} if the trainer means to feed rows of {length:,}"
+    )
+    return Flaw(what=what, rule="#row", count=1, position=None)
+
+
+def _packed_for(request: Request) -> int | None:
+    """Return the pack length that a dump's rows must have by the file's manifest; None where --pack-length is given."""
+    if request.dump is None or request.file is None or "pack_length" in dict(request.settings):
+        return None
+    said = _manifest(request)[0].get("pack_length")
+    return None if said is None else int(said)
 
 
 def build_rows(request: Request, rows: Sequence[int], sides: Sequence[str]) -> dict[str, list[Row]]:
@@ -222,7 +271,10 @@ def _dump(request: Request) -> Dump | None:
     length = dict(request.settings).get("pack_length")
     if length is None and request.file is not None:
         length = _manifest(request)[0].get("pack_length")
-    return read_dump(request.dump, request.dump_row, replace(request.conventions, pack_length=length))
+    conventions = replace(request.conventions, pack_length=length)
+    if request.file is not None or request.case is not None:
+        conventions = replace(conventions, takes_no_boundaries=True)
+    return read_dump(request.dump, request.dump_row, conventions)
 
 
 def _match(request: Request, dump: Dump, dumped: Mapping[str, Any]) -> Match:
@@ -244,12 +296,15 @@ def _other_ids(sides: Sequence[Side]) -> bool:
     return len(ids) > 1 and not any(torch.equal(ids[0], other) for other in ids[1:])
 
 
-def _only_trained(sides: Sequence[Side], *, last_only: bool = False) -> tuple[list[Side], Flaw]:
-    """Return the sides with -100 as the label of every position, or of the last one, that no side trains, because conventions differ there."""
+def _only_trained(sides: Sequence[Side], *, last_only: bool = False) -> tuple[list[Side], int]:
+    """Return the sides with -100 as the label of every position, or of the last one, that no side trains, because conventions differ there.
+
+    The second value is the number of these labels.
+    """
     built = [side for side in sides if side.row.refusal is None]
     sizes = {side.row.target_ids.numel() for side in built if side.row.target_ids is not None}
     if len(sizes) != 1 and last_only:
-        return list(sides), Flaw(what="rows of several lengths", rule="#tensors", count=1, position=None, note=True)
+        return list(sides), 0
     if len(sizes) != 1:
         raise BadInput("--only-trained-labels: the sides have rows of several lengths: give the dump's --pack-length")
     trained = torch.stack([side.row.token_mask.reshape(-1) != 0 for side in built if side.row.token_mask is not None])
@@ -262,8 +317,7 @@ def _only_trained(sides: Sequence[Side], *, last_only: bool = False) -> tuple[li
         if row.refusal is None and row.target_ids is not None:
             row = replace(row, target_ids=row.target_ids.reshape(-1).masked_fill(untrained, IGNORE_INDEX))
         made.append(replace(side, row=row))
-    what = f"labels of {int(untrained.sum()):,} positions that no side trains were left out of the comparison"
-    return made, Flaw(what=what, rule="R-MASK-1", count=1, position=None, note=True)
+    return made, int(untrained.sum())
 
 
 def _asked(request: Request, dumped: Mapping[str, Any]) -> _Asked | None:
@@ -318,11 +372,11 @@ def _chosen(
     """Return the settings of a row of a file, and the source of each setting that was not given: a dump, the manifest, the default.
 
     A given setting must not contradict a manifest's setting that decided which conversation is in which row: BadInput. Another cp or other
-    semantics are allowed.
+    semantics are allowed, and the length of the dump's own rows.
     """
     said, path = _manifest(request)
     for name in ("pack_length", "prompt_format"):
-        if name in given and name in said and given[name] != said[name]:
+        if name in given and name in said and given[name] not in (said[name], dumped.get(name)):
             option = f"--{name.replace('_', '-')}"
             raise BadInput(
                 f"{option} {given[name]}, and {request.file} was packed for {said[name]} (its manifest {path} says so): "

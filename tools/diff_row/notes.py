@@ -26,8 +26,8 @@ _LOOKED_AT = 16
 """Rows that show whether a file is one of conversations."""
 
 
-def token_notes(findings: Findings, chat_key: str) -> list[str]:
-    """Return the notes on the row of `findings`; empty for a row without a file."""
+def token_notes(findings: Findings, chat_key: str, chat_template: str | None = None) -> list[str]:
+    """Return the notes on the row of `findings`; empty for a row without a file. A chat template stands for the tokenizer's own."""
     file, number = findings.source.file, findings.source.row
     if file is None or number is None or findings.settings is None or findings.tokenizer is None:
         return []
@@ -36,7 +36,7 @@ def token_notes(findings: Findings, chat_key: str) -> list[str]:
         settings = RowSettings(**given | {"semantics": semantics.parse(findings.settings.semantics)})
     except PackproofError:
         return []  # a side of the user's own may take what packproof's do not
-    tokenizer = load_named(findings.tokenizer)
+    tokenizer = load_named(findings.tokenizer, chat_template)
     messages, _ = messages_of(Path(file), number, chat_key)
     told = [note.text for note in tokenizer_notes(tokenizer, settings)]
     rows = [row for _, row in first_rows(file, _LOOKED_AT, chat_key, skip=True)]

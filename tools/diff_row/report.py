@@ -37,6 +37,10 @@ class FedStep:
     normalization: str
     looked_at: tuple[ComparedMicrobatch, ...]
     """Every microbatch of every rank that was compared."""
+    chat_key: str
+    """The key of a row's messages in the job's files."""
+    chat_template: str | None
+    """The job's own chat template; None for the tokenizer's."""
     shown: ComparedMicrobatch
     """The first that differs, else the first: the one that the rest of the report is about."""
 

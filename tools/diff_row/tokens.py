@@ -49,6 +49,8 @@ class TokenTexts:
 
 def value_and_text(tensor: str, value: object, texts: TokenTexts) -> tuple[str, str]:
     """Return a value of a tensor, whole where it is whole, and the text of its token, empty for what is no id; both are visible."""
+    if tensor == "cu_seqlens" and value is None:
+        return "no boundary", ""
     text = texts.text(value) if tensor in ("input_ids", "target_ids") and isinstance(value, int) else ""
     return visible(str(int(value) if isinstance(value, float) and value.is_integer() else value)), text
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from equivalence.subjects import Row
+from equivalence.subjects import ROW_TENSORS, Row
 from tools.diff_row.dump.writer import NAMES, NO_BOUNDARY
 from tools.diff_row.errors import BadInput
 from tools.diff_row.row.inspection import DTYPES, IGNORE_INDEX, Flaw
@@ -43,6 +43,8 @@ class Conventions:
     """One of LABELS."""
     pack_length: int | None = None
     """Tokens of a row, by which a batch that was flattened for THD is split into its rows."""
+    takes_no_boundaries: bool = False
+    """Whether a dump without boundaries and positions is read as one segment, because another side has the row's own."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -57,6 +59,12 @@ class Dump:
     """Number of rows in the batch."""
     notes: tuple[Flaw, ...] = ()
     """Notes on tensors that were cast, shifted, derived or split."""
+    derived: tuple[str, ...] = ()
+    """Tensors that were derived from others of the dump."""
+    cast: tuple[str, ...] = ()
+    """Tensors of another dtype, compared by value."""
+    not_fed: tuple[str, ...] = ()
+    """Boundaries, positions and max_seqlen where the dump has none of them; the row's are those of one segment."""
 
 
 def read_dump(path: str | Path, row: int = 0, conventions: Conventions | None = None) -> Dump:
@@ -82,14 +90,14 @@ def read_dump(path: str | Path, row: int = 0, conventions: Conventions | None = 
         _shift_labels(one, notes)
     if "cu_seqlens" in one:
         one["cu_seqlens"] = _without_filling(one["cu_seqlens"], lengths["input_ids"])
+    dumped = set(one)
+    not_fed = _one_segment(one, notes) if conventions.takes_no_boundaries else ()
     _derive(one, path, notes)
+    derived = tuple(name for name in (*ROW_TENSORS, "max_seqlen") if name not in dumped and name not in not_fed)
     longest = int(one.pop("max_seqlen").reshape(-1)[0])
     cast = {name: _cast(name, one[name]) for name in DTYPES}
-    if told := [
-        f"{name} is {_called(one[name])}, not {_called(cast[name])}"
-        for name in DTYPES
-        if one[name].dtype != cast[name].dtype
-    ]:
+    other_dtype = tuple(name for name in DTYPES if one[name].dtype != cast[name].dtype)
+    if told := [f"{name} is {_called(one[name])}, not {_called(cast[name])}" for name in other_dtype]:
         notes.append(_note(f"{', '.join(told)}; values are compared", "#tensors"))
     return Dump(
         row=Row(
@@ -103,6 +111,9 @@ def read_dump(path: str | Path, row: int = 0, conventions: Conventions | None = 
         names=_whose(chosen),
         rows=count,
         notes=tuple(notes),
+        derived=derived,
+        cast=other_dtype,
+        not_fed=not_fed,
     )
 
 
@@ -254,13 +265,33 @@ def _shift_labels(one: dict[str, torch.Tensor], notes: list[Flaw]) -> None:
     notes.append(_note(what, "R-SHIFT-1"))
 
 
+def _one_segment(one: dict[str, torch.Tensor], notes: list[Flaw]) -> tuple[str, ...]:
+    """Take the row as one segment if the dump has neither boundaries nor positions; return the tensors that were not fed."""
+    if "cu_seqlens" in one or "position_ids" in one:
+        return ()
+    length = one["input_ids"].numel()
+    one["cu_seqlens"] = torch.tensor([0, length], dtype=torch.int32)
+    one["position_ids"] = torch.arange(length)
+    one.pop("max_seqlen", None)
+    one["max_seqlen"] = torch.tensor(length)
+    what = (
+        "neither boundaries nor positions were fed, so the model sees the row as one segment; ids, labels and mask are compared "
+        "(if the trainer feeds them elsewhere, dump cu_seqlens or position_ids too)"
+    )
+    notes.append(_note(what, "R-CU-1"))
+    return ("position_ids", "cu_seqlens", "max_seqlen")
+
+
 def _derive(one: dict[str, torch.Tensor], path: Path, notes: list[Flaw]) -> None:
     """Derive what the dump leaves out from what it holds, and say so."""
     if "token_mask" not in one:
         one["token_mask"] = (one["target_ids"] != IGNORE_INDEX).to(torch.float32)
         notes.append(_note("no mask was dumped: a label trains where it is not -100", "R-MASK-1"))
     if "cu_seqlens" not in one and "position_ids" not in one:
-        raise BadInput(f"{path} has neither boundaries nor positions: dump cu_seqlens or position_ids too")
+        raise BadInput(
+            f"{path} has neither boundaries nor positions: dump cu_seqlens or position_ids too; a trainer that feeds neither gives "
+            "FILE and --tokenizer DIR beside --dump, so that ids and labels are compared with the file's row"
+        )
     length = one["input_ids"].numel()
     if "cu_seqlens" not in one:
         starts = (one["position_ids"] == 0).nonzero().reshape(-1).tolist()
@@ -272,13 +303,28 @@ def _derive(one: dict[str, torch.Tensor], path: Path, notes: list[Flaw]) -> None
         counted = [torch.arange(max(0, end - start)) for start, end in itertools.pairwise(ends)]
         positions = torch.cat(counted) if counted else torch.arange(0)
         if positions.numel() != length:
-            raise BadInput(f"{path} has no positions, and its boundaries do not cover the row: dump position_ids too")
+            raise BadInput(_uncovered(path, ends, length))
         one["position_ids"] = positions
         notes.append(_note("no positions were dumped: they restart at 0 at each boundary", "R-LAYOUT-1"))
     if "max_seqlen" not in one:
         longest = max((end - start for start, end in itertools.pairwise(ends)), default=0)
         one["max_seqlen"] = torch.tensor(longest)
         notes.append(_note(f"no max_seqlen was dumped: the longest segment has {longest:,} positions", "R-CU-1"))
+
+
+def _uncovered(path: Path, ends: list[int], length: int) -> str:
+    """Say why no positions follow from boundaries that do not run from 0 to the end of the row, and what the trainer must feed."""
+    run = f"they run from {ends[0]:,} to {ends[-1]:,}" if ends else "there are none"
+    advice = f"they must begin at 0, ascend, and end at {length:,}"
+    if len(ends) > 1 and ends[0] == 0 and ends == sorted(ends) and ends[-1] < length:
+        advice = (
+            f"the last one must be {length:,}, because the {length - ends[-1]:,} positions behind it belong to the last segment, "
+            "also where they are padding (R-LAYOUT-6)"
+        )
+    return (
+        f"{path} has no position_ids, and they do not follow from its cu_seqlens, which must cover the {length:,} tokens of the row: {run}. "
+        f"To feed the row as Megatron-LM does, {advice}; to compare the row as it was fed, dump position_ids too"
+    )
 
 
 def _cast(name: str, tensor: torch.Tensor) -> torch.Tensor:

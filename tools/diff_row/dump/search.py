@@ -59,7 +59,7 @@ class Match:
             more = f" and {len(self.others) - MOST_NAMED} more" if len(self.others) > MOST_NAMED else ""
             what += f"; rows {named}{more} have the same ids"
         what += f" ({self.searched:,} rows searched)"
-        return Flaw(what=what, rule="R-SHIFT-1", count=1, position=None, note=True)
+        return Flaw(what=what, rule="", count=1, position=None, note=True)
 
 
 def find_row(ids: torch.Tensor, file: Path, tokenizer: Any, settings: RowSettings, *, chat_key: str) -> Match:

@@ -25,6 +25,8 @@ async function start() {
     fields.textContent = `This browser cannot read the row (${error}). It needs DecompressionStream: any of 2023 or later.`;
     return;
   }
+  // On a narrow screen the notes would stand between the reader and the row.
+  if (matchMedia("(max-width: 900px)").matches) document.querySelector("#notes")?.removeAttribute("open");
   readColours();
   listen();
   arrange();
@@ -240,7 +242,7 @@ function drawTexts(context, position, x, y, width, height) {
   context.font = `11px ${mono}`;
   if (names.length) {
     context.fillStyle = colours.differs;
-    context.fillText(clipped(context, `≠ ${names.map((name) => SHORT[name] ?? "boundary").join(" ")}`, width), x, y + height - 8);
+    context.fillText(clipped(context, otherValues(arrays, facts.sides.length, shownSide, position, names, SHORT, text), width), x, y + height - 8);
   } else if (trains) {
     context.globalAlpha = 0.72;
     context.fillText(clipped(context, `→ ${text(label) || label}`, width), x, y + height - 8);

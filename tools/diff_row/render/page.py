@@ -66,6 +66,7 @@ def render_page(report: Report) -> str:
             source=findings.source,
             letters=findings.letters,
             rules=RULES,
+            notes_count=sum(flaw.note for flaws in findings.flaws.values() for flaw in flaws),
             differing_positions=len(_union(findings)),
             listed=[_line(alike, findings) for alike in _alike(findings.listed)],
             is_cut=len(findings.listed) == MOST_LISTED,

@@ -56,6 +56,17 @@ function neighbourRun(runs, position, step) {
   return runs.length - 1;
 }
 
+/** What a cell says of tensors that differ: each by its short name, with the value of the first side that has another than the shown one. */
+function otherValues(arrays, sides, shown, position, names, short, text) {
+  const said = names.map((name) => {
+    const all = Array.from({ length: sides }, (_, side) => arrays[`${side}.${name}`]?.[position]);
+    const other = all.find((value) => !Object.is(value, all[shown]));
+    const reads = name === "input_ids" || name === "target_ids" ? text(other) : "";
+    return `${short[name] ?? "boundary"}${other === undefined ? "" : ` ${reads || other}`}`;
+  });
+  return `≠ ${said.join(", ")}`;
+}
+
 /** What a token id reads as. */
 function makeTexts(ids, texts) {
   const known = new Map();
@@ -96,4 +107,4 @@ function findText(index, query, position, step) {
   return low;
 }
 
-if (typeof module !== "undefined") module.exports = { decodeAll, differenceRuns, neighbourRun, makeTexts, joinTexts, findText, DIFFERS };
+if (typeof module !== "undefined") module.exports = { decodeAll, differenceRuns, neighbourRun, makeTexts, joinTexts, findText, otherValues, DIFFERS };

@@ -15,7 +15,7 @@ from tools.diff_row.rank.steps import RankFindings, StepDifference
 from tools.diff_row.render.rank_tables import followed_position, rank_place, refused_at_steps, step_table
 from tools.diff_row.render.tables import Column, closeup, draw
 from tools.diff_row.report import Report
-from tools.diff_row.row.findings import RULES, Findings, Found, Pair
+from tools.diff_row.row.findings import EVERYTHING, IGNORED_LABEL, RULES, Findings, Found, Pair
 from tools.diff_row.row.layout import Conversation
 from tools.diff_row.tokens import fit, value_and_text, visible
 
@@ -244,6 +244,8 @@ def _first_step(report: Report, width: int) -> Iterator[Text]:
             line = _verdict(is_equal=True).append(
                 f"{names}: every tensor at every step up to {findings.steps[-1].label}"
             )
+            if report.row.covered != EVERYTHING:
+                line.append(f" ({report.row.covered})")
             yield line.append(_uncompared(findings))
         return
     found = step.differences[0]
@@ -293,7 +295,7 @@ def _equal(findings: Findings) -> Iterator[Text]:
     assert row.cu_seqlens is not None
     assert row.token_mask is not None
     trained = int((row.token_mask != 0).sum())
-    yield line.append(f"{names}: every tensor to the bit")
+    yield line.append(f"{names}: {findings.covered}")
     counts = f"{findings.length:,} positions, {row.cu_seqlens.numel():,} boundaries, {trained:,} trained tokens"
     yield Text(f"      {counts}")
 
@@ -307,9 +309,9 @@ def _flaws(report: Report, _width: int) -> Iterator[Text]:
             yield Text("consistent in itself: labels are the next tokens, boundaries restart positions", "green")
         for flaw in found:
             line = Text("note  " if flaw.note else "FLAW  ", "dim" if flaw.note else "bold red")
-            where = "" if flaw.position is None else f", first at position {flaw.position:,}"
-            times = "" if flaw.count == 1 and flaw.position is None else f"  {flaw.count:,} times{where}"
-            yield line.append(f"{visible(side.name)}: {flaw.what}{times}", "").append(f"  ({flaw.rule})", "dim")
+            where = "" if flaw.position is None else f"{flaw.position:,}"
+            line.append(f"{visible(side.name)}: {flaw.what}{flaw.times}{where}", "")
+            yield line.append(f"  ({flaw.rule})" if flaw.rule else "", "dim")
 
 
 def _counts(report: Report, width: int) -> Iterator[Text]:
@@ -347,13 +349,17 @@ def _alike(
 def _names(pair: Pair, findings: Findings) -> str:
     """Name two sides; by letter if there are more than two, or the lines would not fit."""
     letter = findings.letters
-    left, right = (visible(side) if len(findings.sides) == 2 else letter[side] for side in (pair.left, pair.right))
+    left, right = (
+        visible(side) if len(findings.sides) == 2 else letter.get(side, side) for side in (pair.left, pair.right)
+    )
     return f"{left} {'≠' if pair.counts else '='} {right}"
 
 
 def _next(report: Report, page: str | None) -> Text:
     line = Text("next  ", "dim")
     tokens = "all tokens" if report.rank is None else "all tokens of each step"
+    if any(IGNORED_LABEL in classes for pair in report.row.pairs for classes in pair.counts.values()):
+        line.append("--only-trained-labels leaves out ignored labels, which no side trains; ")
     if report.rank is None and report.row.first is not None:
         line.append(f"docs/SPEC.md {RULES.get(report.row.first.kind, '#targets-and-turns, #row')}; ")
     return line.append(f"{tokens}: {page}" if page else f"{tokens}: the same command with --html FILE")

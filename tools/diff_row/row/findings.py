@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from equivalence.cases.difference import Difference, compare_rows
 from equivalence.subjects import ROW_TENSORS, Row, RowSettings
-from tools.diff_row.row.inspection import Flaw
+from tools.diff_row.row.inspection import IGNORE_INDEX, Flaw
 from tools.diff_row.row.layout import RowMap
 from tools.diff_row.tokens import TokenTexts
 
@@ -27,7 +27,15 @@ MOST_LISTED = 200
 """Differences that are listed one by one; all are counted."""
 MOST_LINES = 12
 """Largest number of a bin's conversations whose lines are printed."""
-WHOLE = ("max_seqlen", "report", "dtype_or_shape", "refusal")
+EVERYTHING = "every tensor to the bit"
+"""What was compared where nothing was derived, cast or left out."""
+NOT_FED = "not_fed"
+"""Class of tensors that a dump neither has nor lets derive."""
+IGNORED_LABEL = "ignored_label"
+"""Class of a label that is -100 on one side alone where no side trains: another convention, which may hide a fault behind it."""
+PACK_LENGTH = "pack_length"
+"""Class of a dump whose rows have another length than the file was packed for."""
+WHOLE = ("max_seqlen", "report", "dtype_or_shape", "refusal", NOT_FED, PACK_LENGTH)
 """Classes of what differs as a whole and not at a position."""
 RULES = {
     "boundary_label": "R-BOUNDARY-1, R-SHIFT-1",
@@ -43,6 +51,9 @@ RULES = {
     "max_seqlen": "R-CU-1",
     "report": "R-REPORT-1 to R-REPORT-3",
     "refusal": "#refusals, and R-TURN-1 for turns",
+    "pack_length": "#row",
+    "not_fed": "R-CU-1, R-LAYOUT-1",
+    "ignored_label": "R-MASK-1",
     "dtype_or_shape": "#tensors",
     "other": "#targets-and-turns, #row",
 }
@@ -88,6 +99,12 @@ class Side:
     version: str
     """Version of the side's code; empty if the side does not say."""
     row: Row
+    derived: tuple[str, ...] = ()
+    """Tensors of the row that a dump does not have, and that were derived from its others."""
+    cast: tuple[str, ...] = ()
+    """Tensors of a dump that have another dtype and are compared by value."""
+    not_fed: tuple[str, ...] = ()
+    """Tensors that a dump neither has nor lets derive; those of the row are of one segment."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,11 +158,29 @@ class Findings:
     """Tensor to the sorted positions at which any two sides differ; boundaries as positions of the row."""
     flaws: Mapping[str, Sequence[Flaw]]
     """Flaws of a dump, or of any row, in itself: by side, only sides that have flaws."""
+    left_out: int = 0
+    """Labels of positions that no side trains and that were left out of the comparison."""
 
     @property
     def first(self) -> Found | None:
         """First difference over all pairs."""
         return self.listed[0] if self.listed else None
+
+    @property
+    def covered(self) -> str:
+        """What was compared where nothing differs, in words: derived tensors and labels that were left out are named."""
+        derived = [name for side in self.sides for name in (*side.derived, *side.not_fed)]
+        cast = [name for side in self.sides for name in side.cast if name not in derived]
+        if not derived and not cast and not self.left_out:
+            return EVERYTHING
+        told = [f"{', '.join(name for name in ROW_TENSORS if name not in (*derived, *cast))} to the bit"]
+        if cast:
+            told.append(f"{', '.join(cast)} by value (another dtype)")
+        if derived:
+            told.append(f"{', '.join(derived)} not dumped, but derived from the dump's other tensors")
+        if self.left_out:
+            told.append(f"labels of {self.left_out:,} positions that no side trains left out")
+        return "; ".join(told)
 
     @property
     def letters(self) -> Mapping[str, str]:
@@ -184,7 +219,7 @@ def compare(sides: Sequence[Side]) -> Comparison:
     listed: list[Found] = []
     places: dict[str, set[int]] = {}
     for left, right in itertools.combinations(sides, 2):
-        found = [_found(difference, left, right) for difference in compare_rows(left.row, right.row)]
+        found = _with_not_fed([_found(each, left, right) for each in compare_rows(left.row, right.row)], left, right)
         counts: dict[str, dict[str, int]] = {}
         for each in found:
             classes = counts.setdefault(each.tensor, {})
@@ -193,10 +228,10 @@ def compare(sides: Sequence[Side]) -> Comparison:
                 places.setdefault(each.tensor, set()).add(each.position)
         fields = {each.tensor: (each.left_value, each.right_value) for each in found if each.kind in WHOLE}
         pairs.append(Pair(left=left.name, right=right.name, counts=counts, fields=fields))
-        listed += heapq.nsmallest(MOST_LISTED, found, key=_order)
+        listed += heapq.nsmallest(MOST_LISTED, found, key=order)
     return Comparison(
         pairs=tuple(pairs),
-        listed=tuple(heapq.nsmallest(MOST_LISTED, listed, key=_order)),
+        listed=tuple(heapq.nsmallest(MOST_LISTED, listed, key=order)),
         differing={tensor: np.array(sorted(found), dtype=np.int64) for tensor, found in sorted(places.items())},
     )
 
@@ -229,12 +264,61 @@ def _place(difference: Difference, left: Row, right: Row) -> int | None:
     return None
 
 
+def other_pack_length(side: str, length: int, packed: int) -> tuple[Pair, Found]:
+    """Return the difference of a dump whose rows have `length` tokens from a file that was packed for `packed`."""
+    found = Found(
+        left=side,
+        right="manifest",
+        tensor=PACK_LENGTH,
+        kind=PACK_LENGTH,
+        position=None,
+        left_value=length,
+        right_value=packed,
+    )
+    counts = {PACK_LENGTH: {PACK_LENGTH: 1}}
+    return Pair(left=side, right="manifest", counts=counts, fields={PACK_LENGTH: (length, packed)}), found
+
+
+def _with_not_fed(found: list[Found], left: Side, right: Side) -> list[Found]:
+    """Replace what differs in tensors that a side was never fed by one difference that says so."""
+    names = {*left.not_fed, *right.not_fed}
+    if not any(each.tensor in names for each in found):
+        return found
+    values = ["not fed" if side.not_fed else _boundaries_in_words(side.row) for side in (left, right)]
+    told = Found(
+        left=left.name,
+        right=right.name,
+        tensor="cu_seqlens",
+        kind=NOT_FED,
+        position=None,
+        left_value=values[0],
+        right_value=values[1],
+    )
+    return [*(each for each in found if each.tensor not in names), told]
+
+
+def _boundaries_in_words(row: Row) -> str:
+    values = [] if row.cu_seqlens is None else [int(value) for value in row.cu_seqlens.reshape(-1)]
+    return f"{len(values)} boundaries"
+
+
+def _class_of(difference: Difference, left: Row, right: Row) -> str:
+    """Return the class of a difference; a label that one side ignores where no side trains is a convention, and no fault by itself."""
+    at = difference.position
+    masks = [side.token_mask for side in (left, right)]
+    if difference.tensor != "target_ids" or not isinstance(at, int) or None in (masks[0], masks[1]):
+        return difference.kind
+    ignored = IGNORE_INDEX in (difference.left, difference.right)
+    untrained = all(mask is not None and at < mask.numel() and mask.reshape(-1)[at] == 0 for mask in masks)
+    return IGNORED_LABEL if ignored and untrained else difference.kind
+
+
 def _found(difference: Difference, left: Side, right: Side) -> Found:
     return Found(
         left=left.name,
         right=right.name,
         tensor=difference.tensor,
-        kind=difference.kind,
+        kind=_class_of(difference, left.row, right.row),
         position=_place(difference, left.row, right.row),
         left_value=difference.left,
         right_value=difference.right,
@@ -245,9 +329,11 @@ CAUSES = ("input_ids", "cu_seqlens", "target_ids", "token_mask", "position_ids")
 """Tensors in the order in which one explains the next at the same position: another boundary restarts positions."""
 
 
-def _order(found: Found) -> tuple[float, int]:
-    """Return the sort key: a refusal first, then by position, causes before consequences, differences without a position last."""
+def order(found: Found) -> tuple[float, int, int]:
+    """Return the sort key: a refusal first, then by position, causes before consequences, differences without a position, ignored labels."""
     if found.tensor == "refusal":
-        return (-1, 0)
+        return (-1, 0, 0)
+    if found.kind == IGNORED_LABEL and found.position is not None:
+        return (float("inf"), len(CAUSES) + 1, found.position)
     order = CAUSES.index(found.tensor) if found.tensor in CAUSES else len(CAUSES)
-    return (float("inf") if found.position is None else found.position, order)
+    return (float("inf") if found.position is None else found.position, order, 0)

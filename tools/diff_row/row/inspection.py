@@ -30,13 +30,21 @@ class Flaw:
     what: str
     """In one sentence."""
     rule: str
-    """The rule of SPEC that it goes against."""
+    """The rule of SPEC that it goes against, or that a note rests on; empty where no rule has a say."""
     count: int
     """Number of positions or entries."""
     position: int | None
     """The first one."""
     note: bool = False
     """True for what may be meant: it does not make the row inconsistent."""
+
+    @property
+    def times(self) -> str:
+        """How often and where, as `, 3 times, first at position `, or empty; a single one is not counted."""
+        count = "" if self.count == 1 else f", {self.count:,} times"
+        if self.position is None:
+            return count
+        return f"{count}, {'' if self.count == 1 else 'first '}at position "
 
 
 def inspect(row: Row, context_parallel_size: int | None = None) -> list[Flaw]:
