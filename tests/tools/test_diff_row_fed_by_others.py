@@ -170,6 +170,7 @@ def test_a_trainer_without_boundaries_has_its_ids_and_labels_compared(run, tmp_p
     assert "DIFFERENT not fed in cu_seqlens" in out
     assert "dump not fed ≠ reference 4 boundaries" in one_line(out)
     assert "neither boundaries nor positions were fed" in one_line(out)
+    assert "consistent in itself: labels are the next tokens\n" in out, "nothing is said of boundaries"
     status, found = described(run, *common, dump, "--only-trained-labels")
     assert found["pairs"][0]["counts"] == {"cu_seqlens": {"not_fed": 1}}
     wrong = trained.clone()

@@ -387,7 +387,7 @@ def _chosen(
         where["pack_length"] = f"from {path.name}"
     for name, value in dumped.items():
         packed = said.get(name, value)
-        where[name] = "of the dump" + (f"; packed for {packed}" if packed != value else "")
+        where[name] = "of the dump" + (f"; packed for {packed:,}" if packed != value else "")
         said[name] = value
     if "pack_length" not in said:
         said["pack_length"], where["pack_length"] = (

@@ -274,7 +274,7 @@ function hatch(context, x, y, width, height) {
 
 /** The whole row in one strip, painted once for each width; each draw only adds where the view is. */
 function drawMap() {
-  const width = map.parentElement.clientWidth - 42, height = 44;
+  const width = map.clientWidth, height = 44;
   if (!mapped || mapped.cssWidth !== width) {
     mapped = document.createElement("canvas");
     mapped.cssWidth = width;

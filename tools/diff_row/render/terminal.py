@@ -306,7 +306,9 @@ def _flaws(report: Report, _width: int) -> Iterator[Text]:
     for side in findings.sides:
         found = findings.flaws.get(side.name, ())
         if side.name == "dump" and all(flaw.note for flaw in found):
-            yield Text("consistent in itself: labels are the next tokens, boundaries restart positions", "green")
+            known = not {"cu_seqlens", "position_ids"} & {*side.derived, *side.not_fed}
+            also = ", boundaries restart positions" if known else ""
+            yield Text(f"consistent in itself: labels are the next tokens{also}", "green")
         for flaw in found:
             line = Text("note  " if flaw.note else "FLAW  ", "dim" if flaw.note else "bold red")
             where = "" if flaw.position is None else f"{flaw.position:,}"
