@@ -89,7 +89,7 @@ def test_a_version_in_its_own_process_gives_the_same_steps_to_the_bit(installed,
     assert not indivisible.is_expected
 
 
-def test_a_case_that_cannot_run_is_told_by_kind_with_its_complaint(installed, by_its_folder):
+def test_a_case_that_cannot_run_appears_under_its_kind_with_the_error(installed, by_its_folder):
     told = compare_steps("0.19.2", CASES, installed, by_its_folder)[1].text
     assert "gpt dense, depths, 2 ranks" in told
     assert re.search(r"0 of 1 equal; cannot run \(1\): rank [01] raised ValueError at .*: segments of", told)
@@ -116,7 +116,7 @@ def test_another_version_s_half_of_a_step_is_not_taken_for_equal(installed):
     assert {"token losses", "reported loss", "reported of each depth", "gradient norm"} <= verdict.differing.keys()
 
 
-def test_the_known_difference_of_0_18_is_told_by_its_reason_and_must_occur(installed):
+def test_the_known_difference_of_0_18_appears_with_its_reason_and_must_occur(installed):
     alike = [installed[2]]
     wrong = [with_ranks(installed[2], of_gradient("local_experts.0.linear_fc1.weight"))]
     (known,) = compare_steps("0.18.2", CASES[2:], alike, wrong)
