@@ -32,7 +32,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     cases = [ModelCase.from_json(line, where=f"{cases_file}, line {number}") for number, line in enumerate(lines, 1)]
     if root != INSTALLED:
         import_halves(root)
-    version = str(importlib.import_module("megatron.core").__version__)
+    # Without the commit behind `+`: megatron-core takes that of whatever repository its folder lies in.
+    version = str(importlib.import_module("megatron.core").__version__).partition("+")[0]
     torch.save({"version": version, "results": list(_results(cases))}, out)
 
 
