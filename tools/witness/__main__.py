@@ -15,6 +15,7 @@ from equivalence.subjects import load
 from equivalence.witnesses import store
 from equivalence.witnesses.comparison import compare, recorded_cases
 from equivalence.witnesses.nemo_rl import checkout as nemo_rl
+from production import exits
 
 CANNOT_RUN = 2
 
@@ -101,6 +102,13 @@ def _compare_versions(versions: Sequence[str]) -> int:
     return int(is_wrong)
 
 
+def _count(text: str) -> int:
+    """Return a number of cases. argparse tells of one below 1, for which every comparison would be of nothing."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"the number of cases must be 1 or more, got {text!r}")
+    return int(text)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="packproof witness", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -118,7 +126,10 @@ def _parser() -> argparse.ArgumentParser:
     compared = commands.add_parser("compare", help="say for each version and preset: equal, or which fields differ")
     compared.add_argument("versions", nargs="+", metavar="VERSION", help="a version, or nemo-rl")
     compared.add_argument(
-        "--drawn", type=int, default=200, help="cases that are drawn for each part of NeMo-RL, beside the recorded ones"
+        "--drawn",
+        type=_count,
+        default=200,
+        help="cases that are drawn for each part of NeMo-RL, beside the recorded ones",
     )
     compared.set_defaults(run=_compare)
     recorded = commands.add_parser("record", help="make the recorded outcomes of NeMo-RL anew, from its checkout")
@@ -129,4 +140,4 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(exits.run(main))
