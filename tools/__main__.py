@@ -66,7 +66,7 @@ COMMANDS = {
     ),
     "witness": Command(
         module="tools.witness.__main__",
-        when="keep other versions of Megatron-LM beside the installed one, and compare their rows: add, list, remove, compare",
+        when="keep other versions of Megatron-LM, or a clone of NeMo-RL, beside the installed packages, and compare with them: add, list, remove, compare",
     ),
     "bench": Command(
         module="tools.bench.__main__", when="measure the speed of packproof's parts and of the code that they replace"

@@ -192,7 +192,7 @@ def test_a_checkout_is_reported_by_a_fingerprint_of_its_modules(tree):
 
 
 def test_a_checkout_that_is_no_python_or_has_gone_is_reported(tree):
-    with pytest.raises(InputError, match="is no Python"):
+    with pytest.raises(InputError, match="is not valid Python"):
         checkout.add(with_packers(tree, "def ("))
     root = with_packers(tree, "def get_packer(): ...\ndef _adjust_bin_count(): ...\n")
     checkout._defined.cache_clear()
