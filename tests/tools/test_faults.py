@@ -1,5 +1,6 @@
 """Whatever is killed, damaged, full or changed: a clear error of ours, or the result of an undisturbed run; nothing is lost in silence."""
 
+import contextlib
 import errno
 import functools
 import json
@@ -10,6 +11,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -17,6 +19,8 @@ from production.errors import BadInput, PackproofError
 from production.files.manifest import read_manifest
 from production.files.source import open_source
 from production.rows.builder import RowSettings
+from production.training import export
+from production.training.checkpoint import megatron_lm
 from production.training.data import row_cache
 from production.training.data.row_cache import RowCache
 from tools import fuzz
@@ -409,3 +413,23 @@ def test_an_input_that_a_reader_does_not_take_well_is_named_and_fails(tmp_path, 
     monkeypatch.setattr(fuzz, "parse_row", crash)
     assert fuzz.main(["--count", "5", "--seed", "4", "--state", str(tmp_path / "state.json")]) == 1
     assert "of seed 4, a line: IndexError: beyond" in capsys.readouterr().out
+
+
+def test_an_export_for_megatron_lm_that_cannot_be_written_leaves_no_half_folder(tmp_path, monkeypatch):
+    """Half a folder was in the way of the next export, and could pass for a whole one."""
+
+    def fill_the_disk(*_, folder, **__):
+        (folder / "iter_0000005").mkdir(parents=True)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    manifest = SimpleNamespace(step=5, consumed_samples=5)
+    monkeypatch.setattr(export, "_verified", lambda _: manifest)
+    monkeypatch.setattr(export, "_settings", lambda _: None)
+    monkeypatch.setattr(export, "stored_weights", lambda _: {"a": 1})
+    monkeypatch.setattr(export, "_alone", contextlib.nullcontext)
+    monkeypatch.setattr(megatron_lm, "model_arguments", lambda *_, **__: None)
+    monkeypatch.setattr(megatron_lm, "stored_objects", lambda _: {})
+    monkeypatch.setattr(megatron_lm, "write_folder", fill_the_disk)
+    with pytest.raises(PackproofError, match="No space left"):
+        export.export_megatron_lm(tmp_path / "step", tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []

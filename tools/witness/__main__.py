@@ -16,6 +16,7 @@ from equivalence.witnesses import store
 from equivalence.witnesses.comparison import compare, recorded_cases
 from equivalence.witnesses.nemo_rl import checkout as nemo_rl
 from equivalence.witnesses.serve_steps import INSTALLED
+from production import exits
 
 CANNOT_RUN = 2
 
@@ -131,6 +132,13 @@ def _compare_steps(versions: Sequence[str]) -> int:
     return int(is_wrong)
 
 
+def _count(text: str) -> int:
+    """Return a number of cases. argparse tells of one below 1, for which every comparison would be of nothing."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"the number of cases must be 1 or more, got {text!r}")
+    return int(text)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="packproof witness", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -148,7 +156,10 @@ def _parser() -> argparse.ArgumentParser:
     compared = commands.add_parser("compare", help="say for each version and preset: equal, or which fields differ")
     compared.add_argument("versions", nargs="+", metavar="VERSION", help="a version, or nemo-rl")
     compared.add_argument(
-        "--drawn", type=int, default=200, help="cases that are drawn for each part of NeMo-RL, beside the recorded ones"
+        "--drawn",
+        type=_count,
+        default=200,
+        help="cases that are drawn for each part of NeMo-RL, beside the recorded ones",
     )
     compared.add_argument("--rows-only", action="store_true", help="compare a version's rows and no training steps")
     compared.set_defaults(run=_compare)
@@ -160,4 +171,4 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(exits.run(main))
