@@ -213,6 +213,13 @@ def test_a_pack_length_changed_in_a_manifest_is_refused_with_the_way_to_keep_it(
     del said["format"]
     path.write_text(json.dumps(said))
     assert read_manifest(tmp_path / "out.packed").settings["pack_length"] == 512
+    for number, is_read in ((1, True), (2, True), (4, False)):
+        path.write_text(json.dumps(said | {"format": f"packproof-packed-rows/{number}"}))
+        if is_read:
+            assert read_manifest(tmp_path / "out.packed").settings["pack_length"] == 512
+            continue
+        with pytest.raises(BadInput, match=r"has the format 'packproof-packed-rows/4'.*pack the file again"):
+            read_manifest(tmp_path / "out.packed")
 
 
 def test_a_flipped_byte_of_a_packed_file_is_reported_by_its_hash(tmp_path, capsys):
