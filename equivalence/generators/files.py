@@ -40,6 +40,9 @@ _MARKED = {
     b'{"messages": [{"role": "u", "content": ^1}]}\n': "content_not_text",
     b'{"messages": [{"role": "u", "content": "b^\xff"}]}\n': "invalid_utf8",
     b'{"messages": [{"role": "u", "content": "b^\x00"}]}\n': "nul_byte",
+    # Both faults of bytes: the NUL byte is named, wherever it stands (R-FILE-6b).
+    b'{"messages": [{"role": "u", "content": "b\xff^\x00"}]}\n': "nul_byte",
+    b'{"messages": [{"role": "u", "content": "b^\x00\xff"}]}\n': "nul_byte",
     b'^\xef\xbb\xbf{"messages": [{"role": "u", "content": "b"}]}\n': "bom",
     b'{"messages": [{"role": "u", "content": "b"}]} ^x\n': "invalid_json",
     b'{"messages": [{"role": "u", "content": "b"}]}^\x0b\n': "invalid_json",
