@@ -154,7 +154,7 @@ def test_a_refused_row_is_refused_alike(built):
     assert [each[1]["kind"] for each in wanted if each[0] is BadRow] == ["empty_assistant"]
 
 
-def test_a_line_that_cannot_be_read_is_told_and_not_stored():
+def test_an_unreadable_line_is_listed_and_stays_out_of_the_cache():
     write(
         [*LINES * 8, '{"messages": 1}', *LINES]
     )  # not among the first rows or at the end, which a job looks at before it starts
