@@ -40,9 +40,6 @@ _MARKED = {
     b'{"messages": [{"role": "u", "content": ^1}]}\n': "content_not_text",
     b'{"messages": [{"role": "u", "content": "b^\xff"}]}\n': "invalid_utf8",
     b'{"messages": [{"role": "u", "content": "b^\x00"}]}\n': "nul_byte",
-    # Both faults of bytes: the NUL byte is named, wherever it stands (R-FILE-6b).
-    b'{"messages": [{"role": "u", "content": "b\xff^\x00"}]}\n': "nul_byte",
-    b'{"messages": [{"role": "u", "content": "b^\x00\xff"}]}\n': "nul_byte",
     b'^\xef\xbb\xbf{"messages": [{"role": "u", "content": "b"}]}\n': "bom",
     b'{"messages": [{"role": "u", "content": "b"}]} ^x\n': "invalid_json",
     b'{"messages": [{"role": "u", "content": "b"}]}^\x0b\n': "invalid_json",
@@ -53,6 +50,9 @@ _MARKED = {
     # A row of a chat file, whose messages may call tools in place of a content (R-FILE-14); no packed row.
     b'{"messages": [{"role": "u", "content": ^null, "tool_calls": [{"x": 1}]}]}\n': "content_null",
     b'{"messages": [^{"role": "u", "tool_calls": [{"x": 1}]}]}\n': "missing_content",
+    # Both faults of bytes: the NUL byte is named, wherever it stands (R-FILE-6b).
+    b'{"messages": [{"role": "u", "content": "b\xff^\x00"}]}\n': "nul_byte",
+    b'{"messages": [{"role": "u", "content": "b^\x00\xff"}]}\n': "nul_byte",
 }
 BAD = tuple((line.replace(b"^", b""), kind, line.index(b"^")) for line, kind in _MARKED.items())
 """Lines that hold no row: the bytes, SPEC's kind of fault, and the byte of the fault."""
