@@ -40,7 +40,7 @@ def run(main: Callable[[Sequence[str] | None], int], arguments: Sequence[str] | 
         return CANNOT_RUN
     except UnicodeEncodeError as error:
         name = ascii(error.object[max(0, error.start - 40) : error.end + 40])
-        print(f"{name} is no text that can be written as UTF-8: give another name or text", file=sys.stderr)
+        print(f"{name} cannot be written as UTF-8: give another name or text", file=sys.stderr)
         return CANNOT_RUN
     except MemoryError as error:
         print(f"there is not enough memory{f' ({error})' if str(error) else ''}: give smaller numbers", file=sys.stderr)

@@ -84,7 +84,7 @@ def weighted(pieces: Sequence[MessageTokens], max_length: int) -> tuple[list[int
 
 
 def check_tools(conversation: Conversation, prompt: Prompt, tokenizer: Tokenizer, tools: Any) -> None:
-    """Refuse tools and calls of tools that what renders the conversation leaves out. R-ONLINE-10."""
+    """Refuse a conversation whose tools or tool calls do not change its rendered text, and so would be lost. R-ONLINE-10."""
     bare: list[Message] = [{key: message[key] for key in message if key != "tool_calls"} for message in conversation]
     has_calls = any(message.get("tool_calls") for message in conversation)
     if prompt.format != "default":
@@ -101,7 +101,7 @@ def check_tools(conversation: Conversation, prompt: Prompt, tokenizer: Tokenizer
 
 
 def text_or_none(conversation: Conversation, prompt: Prompt, tokenizer: Tokenizer, tools: Any) -> str | None:
-    """Return a conversation's text rendered without some keys of its line; None if the template fails without them."""
+    """Return the text of a conversation rendered with these tools (None: without tools), or None if the template refuses."""
     try:
         return prompts.render(conversation, prompt, tokenizer, **given(tools))
     except RowRefused:

@@ -59,7 +59,10 @@ def read_lines(contents: Sequence[bytes], chat_key: str) -> list[Line]:
 
 
 def rows_of(lines: Sequence[Line], *, skip: bool) -> list[Line]:
-    """Return the lines that have a row number: all, or without the bad ones, which leave no gap. R-FILE-8."""
+    """Return the lines that are rows, in order: all of them, or with `skip` the good ones only. R-FILE-8.
+
+    A row's number is its place in this list, so a skipped line takes no number.
+    """
     return [line for line in lines if not (skip and line.fault)]
 
 

@@ -134,8 +134,10 @@ def multi_token_weights(
 ) -> list[list[list[torch.Tensor]]]:
     """Return the weight of each token's loss at depth k ≥ 1 in the gradient, as `[rank][microbatch][k - 1]`: float64. R-LOSS-6.
 
-    `masks[rank][microbatch][k]` are the masks at depths 0 to D. With `rows` the sums n₀ and n_k are those of the row, over
-    the cp ranks that share it, else this rank's own as upstream takes them (R-MTP-3).
+    `masks[rank][microbatch][k]` are the masks at depths 0 to D. The loss of depth k is divided by n_k, the number of its
+    targets, and multiplied by n₀ unless the normalization is mean_of_means. If `rows` is true, both counts are those of the
+    whole row, summed over the cp ranks that share it; if false, those of the rank's own share, as Megatron-LM counts them
+    (R-MTP-3).
     """
     ranks, microbatches = len(masks), len(masks[0])
     depths = len(masks[0][0]) - 1

@@ -84,10 +84,10 @@ class Shape:
 
     @property
     def main_pattern(self) -> str:
-        """The layers before MTP of a HybridModel."""
+        """Return the layer letters of a HybridModel that stand before its MTP depths."""
         return (self.hybrid_layer_pattern or "").split("/")[0].replace("|", "")
 
     @property
     def depth_pattern(self) -> str:
-        """The layers of one MTP depth of a HybridModel."""
+        """Return the layer letters of one MTP depth of a HybridModel."""
         return (self.hybrid_layer_pattern or "").rpartition("/")[2]

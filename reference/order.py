@@ -66,7 +66,11 @@ def one_source(
 
 
 def cyclic(rows: int, *, run_samples: int, data_parallel_size: int, is_sharded: bool) -> Iterator[Sample]:
-    """Yield the samples of a whole run, permuted once, as Megatron-LM's driver draws them. R-ORDER-5."""
+    """Yield the samples of a whole run in one permutation of its `run_samples` numbers, as Megatron-LM's driver draws them. R-ORDER-5.
+
+    Sample i is row i % rows of epoch i // rows, so epochs mix. If `is_sharded`, all ranks apply one permutation,
+    each to its own run of samples.
+    """
     if run_samples % data_parallel_size:
         raise OrderError(
             f"the samples of a run must be a multiple of the {data_parallel_size} data-parallel ranks, got {run_samples}; give a global batch that dp divides"

@@ -179,7 +179,8 @@ def finish_boundaries(pack: Pack, settings: RowSettings, pad: int | None) -> int
         raise RowRefused("no_pad_token", "the vocabulary has neither the pad token nor an unknown one; set pad_token")
     if semantics.boundaries_beyond_pack_length == "refuse" and len(pack.cu) > pack_length + 1:
         raise RowRefused(
-            "too_many_boundaries", f"{len(pack.cu)} boundaries in a row of {pack_length}; raise pack_length"
+            "too_many_boundaries",
+            f"a row of {pack_length} tokens holds at most {pack_length + 1} boundaries, got {len(pack.cu)}; raise pack_length",
         )
     if semantics.indivisible_segment == "refuse" and context_parallel_size > 1:
         for number, (start, end) in enumerate(zip(pack.cu, pack.cu[1:], strict=False)):

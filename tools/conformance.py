@@ -35,7 +35,7 @@ def load(name: str, started: list[ExternalSubject]) -> Loaded:
         subject = ExternalSubject(name[len(EXTERNAL) :])
         started.append(subject)
         if "pack" not in subject.hello.seams:
-            raise CommandError(f"{name} serves no pack: call packproof_subject.serve(pack=FUNCTION)")
+            raise CommandError(f"{name} offers no packing function: call packproof_subject.serve(pack=FUNCTION)")
 
         def pack(conversations: Any, pack_length: int, pad_id: int, eos_id: int, context_parallel_size: int) -> Any:
             return subject.pack(

@@ -62,7 +62,7 @@ class Arguments:
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """An input that a reader did not take well."""
+    """Records an input that a reader answered wrongly: with an unexpected exception, or otherwise than the reference."""
 
     number: int
     """Number of the input."""

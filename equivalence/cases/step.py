@@ -235,7 +235,7 @@ class ModelCase:
         except (ValueError, RecursionError) as error:
             raise CaseError(f"{where} is not valid JSON: {error}; save the case again") from error
         if not isinstance(read, dict) or read.pop("schema", None) != SCHEMA:
-            raise CaseError(f"{where} must be a case of a model of schema {SCHEMA}; save the case again")
+            raise CaseError(f"{where} must be a case of a training step of schema {SCHEMA}; save the case again")
         try:
             if "shape" in read:
                 read["shape"] = ModelShape(**read["shape"])
@@ -250,7 +250,7 @@ class ModelCase:
             case = cls(**read)
         except (KeyError, TypeError, ValueError) as error:
             raise CaseError(
-                f"{where} cannot be read as a case of a model: {error!r}; a case needs rows and masked"
+                f"{where} cannot be read as a case of a training step: {error!r}; a case needs the keys `rows` and `masked`"
             ) from error
         if case.check not in CHECKS:
             raise CaseError(f"{where} is for the check {case.check!r}; choose one of {', '.join(CHECKS)}")

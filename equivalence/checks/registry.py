@@ -1,6 +1,8 @@
 """List all checks: the name of each, its kind of case, the cost of a case, and the class of a difference.
 
-Everything that lists checks (plan, jobs, counters, reports, kill matrices) reads this table, so a new check is one entry here and what runs it.
+Everything that lists checks (plan, jobs, counters, reports, kill matrices) reads this table. A new check is one entry here, and an entry in the module that runs
+its kind: `runner/layout_jobs.py` (`data`), `runner/step_runs.py` (`step`), `runner/row_cases.py` (`row`),
+`runner/job_runners.py` (others). CONTRIBUTING.md, "Add a check", has the steps.
 """
 
 from __future__ import annotations

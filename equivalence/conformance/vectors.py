@@ -34,7 +34,7 @@ SEPARATORS = (",", ":")
 
 
 class VectorError(SuiteError):
-    """A row on which the sides do not agree: no vector is written."""
+    """Raised for a row on which the sides disagree; no vector is written for it."""
 
 
 def generate(cases: Sequence[Case] | None = None) -> list[Case]:
@@ -95,7 +95,7 @@ def _shards(case: Case, row: Row, found: dict[str, Any]) -> list[dict[str, list[
     """Return each rank's part of the row, on whose positions reference, production and megatron-core's rotary embedding agree."""
     result = check_context_parallel(_tensors(row), found["cu_seqlens"], case.context_parallel_size)
     if result.findings:
-        raise VectorError(f"{case.id}: the sides must cut the row alike, and differ: {result.findings[:1]}")
+        raise VectorError(f"{case.id}: the sides must cut the row alike, but they differ: {result.findings[:1]}")
     names = ("input_ids", "labels", "mask", "position_ids")
     index = ownership("reference", found["cu_seqlens"], case.context_parallel_size)
     return [{name: [found[name][at] for at in owned] for name in names} for owned in index]
@@ -107,7 +107,7 @@ def _depths(case: Case, row: Row, found: dict[str, Any]) -> list[dict[str, list[
     size = case.context_parallel_size if divides(found["cu_seqlens"], case.context_parallel_size) else 1
     result = check_multi_token(_tensors(row), found["cu_seqlens"], size, count)
     if result.findings:
-        raise VectorError(f"{case.id}: the sides must shift the row alike, and differ: {result.findings[:1]}")
+        raise VectorError(f"{case.id}: the sides must shift the row alike, but they differ: {result.findings[:1]}")
     shifted = multi_token.depths(**_tensors(row), cu_seqlens=found["cu_seqlens"], count=count)
     return [
         {

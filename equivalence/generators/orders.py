@@ -12,7 +12,10 @@ _KINDS = ("sequential", "shuffle", "megatron-cyclic", "megatron-cyclic-sharded")
 
 
 def draw_order(choices: Choices) -> OrderCase:
-    """Draw one source or a blend, in order, shuffled or cyclic, from any step, with every end of an epoch and of a cyclic run."""
+    """Draw a data order: one source or a blend; sequential, shuffled or cyclic; read from any step.
+
+    An epoch's last batch is wrapped, dropped, or ends the run; a cyclic run ends after a drawn number of steps.
+    """
     ranks = choices.integer(1, 4)
     kind = choices.one_of(_KINDS)
     is_cyclic = kind.startswith("megatron")

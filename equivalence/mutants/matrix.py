@@ -51,9 +51,10 @@ def kill_matrix(
     seed: int = 0,
     first_only: bool = False,
 ) -> Iterator[Kills]:
-    """Yield the checks that find each fault, in order. `sample` is a packed file and its number of rows, for nemotron-mini.
+    """Yield for each fault the checks that find it, in the order of `mutants`.
 
-    With `first_only` no further check is asked once one has found the fault.
+    `sample` is a packed file and its number of rows; its rows are read with the tokenizer nemotron-mini. With `first_only`, the
+    checks after the first that finds the fault are not run.
     """
     for name in (*tokenizers.RECIPES, "nemotron-mini"):
         tokenizers.load(name)

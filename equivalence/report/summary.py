@@ -122,7 +122,7 @@ def differences_of(differences: Sequence[Differing]) -> list[dict[str, Any]]:
 
 
 def first_results(outcome: Outcome) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
-    """Return the results so far of `checks` and `own_settings`."""
+    """Return the summary's parts `checks` and `own_settings` from the cases counted so far, for a screen during a run."""
     return _checks(outcome), _own(outcome)
 
 

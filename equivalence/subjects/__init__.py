@@ -101,7 +101,9 @@ def load(name: str) -> Subject:
             name.removeprefix(EXTERNAL)
         )
         if subject.name in BUILT_IN:
-            raise ValueError(f"{name!r} calls itself {subject.name!r}: give it another name, serve(…, name=…)")
+            raise ValueError(
+                f"{name!r} calls itself {subject.name!r}, which is the name of a built-in side: give it another name, serve(…, name=…)"
+            )
         return cast("Subject", subject)
     module, _, attribute = name.partition(":")
     if not attribute:

@@ -202,7 +202,7 @@ def _asked_tokenizer(
 def _dataset(tokenizer: Any, settings: RowSettings) -> Any:
     if settings.semantics not in IDENTITY_PROMPT:
         raise ValueError(
-            f"the installed Megatron-LM is no witness of the semantics {settings.semantics!r}, only of "
+            f"the installed Megatron-LM is not a witness of the semantics {settings.semantics!r}, only of "
             f"{' and '.join(IDENTITY_PROMPT)}: leave megatron_lm out, or choose one of these"
         )
     return _cached_dataset(folder_of(tokenizer), settings)

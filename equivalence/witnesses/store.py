@@ -68,7 +68,8 @@ def witnesses() -> list[VersionWitness]:
 def add(requirement: str, *, source: Path | None = None) -> VersionWitness:
     """Make a witness of a released version, or of a checkout (then `requirement` is the name it gets).
 
-    The wheel is installed without its dependencies, which are the shared ones; a version that needs transformers 4 gets its own.
+    Only the wheel is installed: its dependencies are those of packproof's own environment. A version that needs transformers 4
+    gets a transformers of its own.
     InputError for a version that is there, that cannot be installed, or that has no SFT dataset.
     """
     if source is not None:

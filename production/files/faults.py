@@ -8,14 +8,14 @@ FIXES = {
     "nul_byte": "write the file again: a copy or a crash left zeros in it",
     "invalid_utf8": "write the file again as UTF-8; other encodings are not guessed",
     "blank_line": "remove the line; rows stand one a line, and an empty one would shift the row numbers of other readers",
-    "line_too_long": "write one row a line; a file that is one JSON array is no JSONL",
+    "line_too_long": "write one row a line; a file that is one JSON array is not JSONL",
     # JSON
     "truncated_last_line": "write the file again: the last row was cut while it was written or copied",
     "invalid_json": "write the row with a JSON encoder (NaN and Infinity are not JSON)",
     "number_out_of_range": "write the number as text, or within the range of a double or 4300 digits",
     "nested_too_deep": "flatten the value, or write it as text",
     "duplicate_key": "keep one of the two; readers disagree on which of them counts",
-    "lone_surrogate": "write the character whole: half of a surrogate pair is no text and cannot be tokenized",
+    "lone_surrogate": "write the character whole: half of a surrogate pair is not text and cannot be tokenized",
     # shape
     "row_not_object": "write each row as an object with a list of messages",
     "missing_chat_key": "write the messages under that key, or name the key they stand under (chat_key)",

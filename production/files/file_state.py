@@ -113,7 +113,7 @@ def stamp_of(status: os.stat_result) -> tuple[int, int]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FileState:
-    """State of a named file at one time, as a look at its name shows it."""
+    """Holds size, time and inode of the file under a name at one moment; a later state that differs shows a changed or replaced file."""
 
     size: int
     """In bytes."""

@@ -53,8 +53,9 @@ class Manifest:
 
 
 def read_manifest(file: Path) -> Manifest | None:
-    """Return the manifest `FILE.manifest.json` beside a packed file, also without `.gz`, `.zst` or `.zstd`; None without a
-    manifest.
+    """Return the manifest beside a packed file, or None if there is no manifest.
+
+    The manifest is `FILE.manifest.json`; for a compressed file `NAME.jsonl.gz`, also `NAME.jsonl.manifest.json`.
 
     Raises BadInput (kind `manifest`) for a manifest that cannot be read, that was changed after it was written, or that is
     of a file of another size.
@@ -70,7 +71,7 @@ def read_manifest(file: Path) -> Manifest | None:
     except (OSError, ValueError, RecursionError) as error:
         raise _bad(path, f"cannot be read ({error})") from error
     if not isinstance(said, dict):
-        raise _bad(path, "is not JSON object")
+        raise _bad(path, "is not a JSON object")
     if _is_changed(said):
         raise _bad(
             path,

@@ -173,7 +173,7 @@ class StrictJson:
 
     def _fault(self, at: int, what: str, *, kind: str = "invalid_json", begun: bool = False) -> LineError:
         if kind == "invalid_json" and (begun or at >= len(self._text)):
-            return LineError(kind, len(self._text.encode()), "the line ends within the row", at_end=True)
+            return LineError(kind, len(self._text.encode()), "the line ends before its JSON does", at_end=True)
         return LineError(kind, self._bytes(at), what)
 
     def _bytes(self, at: int) -> int:

@@ -119,8 +119,10 @@ def choose_padding(
 
 
 def squeeze(padded_batch: PaddedBatch, padding: Padding) -> Squeezed:
-    """Squeeze the sequences end to end (R-ONLINE-4, R-ONLINE-5). Raises PackproofError where they exceed
-    `row_length`.
+    """Lay the sequences of a padded batch end to end in one row (R-ONLINE-4, R-ONLINE-5).
+
+    Each sequence is padded to a multiple of `sequence_multiple`, and the last one takes what the row's length
+    needs. Raises PackproofError if the sequences exceed `row_length`.
     """
     lengths = padded_batch.input_lengths
     padded = (lengths + padding.sequence_multiple - 1) // padding.sequence_multiple * padding.sequence_multiple

@@ -3,6 +3,9 @@
 Conversations are tokenized ahead of need in bounded runs, so that conversations which a full row never reaches are
 neither paid for nor refused.
 
+Prompts are masked before this module, in `production/tokens/conversations.py`. `RowBuilder._finish` masks the labels at
+boundaries and in padding, and sets `cu_seqlens`.
+
 Reference: `reference/rows.py`, R-LAYOUT-1 to 7, docs/SPEC.md#row and #report.
 """
 

@@ -1,4 +1,7 @@
-"""Place the tokens of conversations in a row, and count the tokens that the row loses (docs/SPEC.md#row, R-REPORT-1)."""
+"""Place the tokens of conversations in a row, and count the tokens that the row loses (docs/SPEC.md#row, R-REPORT-1).
+
+`builder` makes the boundaries (`cu_seqlens`) of these ends, and cuts them at the first P.
+"""
 
 from __future__ import annotations
 

@@ -82,7 +82,9 @@ class TokenizerFingerprint:
         except (TypeError, KeyError, AttributeError, ValueError) as error:
             raise ValueError(f"it is not a fingerprint of a tokenizer ({error})") from error
         if not (type(whole.version) is int and type(whole.digest) is str and type(whole.definition) is str):
-            raise ValueError("it is not a fingerprint of a tokenizer (version, digest or definition has another type)")
+            raise ValueError(
+                "it is not a fingerprint of a tokenizer (version must be a whole number, digest and definition must be text)"
+            )
         return whole
 
 

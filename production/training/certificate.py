@@ -100,8 +100,10 @@ def check_certificate(job: Job, tokenizer: Any, ranks: int) -> None:
 
 
 def certificate_outlook(job: Job, tokenizer: Any | None, ranks: int) -> tuple[list[PackproofError], list[str]]:
-    """Return why a run would refuse its certificate, and notes on what is not on this machine and was not compared: for a
-    dry run. Both are empty without `data.certificate`. An index that is missing is built in a temporary folder.
+    """Return (reasons, notes) for a dry run: why the run would refuse its certificate, and what could not be compared
+    because it is not on this machine.
+
+    Both lists are empty if the job names no `data.certificate`. An index that is missing is built in a temporary folder.
     """
     if job.data.certificate is None:
         return [], []

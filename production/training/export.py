@@ -208,7 +208,7 @@ def _alone() -> Iterator[None]:
 def stored_weights(checkpoint: Path) -> Mapping[str, torch.Tensor]:
     """Return the weights of a checkpoint of a job or of Megatron-LM (torch_dist), whole, under megatron-core's names.
 
-    Call it in a process group of one rank, within the CPU shim where CUDA is absent.
+    Each has its shape in the whole model and the dtype that it was saved in. Call it in a process group of one rank, within the CPU shim where CUDA is absent.
     """
     from megatron.core import dist_checkpointing  # noqa: PLC0415 - heavy
 

@@ -46,7 +46,8 @@ class Shutdown:
     """Decides whether a run ends now, on all ranks alike: a signal reaches ranks at different steps, and clocks
     differ.
 
-    The ranks' votes travel with the numbers of a report, so that a vote costs no message of its own.
+    The ranks' votes travel with the numbers of a report, so that a vote costs no message of its own:
+    `metrics.rank_stats.measured` reads the largest vote of all ranks, and `trainer` ends the run by `stop_reason`.
     """
 
     def __init__(self, *, asked: Sequence[str], must_save_by: str | None, started: float) -> None:

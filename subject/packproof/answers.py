@@ -53,7 +53,7 @@ def read_answers(path: Path, cases: Sequence[Case]) -> tuple[list[tuple[Case, An
                 )
             )
         if ("packs" in read) == ("refused" in read):
-            raise VectorsError("%s, line %d: an answer needs one of `packs` and `refused`" % (path, number))
+            raise VectorsError("%s, line %d: an answer needs either `packs` or `refused`, not both" % (path, number))
         outcomes[str(name)] = read["packs"] if "packs" in read else Refused(str(read["refused"]))
     missing = [case.id for case in cases if case.id not in outcomes]
     if missing:

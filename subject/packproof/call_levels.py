@@ -85,7 +85,7 @@ def judge_shards(judged: Judged) -> None:
 
 
 def judge_bits(judged: Judged) -> None:
-    """L10: the call's one row is the preset's, field by field; no convention is undone for it."""
+    """L10: the call returns one row that equals the preset's row in every field; declared conventions are not undone first."""
     expected = judged.case.expected.get(judged.preset)
     if expected is None:
         return

@@ -68,7 +68,7 @@ class Judged:
         self.verdict.not_shown.setdefault(self.level, field_name)
 
     def derive(self, field_name: str) -> None:
-        """Record what the level was judged from."""
+        """Record that the level was judged from this field, since the rows lack the level's own."""
         self.verdict.derived[self.level] = field_name
 
     def tokens(self, span: Span) -> Sequence[int]:

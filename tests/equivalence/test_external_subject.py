@@ -99,7 +99,7 @@ def test_packs_come_back_as_lists_with_the_sizes_that_were_asked_for(subject):
         ("raises", "raised KeyError: 'tokens'"),
         ("hang", "gave no answer within 0.3 s to packs"),
         ("no_list", "pack returned dict: return a list of packs"),
-        ("no_dict", "pack gave list where a dict with input_ids, labels is expected"),
+        ("no_dict", "pack must return a dict with input_ids, labels, got list"),
     ],
 )
 def test_missing_packs_are_reported(subject, fault, told):
@@ -195,7 +195,7 @@ def test_an_adapter_is_started_once_for_all_rows_and_again_after_it_is_closed(su
         ("hang", "gave no answer within 0.3 s to row 2"),
         (
             "garbage",
-            "no frame of the protocol to its stdout when it was asked for row 2 of a request: b'epoch 1/3 loss",
+            "not a frame of the protocol to its stdout when it was asked for row 2 of a request: b'epoch 1/3 loss",
         ),
         ("closes_stdout", "closed its stdout while it was asked for row 2"),
         ("raises", "raised KeyError: 'role' (at "),
@@ -217,10 +217,10 @@ def test_the_last_lines_of_stderr_are_reported_with_a_crash(subject):
     [
         ("shape", "gave input_ids of shape (1, 8)"),
         ("nan", "gave input_ids with NaN or infinity"),
-        ("words", "raised TypeError: input_ids holds something that is no number"),
+        ("words", "raised TypeError: input_ids must hold numbers only"),
         ("ragged", "raised TypeError: input_ids is a list of lists of several lengths"),
         ("keys", "has unknown keys labels and lacks target_ids"),
-        ("list", "raised TypeError: build_row gave list where a dict with input_ids"),
+        ("list", "raised TypeError: build_row must return a dict with input_ids"),
     ],
 )
 def test_an_answer_that_is_not_a_row_fails_alone_and_names_the_reason(subject, fault, told):

@@ -37,7 +37,7 @@ def test_both_presets_of_identity():
 def test_the_subject_refuses_semantics_of_other_paths():
     for name in ("nemo-rl-direct", "strict", f"{OLD},row_ends=system_to_assistant"):
         assert not MEGATRON.covers(RowSettings(pack_length=4, semantics=name))
-        with pytest.raises(ValueError, match="no witness of the semantics"):
+        with pytest.raises(ValueError, match="not a witness of the semantics"):
             build(say(("user", "w0")), semantics=name)
 
 

@@ -141,7 +141,7 @@ def test_the_guide_to_a_run_is_current(checkout, capsys):
         "dry runs": 9,
         "parsed equivalence": 1,
         "parsed tools.diff_row": 1,
-        "parsed tools.compare_runs": 2,
+        "parsed tools.compare_runs": 3,
     }
     assert len(names["source"]) > 10
     assert names["counts"]["trained_tokens"] > 1000

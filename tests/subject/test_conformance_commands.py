@@ -87,7 +87,7 @@ def test_the_report_is_written_in_three_forms(tmp_path, capsys):
         (["--subject", "packers:right", "--convention", "shift=modle"], "did you mean 'model'"),
         (
             ["--subject", "packers:right", "--sets", "vald"],
-            "--sets must be of valid, divergent, refused and none, got vald",
+            "--sets must list only valid, divergent, refused or none, got vald",
         ),
         (["--subject", "packers:right", "--sets", "none", "--drawn", "0"], "no case is left"),
         (["--subject", "packers:right", "--case", "{"], "--case is not JSON"),
@@ -127,7 +127,7 @@ def test_answers_that_leave_a_case_out_or_cannot_be_read_are_refused(tmp_path, c
         ('{"id": "v1-0000", "packs": []}\n', "answers 1 of 281 cases; the first without an answer is v1-0001"),
         ('{"id": "v1-9999", "packs": []}\n', "line 1: no case has the id 'v1-9999'"),
         ('{"id": "v1-0000", "packs": []}\n' * 2, "line 2: id 'v1-0000' is there twice"),
-        ('{"id": "v1-0000"}\n', "needs one of `packs` and `refused`"),
+        ('{"id": "v1-0000"}\n', "needs either `packs` or `refused`"),
         ("[]\n", "line 1 must be an object"),
         ("{\n", "line 1 is not JSON"),
     ):

@@ -38,7 +38,10 @@ _NO_CUDA = "CUDA: kernels (attention, cross entropy, experts, fp8), their precis
 def check_layout(
     target: Target, scanned: Scanned, *, deadline: float, progress: Progress, entered: Entered = plain_layout
 ) -> PartResult:
-    """Walk the real layout, then train steps in small ones. `entered` is for tests: how ranks enter a layout."""
+    """Walk the job's own layout, then train steps in smaller layouts of the same kinds.
+
+    `entered` makes the ranks of a layout; only tests replace it.
+    """
     started = time.monotonic()
     result = PartResult(name="layout", not_shown=[_NO_CUDA])
     rows = _Rows(target, scanned)

@@ -88,7 +88,7 @@ def check_rows(
             f"{len(compared.differing):,} rows differ; the {MOST_FINDINGS} with the most differing values are told"
         )
     for name in sorted(compared.left_out):
-        result.not_shown.append(f"{name} is no witness of the job's preset, so it built no row")
+        result.not_shown.append(f"{name} is not a witness of the job's preset, so it built no row")
     result.witnesses = tuple(
         f"{each.name} ({getattr(each, 'version', 'this package')})"
         for each in sides.values()

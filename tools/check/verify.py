@@ -31,7 +31,7 @@ def verify(
     said = list(overrides) if files else list(request.get("overrides", []))
     if missing := [path for path in paths if not path.is_file()]:
         raise PackproofError(
-            what=f"the job {missing[0]} that was checked is not there",
+            what=f"the job file {missing[0]} does not exist",
             where=str(certificate),
             fix=f"run this where the check ran, or name the job: packproof check JOB.yaml --verify {certificate}",
         )

@@ -65,7 +65,9 @@ def bound(comparison: Comparison) -> str:
 
 
 def difference_rows(comparison: Comparison) -> list[Row]:
-    """Return one row for each series: the series of the window, the loss over all steps, validations."""
+    """Return the rows of the table of differences: one for each series in the window, then the loss over all common steps, then the
+    validation loss.
+    """
     rows = [_row(each, _called(each.name)) for each in comparison.differences]
     first, last = comparison.span
     rows.append(_row(comparison.whole, f"loss, all steps of both ({first}-{last})"))

@@ -392,7 +392,7 @@ def _build(name: str, asked: _Asked) -> Side:
     subject = subject_named(name)
     if not covers(subject, asked.settings):
         raise BadInput(
-            f"side {name!r} is no witness of semantics {asked.settings.semantics!r}: leave it out of --sides"
+            f"side {name!r} is not a witness of semantics {asked.settings.semantics!r}: leave it out of --sides"
         )
     try:
         row = row_of(subject.build_row(asked.messages, asked.tokenizer, asked.settings))

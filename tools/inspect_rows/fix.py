@@ -276,7 +276,9 @@ def check_place(out: Path, files: Sequence[Path], *, overwrite: bool) -> None:
     """Refuse a place for the repaired file that is one of the originals, or taken. Raises PackproofError."""
     if out.resolve() in {file.resolve() for file in files}:
         raise PackproofError(
-            what="it is the file that is read", where=str(out), fix="name another file: originals are never changed"
+            what="the output is the file that is read",
+            where=str(out),
+            fix="name another file: originals are never changed",
         )
     for place in () if overwrite else (out, changes_path(out)):
         if is_there(place):

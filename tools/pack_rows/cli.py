@@ -271,7 +271,7 @@ def _check_name(path: Path) -> None:
     try:
         text.encode()
     except UnicodeEncodeError:
-        what, fix = "the path is no UTF-8, and a manifest could not name it", "rename the file"
+        what, fix = "the path is not UTF-8, so a manifest could not name it", "rename the file"
         raise PackproofError(what=what, where=ascii(text), fix=fix) from None
     if "\0" in text:
         raise PackproofError(what="the path holds a NUL byte", where=ascii(text), fix="give a path without it")

@@ -83,7 +83,7 @@ def _alpaca(record: Mapping[str, Any]) -> tuple[list[dict[str, Any]], dict[str, 
 def _history(value: Any) -> Iterator[tuple[str, str]]:
     for index, pair in enumerate(value or ()):
         if not isinstance(pair, list | tuple) or len(pair) != 2 or not all(isinstance(each, str) for each in pair):
-            raise ConversationError("alpaca_shape", f"entry {index} of history is no pair of texts")
+            raise ConversationError("alpaca_shape", f"entry {index} of history must be a pair of texts")
         yield pair[0], pair[1]
 
 

@@ -41,7 +41,7 @@ _PRESET = "megatron-lm-main"
 
 
 def check_loader(case: LoaderCase) -> CheckResult:
-    """Feed the steps of one rank on both sides, and add counts of many ranks up as the job's message does."""
+    """Compare what one rank is fed in each step, and the sum of the counts of many ranks as a report adds them (in float32)."""
     sides: dict[str, Side] = {"reference": _told(_reference, case), "production": _told(_production, case)}
     return compare_sides("loader", sides)
 

@@ -22,7 +22,7 @@ GUARD = Path(__file__).with_name("guard.py")
 TAIL_BYTES = 4096
 """Bytes of stderr that are kept."""
 MOST_BYTES = 1 << 32
-"""Bytes of a frame; more is no frame."""
+"""Bytes that a frame has at most; a longer one is refused as garbage."""
 _CHUNK = 1 << 20
 _END_SECONDS = 6.0
 """Seconds that the guard may take to end the subject: its own grace and a little more."""
@@ -175,7 +175,7 @@ class ChildProcess:
         first = bytes(self._incoming[:60])
         return SubjectFailed(
             self._with_tail(
-                f"wrote something that is no frame of the protocol to its stdout when it was asked for {what}: {first!r}; "
+                f"wrote something that is not a frame of the protocol to its stdout when it was asked for {what}: {first!r}; "
                 "let packproof_subject.serve write the answers"
             )
         )

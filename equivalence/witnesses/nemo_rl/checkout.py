@@ -183,7 +183,7 @@ def _defined(file: Path) -> frozenset[str]:
     try:
         tree = ast.parse(file.read_bytes())
     except (SyntaxError, ValueError) as error:
-        raise InputError(f"{file} is no Python ({error}): give an unbroken checkout") from error
+        raise InputError(f"{file} is not valid Python ({error}): give a complete checkout") from error
     defined = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
     names = {node.name for node in ast.walk(tree) if isinstance(node, defined)}
     return frozenset(names | {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)})

@@ -52,7 +52,9 @@ class ConfigFingerprint:
         except TypeError as error:
             raise ValueError(f"it is not a fingerprint of a configuration ({error})") from error
         if not (type(whole.version) is int and type(whole.digest) is str and isinstance(whole.values, Mapping)):
-            raise ValueError("it is not a fingerprint of a configuration (a field has another type)")
+            raise ValueError(
+                "it is not a fingerprint of a configuration (version must be a whole number, digest must be text, values must be a mapping)"
+            )
         return whole
 
 

@@ -1,4 +1,8 @@
-"""Define the configuration's refusals: each names the fault, the dotted key, the line that set it, and the fix."""
+"""Define the configuration's refusals: each names the fault, the dotted key, the line that set it, and the fix.
+
+`yaml_reader` and `building` make those of reading (bad YAML, an unknown key, a wrong type); the modules in `checks/` make
+those of set-up, in the order of `validation`.
+"""
 
 from __future__ import annotations
 

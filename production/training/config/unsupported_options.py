@@ -3,7 +3,7 @@ R-SETUP-7, R-SETUP-13).
 
 Only options that turn a part on are listed. Options of a part that is off (`dsa_*`, `tp_comm_*`, `fsdp_*`) have no
 effect, as in Megatron-LM. Any other option passes through: megatron-core itself acts on it.
-`production.model.model.NOT_BUILT` names what the model lacks.
+`production.model.model.NOT_BUILT` names what the model lacks. `checks/options.py` makes the refusals from these tables.
 """
 
 from __future__ import annotations

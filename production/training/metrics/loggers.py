@@ -236,7 +236,7 @@ class TensorBoard:
 
 
 class Wandb:
-    """Logs to Weights & Biases; steps that run again keep their first values."""
+    """Logs to Weights & Biases. A step that a resumed run repeats keeps the values of its first run."""
 
     def __init__(self, settings: WandbSettings, folder: Path, run: Mapping[str, Value]) -> None:
         """Begin or continue a run."""
@@ -264,7 +264,7 @@ class Wandb:
 
 
 class Mlflow:
-    """Logs to an MLflow tracking server, or to its folder of files; steps that run again get a second value."""
+    """Logs to an MLflow tracking server, or to a folder of files. A step that a resumed run repeats gets a second value."""
 
     def __init__(self, settings: MlflowSettings, folder: Path, run: Mapping[str, Value]) -> None:
         """Begin or continue a run, in an experiment that is made if it does not exist."""

@@ -74,13 +74,13 @@ def _cases(options: argparse.Namespace) -> Sequence[Case]:
     unknown = sets - {"valid", "divergent", "refused", "none"}
     if unknown:
         raise CommandError(
-            "--sets must be of valid, divergent, refused and none, got {}".format(", ".join(sorted(unknown)))
+            "--sets must list only valid, divergent, refused or none, got {}".format(", ".join(sorted(unknown)))
         )
     if options.drawn < 0:
         raise CommandError("--drawn must not be negative, got %d" % options.drawn)
     found = [case for case in load_vectors() if case.set in sets] + drawn_cases(options.drawn, options.seed)
     if not found:
-        raise CommandError("no case is left: ask for drawn cases or for a set of vectors")
+        raise CommandError("no case is left: give --drawn a number above 0, or name a set in --sets")
     return found
 
 

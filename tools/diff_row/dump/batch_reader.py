@@ -1,4 +1,6 @@
-"""Reads one row of a dumped batch, whatever names, dtypes and label convention the trainer that dumped it has.
+"""Reads one row of a dumped batch (`--dump`), whatever names, dtypes and label convention the trainer that dumped it has.
+
+`step_reader` reads what a job of packproof dumped (`--fed`).
 
 Nothing is guessed in silence: what was mapped, cast, shifted or derived is listed in `Dump.notes`, and every output shows it.
 """

@@ -140,7 +140,7 @@ def _batch_step(row: Findings, subjects: Mapping[str, Any]) -> Step:
 
 def _bin_step(ways: Mapping[str, Way]) -> Step:
     """Return the conversations of a bin before they are squeezed into a row (R-ONLINE-2)."""
-    missing = Refused(kind=None, message="this side has nothing here")
+    missing = Refused(kind=None, message="this side does not have this step")
     sides = {side: way.get("batch", missing) for side, way in ways.items()}
     return Step(
         name="batch",
@@ -156,7 +156,7 @@ def _bin_step(ways: Mapping[str, Way]) -> Step:
 def _way_step(name: str, row: Findings, ways: Mapping[str, Way], cut: Cut) -> Step:
     kind, _, deeper = name.partition(", depth ")
     depth = int(deeper or (name.removeprefix("depth ") if name.startswith("depth ") else 0))
-    missing = Refused(kind=None, message="this side has nothing here")
+    missing = Refused(kind=None, message="this side does not have this step")
     sides: dict[str, Has] = {side: way.get(name, missing) for side, way in ways.items()}
     # A refusal further up is not told again: the way of all ends there.
     base = next(iter(ways))
