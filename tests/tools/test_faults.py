@@ -19,13 +19,9 @@ from production.errors import BadInput, PackproofError, RowRefused
 from production.files.fingerprint import fingerprint_file
 from production.files.manifest import read_manifest
 from production.files.source import open_source
-<<<<<<< HEAD
-from production.rows.builder import RowSettings
+from production.rows.builder import RowBuilder, RowSettings
 from production.training import export
 from production.training.checkpoint import megatron_lm
-=======
-from production.rows.builder import RowBuilder, RowSettings
->>>>>>> cache
 from production.training.data import row_cache
 from production.training.data.row_cache import RowCache
 from tools import fuzz
