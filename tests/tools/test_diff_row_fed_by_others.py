@@ -187,7 +187,7 @@ def test_a_trainer_without_boundaries_has_its_ids_and_labels_compared(run, tmp_p
         read_dump(save(tmp_path, row, *bare))
 
 
-def test_boundaries_that_end_before_the_row_are_told_with_their_numbers(tmp_path):
+def test_the_error_for_boundaries_that_end_before_the_row_names_both_numbers(tmp_path):
     row = row_of(many(3), **IDENTITY)
     short = torch.tensor([0, 10, 20, 24], dtype=torch.int32)
     with pytest.raises(BadInput) as caught:

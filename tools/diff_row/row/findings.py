@@ -168,7 +168,7 @@ class Findings:
 
     @property
     def covered(self) -> str:
-        """What was compared where nothing differs, in words: derived tensors and labels that were left out are named."""
+        """Return in words what was compared where nothing differs; name derived tensors and labels that were left out."""
         derived = [name for side in self.sides for name in (*side.derived, *side.not_fed)]
         cast = [name for side in self.sides for name in side.cast if name not in derived]
         if not derived and not cast and not self.left_out:

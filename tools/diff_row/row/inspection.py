@@ -40,7 +40,7 @@ class Flaw:
 
     @property
     def times(self) -> str:
-        """How often and where, as `, 3 times, first at position `, or empty; a single one is not counted."""
+        """Return how often the flaw was found, as `, 3 times, first at position `; a single one has no count."""
         count = "" if self.count == 1 else f", {self.count:,} times"
         if self.position is None:
             return count
