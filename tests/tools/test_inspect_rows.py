@@ -535,3 +535,16 @@ def test_a_manifest_of_another_tokenizer_or_other_bytes_is_reported(write, capsy
     assert "was packed with another tokenizer" in printed
     assert "The probe text 'digits'" in printed
     assert "is not the file that its manifest describes" in printed
+
+
+def test_the_notes_of_a_file_are_those_of_a_check(write, capsys):
+    """CRLF, separators, another tokenizer's markers, and rows that look packed for something else."""
+    odd = [("system", "s"), ("user", "<|im_start|>one\u2028two"), ("assistant", "three")]
+    long = [("system", "s"), ("user", "word " * 3000), ("assistant", "an answer")]
+    path = write(*[long] * 20, odd, raw=json.dumps({"messages": [{"role": "user", "content": "a"}]}).encode() + b"\r\n")
+    main([str(path), "--tokenizer", str(TOKENIZER), "--pack-length", "2048", "--processes", "1"])
+    printed = capsys.readouterr().out
+    assert f"note: {path}, line 22: 1 line ends in CRLF" in printed
+    assert f"note: {path}, line 21: 1 line holds U+2028" in printed
+    assert f"note: {path}, line 21: <|im_start|> stands in 1 line and is" in printed
+    assert f"note: {path}: 90.9 % of its rows are overfull, as if packed for another tokenizer" in printed
