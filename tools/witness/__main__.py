@@ -20,7 +20,7 @@ CANNOT_RUN = 2
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command. Exit status: 0 done, 1 a witness differs from the preset of its version, 2 bad input."""
+    """Run one command. Exit status: 0 done, 1 a witness differs from the preset of its version, 2 bad input, or a part of NeMo-RL that was not compared."""
     options = _parser().parse_args(argv)
     try:
         status: int = options.run(options)
@@ -72,9 +72,10 @@ def _remove(options: argparse.Namespace) -> int:
 
 def _compare(options: argparse.Namespace) -> int:
     versions = [each for each in options.versions if each not in nemo_rl.COMMAND_NAMES]
+    parts = [word for part in options.part for word in ("--part", part)]
     statuses = [_compare_versions(versions)] if versions else []
     if len(versions) < len(options.versions):
-        statuses.append(_run_nemo_rl("compare", "--drawn", str(options.drawn)))
+        statuses.append(_run_nemo_rl("compare", "--drawn", str(options.drawn), *parts))
     return max(statuses)
 
 
@@ -119,6 +120,13 @@ def _parser() -> argparse.ArgumentParser:
     compared.add_argument("versions", nargs="+", metavar="VERSION", help="a version, or nemo-rl")
     compared.add_argument(
         "--drawn", type=int, default=200, help="cases that are drawn for each part of NeMo-RL, beside the recorded ones"
+    )
+    compared.add_argument(
+        "--part",
+        action="append",
+        default=[],
+        choices=list(nemo_rl.PARTS),
+        help="a part of NeMo-RL, several times for several; all without",
     )
     compared.set_defaults(run=_compare)
     recorded = commands.add_parser("record", help="make the recorded outcomes of NeMo-RL anew, from its checkout")
