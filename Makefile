@@ -8,6 +8,7 @@ STAMP := $(VENV)/.packproof-$(shell cat pyproject.toml constraints.txt | cksum |
 SIZE ?= tiny
 ARGS ?=
 PEERS ?=
+VERSIONS ?= 0.17.1 0.18.2
 JOB ?= examples/jobs/small-cpu.yaml
 
 .PHONY: help
@@ -27,6 +28,13 @@ setup: $(STAMP) ## make the environment
 equivalence: $(STAMP) ## the main job: three witnesses, the packed sample and generated rows (SIZE=tiny|standard|long)
 	$(BIN)/python -m equivalence run --size $(SIZE) $(ARGS)
 	$(if $(WITNESSES),$(BIN)/python -m tools.witness compare $(WITNESSES))
+
+.PHONY: witnesses
+witnesses: $(STAMP) ## rows and training steps of other versions of Megatron-LM, added where absent (VERSIONS="0.17.1 0.18.2")
+	@set -e; for version in $(VERSIONS); do \
+	  $(BIN)/python -m tools.witness list | grep "^megatron_lm@$$version " >/dev/null || $(BIN)/python -m tools.witness add "megatron-core==$$version"; \
+	done
+	$(BIN)/python -m tools.witness compare $(VERSIONS) $(ARGS)
 
 .PHONY: conformance
 conformance: $(STAMP) ## the levels that other projects' packing reaches, each in its own environment (PEERS="verl trl", ARGS=--record)

@@ -50,6 +50,9 @@ _MARKED = {
     # A row of a chat file, whose messages may call tools in place of a content (R-FILE-14); no packed row.
     b'{"messages": [{"role": "u", "content": ^null, "tool_calls": [{"x": 1}]}]}\n': "content_null",
     b'{"messages": [^{"role": "u", "tool_calls": [{"x": 1}]}]}\n': "missing_content",
+    # Both faults of bytes: the NUL byte is named, wherever it stands (R-FILE-6b).
+    b'{"messages": [{"role": "u", "content": "b\xff^\x00"}]}\n': "nul_byte",
+    b'{"messages": [{"role": "u", "content": "b^\x00\xff"}]}\n': "nul_byte",
 }
 BAD = tuple((line.replace(b"^", b""), kind, line.index(b"^")) for line, kind in _MARKED.items())
 """Lines that hold no row: the bytes, SPEC's kind of fault, and the byte of the fault."""

@@ -7,6 +7,7 @@ upstream's own. Nothing of production's data path is used: no microbatch, no tab
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
@@ -45,7 +46,18 @@ UPSTREAM = (
 
 Row = dict[str, torch.Tensor]
 """Output of SFTDataset collated to micro batch size 1: tokens, labels, position_ids [1, P] int64, loss_mask [1, P] float32, cu_seqlens [1, K]
-int32, right-filled with P, max_seqlen [1] int32."""
+int32, right-filled with P where `fills_boundaries`, max_seqlen [1] int32."""
+
+
+def fills_boundaries() -> bool:
+    """Return whether SFTDataset fills `cu_seqlens` up to P + 1 entries: from 0.19 on, which has the function that takes the filling off again."""
+    return hasattr(upstream, "flatten_batch_for_packed_sequences")
+
+
+def packed_keyword() -> str:
+    """Return the keyword by which get_batch_on_this_tp_rank is told of boundaries: `is_sft` before 0.19."""
+    known = inspect.signature(upstream.get_batch_on_this_tp_rank).parameters
+    return "has_cu_seqlens" if "has_cu_seqlens" in known else "is_sft"
 
 
 def forward_backward(
@@ -163,7 +175,7 @@ def _get_batch(row: Row, model: torch.nn.Module, length: int) -> dict[str, Any]:
     whole["cu_seqlens_padded"] = whole["cu_seqlens"].clone() if context > 1 else None
     batch = upstream.get_batch_on_this_tp_rank(
         whole,
-        has_cu_seqlens=True,
+        **{packed_keyword(): True},
         is_hybrid_cp=False,
         create_attention_mask_in_dataloader=False,
         broadcast_src_rank=parallel_state.get_tensor_model_parallel_src_rank(),
@@ -177,7 +189,8 @@ def _get_batch(row: Row, model: torch.nn.Module, length: int) -> dict[str, Any]:
         is_pipeline_first_stage=parallel_state.is_pipeline_first_stage(),
         is_pipeline_last_stage=parallel_state.is_pipeline_last_stage(),
     )
-    batch = upstream.flatten_batch_for_packed_sequences(batch)
+    if fills_boundaries():
+        batch = upstream.flatten_batch_for_packed_sequences(batch)
     if batch["tokens"] is None and batch["labels"] is None:
         return dict(batch)  # a middle stage has boundaries only
     return dict(

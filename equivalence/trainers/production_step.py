@@ -133,6 +133,20 @@ def layout(sizes: ParallelSizes, worker: Worker) -> Iterator[RankCoordinates]:
         yield place
 
 
+@contextlib.contextmanager
+def baseline_layout(sizes: ParallelSizes, worker: Worker) -> Iterator[RankCoordinates]:
+    """Context manager as `layout`, for a world that runs Megatron-LM's half alone: without production's tables, which another version cannot take."""
+    del worker
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: PLC0415 - megatron-core
+
+    from production.model.device.shim import cpu_shim  # noqa: PLC0415
+    from production.parallel.sizes import parallel  # noqa: PLC0415
+
+    with cpu_shim(), parallel(sizes) as place, torch.compiler.set_stance("force_eager"):
+        model_parallel_cuda_manual_seed(1)
+        yield place
+
+
 def run(case: ModelCase, worker: Worker) -> RankOutcome:
     """Run a step of production on this rank of a world that entered `layout` with the case's sizes."""
     from megatron.core.utils import get_model_config  # noqa: PLC0415 - megatron-core
@@ -225,19 +239,21 @@ def run_baseline(case: ModelCase, worker: Worker) -> RankOutcome:
 
 
 def baseline_rows(case: ModelCase) -> list[dict[str, torch.Tensor]]:
-    """Return the global batch as SFTDataset and its collation give it, one row for each microbatch."""
-    batch = case.batch()
+    """Return the global batch as the version's SFTDataset and its collation give it, one row for each microbatch."""
+    from equivalence.trainers.megatron_step import fills_boundaries  # noqa: PLC0415 - megatron-core
+
+    batch, is_filled = case.batch(), fills_boundaries()
     rows = []
     for row, lengths in enumerate(case.rows):
         boundaries = case.boundaries[row]
-        filled = boundaries + [case.pack_length] * (case.pack_length + 1 - len(boundaries))
+        filling = [case.pack_length] * (case.pack_length + 1 - len(boundaries)) if is_filled else []
         rows.append(
             {
                 "tokens": batch.input_ids[row : row + 1],
                 "labels": batch.target_ids[row : row + 1],
                 "loss_mask": batch.token_mask[row : row + 1],
                 "position_ids": batch.position_ids[row : row + 1],
-                "cu_seqlens": torch.tensor([filled], dtype=torch.int32),
+                "cu_seqlens": torch.tensor([boundaries + filling], dtype=torch.int32),
                 "max_seqlen": torch.tensor([max(lengths)], dtype=torch.int32),
             }
         )

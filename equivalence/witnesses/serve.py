@@ -35,9 +35,8 @@ def check_whole(root: Path, halves: Mapping[str, str]) -> None:
         raise RuntimeError(f"both must come from {root}, got {told}; add the witness again")
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Answer until the other side closes stdin."""
-    version, root = sys.argv[1:] if argv is None else argv
+def import_halves(root: str) -> dict[str, str]:
+    """Put `root` first on the path, import both halves of a version and return the file of each; RuntimeError as `check_whole`."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     sys.path.insert(0, root)
     core, training = (
@@ -45,11 +44,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     halves = {"megatron.core": str(core.__file__), "megatron.training": str(training.__file__)}
     check_whole(Path(root), halves)
+    return halves
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Answer until the other side closes stdin."""
+    version, root = sys.argv[1:] if argv is None else argv
+    halves = import_halves(root)
     subject = importlib.import_module("equivalence.subjects.megatron_lm").SUBJECT
     tokenizers = importlib.import_module("equivalence.subjects.tokenizers")
     settings_class = importlib.import_module("equivalence.subjects.protocol").RowSettings
     transformers = importlib.import_module("transformers")
-    shipped = str(core.__version__)
+    shipped = str(importlib.import_module("megatron.core").__version__)
     preset = preset_of(shipped)
 
     def build_row(messages: Any, folder: str, settings: dict[str, Any]) -> dict[str, Any]:

@@ -60,9 +60,17 @@ def find(version: str) -> VersionWitness:
 
 
 def witnesses() -> list[VersionWitness]:
-    """Return all witnesses, by version."""
-    found = sorted(folder().glob(f"*/{_RECORD}"))
-    return [VersionWitness(**json.loads(path.read_text(encoding="utf-8"))) for path in found]
+    """Return all witnesses, by version. InputError for a damaged record."""
+    return [_read(path) for path in sorted(folder().glob(f"*/{_RECORD}"))]
+
+
+def _read(path: Path) -> VersionWitness:
+    try:
+        return VersionWitness(**json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, TypeError) as error:
+        raise InputError(
+            f"{path} is no record of a witness ({error}): delete {path.parent}, and add it again"
+        ) from error
 
 
 def add(requirement: str, *, source: Path | None = None) -> VersionWitness:

@@ -26,6 +26,8 @@ from production.files.head import stream_lines
 _KINDS: dict[str, type] = {"pack_length": int, "prompt_format": str, "context_parallel_size": int, "semantics": str}
 FORMAT = "packproof-packed-rows/3"
 """Name and version of the manifests that are written; older ones are read too, which have no checksum."""
+FORMATS = ("packproof-packed-rows/1", "packproof-packed-rows/2", FORMAT)
+"""Those that are read."""
 _ANEW = "pack the file again, or move the manifest away and say what it was packed for"
 
 
@@ -72,6 +74,12 @@ def read_manifest(file: Path) -> Manifest | None:
         raise _bad(path, f"cannot be read ({error})") from error
     if not isinstance(said, dict):
         raise _bad(path, "is not a JSON object")
+    if said.get("format", FORMAT) not in FORMATS:
+        raise _bad(
+            path,
+            f"has the format {said['format']!r}, and this version of packproof reads {', '.join(FORMATS)}",
+            fix="take the version of packproof that packed the file, or pack the file again",
+        )
     if _is_changed(said):
         raise _bad(
             path,

@@ -37,7 +37,8 @@ def parse_record(
 
     `line` is without its newline; `unterminated` says that it never had one, as only a file's last line may (R-FILE-2).
     `takes_tool_calls` lets a message with `tool_calls` have a null content or none, as chat files have it (R-FILE-14).
-    LineError names the first fault: of the bytes, then of the JSON, then of the row's shape.
+    LineError names the first fault: of the bytes (a mark, then a NUL byte, then what is not UTF-8, wherever each stands), then of the
+    JSON, then of the row's shape.
     """
     line, length = line.rstrip(b" \t\r"), len(line)
     try:
@@ -107,17 +108,15 @@ def _text(line: bytes) -> str:
     for mark, encoding in _BYTE_ORDER_MARKS.items():
         if line.startswith(mark):
             raise LineError("bom", 0, f"the line begins with the byte order mark of {encoding}")
-    nul = line.find(0)
-    try:
-        text = line.decode()
-    except UnicodeDecodeError as error:
-        if nul < 0 or error.start < nul:
-            at_end = error.end == len(line) and error.reason == "unexpected end of data"
-            what = f"byte 0x{line[error.start]:02x} is not UTF-8 here ({error.reason})"
-            raise LineError("invalid_utf8", error.start, what, at_end=at_end) from None
-    if nul >= 0:
+    # Before the decoding: the zeros of a crash or of UTF-16 explain bytes that are not UTF-8, and not the other way round.
+    if (nul := line.find(0)) >= 0:
         raise LineError("nul_byte", nul, "a NUL byte stands in the line")
-    return text
+    try:
+        return line.decode()
+    except UnicodeDecodeError as error:
+        at_end = error.end == len(line) and error.reason == "unexpected end of data"
+        what = f"byte 0x{line[error.start]:02x} is not UTF-8 here ({error.reason})"
+        raise LineError("invalid_utf8", error.start, what, at_end=at_end) from None
 
 
 def _check_shape(

@@ -13,6 +13,7 @@ import contextlib
 import copy
 import json
 import re
+import shutil
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -112,7 +113,8 @@ def export_megatron_lm(checkpoint: Path, folder: Path) -> Path:
         if not weights:
             raise PackproofError(what="it holds no weights", where=str(checkpoint), fix="give a checkpoint of a job")
         try:
-            return write_folder(weights, objects, arguments=arguments, iteration=manifest.step, folder=folder)
+            with _whole_or_empty(folder):
+                return write_folder(weights, objects, arguments=arguments, iteration=manifest.step, folder=folder)
         except (OSError, CheckpointException) as error:
             raise _unwritable(folder, error) from error
 
@@ -188,6 +190,16 @@ def _settings(manifest: Manifest) -> Any:
     return model_settings(job, int(manifest.fingerprint["model.vocab_size"]))
 
 
+@contextlib.contextmanager
+def _whole_or_empty(folder: Path) -> Iterator[None]:
+    """Remove `folder`, which held nothing before, where writing it fails: half of it would be in the way of the next try."""
+    try:
+        yield
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
 def _unwritable(out: Path, why: object) -> PackproofError:
     return PackproofError(what=f"it cannot be written: {why}", where=str(out), fix="name another place, with room")
 
@@ -208,7 +220,7 @@ def _alone() -> Iterator[None]:
 def stored_weights(checkpoint: Path) -> Mapping[str, torch.Tensor]:
     """Return the weights of a checkpoint of a job or of Megatron-LM (torch_dist), whole, under megatron-core's names.
 
-    Call it in a process group of one rank, within the CPU shim where CUDA is absent.
+    Each is a whole tensor [its own shape], in the dtype that it was saved in. Call it in a process group of one rank, within the CPU shim where CUDA is absent.
     """
     from megatron.core import dist_checkpointing  # noqa: PLC0415 - heavy
 

@@ -36,5 +36,5 @@ def test_constants_of_modules_that_happen_to_be_imported_change_no_draw(tmp_path
 
 def test_a_hypothesis_that_keeps_its_constants_elsewhere_is_refused(monkeypatch):
     monkeypatch.delattr(providers, "CONSTANTS_CACHE")
-    with pytest.raises(InputError, match=r"CONSTANTS_CACHE is not where it was.*constraints\.txt"):
+    with pytest.raises(InputError, match=r"CONSTANTS_CACHE has moved.*constraints\.txt"):
         each_drawn(st.integers(), lambda _: None, number=0, examples=1)

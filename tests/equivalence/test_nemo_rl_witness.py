@@ -3,8 +3,11 @@
 Small made trees stand for the checkout. What the real one gave is in docs/evidence.md.
 """
 
+import json
 import os
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -199,6 +202,44 @@ def test_a_checkout_that_is_no_python_or_has_gone_is_reported(tree):
         checkout.find()
 
 
+@pytest.mark.parametrize("record", ["{", "[]", "null", '"a"', '{"x": 1}', '{"root": 1, "commit": ""}'])
+def test_a_damaged_record_of_the_checkout_is_refused_by_name_and_can_be_removed(record, tree, capsys):
+    checkout.add(with_packers(tree))
+    path = checkout._folder() / "checkout.json"
+    path.write_text(record)
+    assert main(["list"]) == 2
+    assert str(path) in (told := capsys.readouterr().err)
+    assert "packproof witness remove nemo-rl" in told
+    assert main(["remove", "nemo-rl"]) == 0
+    assert main(["list"]) == 0
+
+
+@pytest.mark.parametrize("drawn", ["0", "-5", "many"])
+def test_a_comparison_of_no_case_is_refused(drawn, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(["compare", "nemo-rl", "--drawn", drawn])
+    assert stopped.value.code == 2
+    assert "must be 1 or more" in capsys.readouterr().err
+
+
+def test_outcomes_that_cannot_be_written_end_with_2_and_without_a_traceback(tmp_path):
+    kept = checkout.Checkout(root=str(tmp_path), commit="")
+    checkout._folder().mkdir(parents=True)
+    (checkout._folder() / "checkout.json").write_text(json.dumps({"root": kept.root, "commit": kept.commit}))
+    for module, names in {
+        module: names for part in parts.RECORDED_PARTS for module, names in checkout.PARTS[part].items()
+    }.items():
+        path = (tmp_path / Path(*module.split("."))).with_suffix(".py")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("".join(f"def {name}(): ...\n" for name in names))
+    (tmp_path / "out").touch()
+    command = [sys.executable, "-W", "ignore", "-m", "tools.witness", "record", "nemo-rl", str(tmp_path / "out")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[2])
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr
+    assert str(tmp_path / "out") in done.stderr
+
+
 def test_a_name_that_a_module_lacks_and_a_package_without_stand_in_are_named(tree):
     root = tree({"some": "import no_such_package\n", "other": "from nemo_rl.gone import x\n", "packers": ""})
     with stand_ins.checkout_modules(root) as modules:
@@ -229,7 +270,7 @@ def test_a_stand_in_decorates_while_it_is_imported_and_never_makes_a_result(tree
 def test_every_stand_in_is_reported_and_what_is_installed_has_none():
     told = "\n".join(stand_ins.stand_ins())
     assert all(name in told for name in ("ray: ", "megatron.bridge: ", "thd_get_partitioned_indices", "5.11.0"))
-    assert not stand_ins._is_installed("ray")
+    assert stand_ins._is_stood_in("ray")
     assert stand_ins._is_installed("torch")
     assert not any(line.startswith("torch:") for line in stand_ins.stand_ins())
 

@@ -59,6 +59,11 @@ def test_r_file_2_a_last_line_that_ends_early_is_truncated_also_within_a_letter(
             read_row(content, "messages")
 
 
+@pytest.mark.parametrize("number", range(1, len(BAD) + 1), ids=[f"{kind}-{i}" for i, (_, kind, _) in enumerate(BAD)])
+def test_r_file_6_both_sides_name_each_fault_of_the_generator_alike(number):
+    assert check_packed_files(case((1, 70), (1, -number), (1, 70))).findings == []
+
+
 @pytest.mark.parametrize("packing", ["", ".gz", ".zst"])
 def test_a_file_is_the_same_however_it_is_packed_and_whatever_happens_to_it(packing):
     one = case((3, 70), (1, -3), (2, 5000), packing=packing, skip=True, acts=ACTS, cuts=(0, 333, 500), zeros=512)

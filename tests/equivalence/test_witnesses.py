@@ -136,3 +136,12 @@ def test_a_record_holds_where_the_witness_came_from(checkout):
     store.add("fork", source=checkout)
     (record,) = store.folder().glob("*/witness.json")
     assert json.loads(record.read_text())["made_of"] == str(checkout)
+
+
+@pytest.mark.parametrize("record", ["{", "[]", "null", '{"x": 1}'])
+def test_a_damaged_record_of_a_witness_is_refused_by_name(record, tmp_path):
+    path = tmp_path / "cache" / "witnesses" / "own" / "witness.json"
+    path.parent.mkdir(parents=True)
+    path.write_text(record)
+    with pytest.raises(InputError, match=r"own/witness\.json is no record of a witness .*: delete "):
+        store.witnesses()

@@ -141,7 +141,7 @@ def test_the_guide_to_a_run_is_current(checkout, capsys):
         "dry runs": 9,
         "parsed equivalence": 1,
         "parsed tools.diff_row": 1,
-        "parsed tools.compare_runs": 2,
+        "parsed tools.compare_runs": 3,
     }
     assert len(names["source"]) > 10
     assert names["counts"]["trained_tokens"] > 1000
@@ -375,7 +375,8 @@ def test_the_guide_before_you_book_the_nodes_is_current(checkout, capsys):
                 statuses.append(packproof([*words[1:], *(["--rows", "2"] if "first" in words else [])]))
                 found = capsys.readouterr()
                 printed.append(found.out)
-    assert statuses == [0, 2, 1, 0, 0, 0]  # inspect says that it found faults
+    assert statuses == [0, 2, 1, 0, 0, 0, 0]  # inspect says that it found faults
+    assert "rows stored in rows (" in printed[5]
     for told in (
         "line 46",
         "truncated_last_line",

@@ -305,7 +305,7 @@ def test_the_nemo_rl_adapter_leaves_other_batches_alone_and_refuses_wrong_ones()
         assert refused.value.kind == kind
     partial = collate(rows)
     del partial["target_ids"]
-    with pytest.raises(PackproofError, match="without target_ids"):
+    with pytest.raises(PackproofError, match="must have target_ids"):
         packed_microbatch(partial, MicrobatchSettings(), inputs=inputs)
 
 

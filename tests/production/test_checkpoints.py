@@ -86,7 +86,7 @@ def test_a_flipped_byte_in_any_file_is_found_before_anything_is_loaded(world, fo
             assert found["kind"] == "CheckpointRefused", (name, found)
             assert name in found["refused"]
             assert "step_00000002" in found["refused"]
-            assert "the one before" in found["refused"]
+            assert "the checkpoint before it" in found["refused"]
         path.write_bytes(whole)
 
 
@@ -118,7 +118,7 @@ def test_any_number_of_ranks_reads_every_file_between_them(saved, tmp_path, monk
     verified_by_all()
     assert sorted(seen) == sorted(names)
     flipped(whole / names[-1], 0)
-    with pytest.raises(manifest.CheckpointRefused, match="not as it was written"):
+    with pytest.raises(manifest.CheckpointRefused, match="changed after it was written"):
         verified_by_all()
 
 

@@ -26,7 +26,7 @@ FAULTS = [
     (b'{"messages": [\x00]}', "nul_byte", 14),
     (b'{"messages": [{"role": "user", "content": "\x00"}]}', "nul_byte", 43),
     (b'{"messages": [{"role": "user", "content": "\x00\xff"}]}', "nul_byte", 43),
-    (b'{"messages": [{"role": "user", "content": "\xff\x00"}]}', "invalid_utf8", 43),
+    (b'{"messages": [{"role": "user", "content": "\xff\x00"}]}', "nul_byte", 44),
     (b'{"messages": [{"role": "user", "content": "\xe9"}]}', "invalid_utf8", 43),
     (b'{"messages": [{"role": "user", "content": "a\xc0\x80"}]}', "invalid_utf8", 44),
     (b'{"messages": [{"role": "user", "content": "a\xed\xa0\x80"}]}', "invalid_utf8", 44),
@@ -46,7 +46,7 @@ FAULTS = [
     (b'{"messages": [{"role": "user", "content": "a\tb"}]}', "invalid_json", 44),
     (b'{"messages": [{"role": "user", "content": "a\\x41"}]}', "invalid_json", 44),
     (U + b'\\u12"}]}', "invalid_json", len(U)),
-    (b"\x1f\x8b\x08\x00", "invalid_utf8", 1),
+    (b"\x1f\x8b\x08\x00", "nul_byte", 3),
     (b'{"messages": [' + M + b'], "x": 1e999}', "number_out_of_range", 54),
     (b'{"messages": [' + M + b'], "x": ' + b"9" * 4301 + b"}", "number_out_of_range", 54),
     (b'{"messages": [' + M + b'], "x": ' + b"[" * 128 + b"]" * 128 + b"}", "nested_too_deep", 54 + 127),
@@ -128,6 +128,7 @@ def test_r_file_2_a_whole_last_line_needs_no_newline_and_other_faults_keep_their
         (b'{"messages": nope}', "invalid_json"),
         (b'{"messages": [], "messages": []', "duplicate_key"),
         (b'{"messages": [\x00\x00\x00', "nul_byte"),
+        (b'{"messages": [\x00\xc3', "nul_byte"),
         (b'{"a": 1}', "missing_chat_key"),
     ]:
         with pytest.raises(LineError) as caught:

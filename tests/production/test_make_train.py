@@ -177,7 +177,7 @@ def test_the_closing_table_has_the_numbers_of_the_file(trained):
         "mtp 2 loss": f"{first['mtp_2_loss']:.4f} at step 1, {last['mtp_2_loss']:.4f} at step 3",
         "validation loss": f"{valid}, best {valid}",
         "time": f"{duration(seconds)}, {duration((steps[1]['step_seconds'] + steps[2]['step_seconds']) / 2)} a step (median)",
-        "waiting for rows": f"{total('data_wait_seconds') / seconds:.2%} of it",
+        "waiting for rows": f"{total('data_wait_seconds') / seconds:.2%} of the time",
         "tokens": f"{compact(total('tokens') / seconds)} a second, {total('trained_tokens'):,} trained on",
         "padding": f"{padding:.2%} of the positions",
         "rows": f"6, {total('rows_truncated')} cut within a conversation",

@@ -308,7 +308,7 @@ def test_other_attention_than_causal_self_attention_is_refused():
     with pytest.raises(PackproofError, match=r"attention_dropout must be 0, got 0\.2"):
         built(megatron_config(), attention_dropout=0.2)
     for mask_type in (AttnMaskType.padding, AttnMaskType.no_mask, AttnMaskType.arbitrary):
-        with pytest.raises(PackproofError, match=f"attn_mask_type {mask_type.name}"):
+        with pytest.raises(PackproofError, match=f"attn_mask_type must be causal, got {mask_type.name}"):
             built(megatron_config(), attn_mask_type=mask_type)
 
 

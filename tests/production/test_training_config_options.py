@@ -221,8 +221,8 @@ def test_a_kernel_package_that_is_missing_is_a_note_where_the_job_runs_elsewhere
         (["model.attention_dropout=0.1"], "attention dropout (hidden_dropout is there) needs Transformer Engine"),
         (["model.normalization=LayerNorm"], "LayerNorm (torch's norm is an RMSNorm) needs Transformer Engine"),
         (hybrid("*M"), "the layers M need Transformer Engine"),
-        (flex, "the flex dispatcher (deepep), and DeepEP"),
-        ([f"{TRANSFORMER}.gradient_accumulation_fusion=true"], "gradient_accumulation_fusion, and apex"),
+        (flex, "the flex dispatcher (deepep) needs DeepEP"),
+        ([f"{TRANSFORMER}.gradient_accumulation_fusion=true"], "gradient_accumulation_fusion needs apex"),
     ):
         job = load(BASE, [*CUDA, *overrides])
         assert refusals(job, 2) == []

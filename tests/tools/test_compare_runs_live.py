@@ -247,7 +247,7 @@ def test_another_normalization_shows_as_a_difference_and_is_compared_only_with_a
     [
         (["data.shuffle=true", "data.order=shuffle"], "the order shuffle"),
         (["--layout", "cp"], "say sizes such as"),
-        (["--layout", "dp3"], "over 3 data-parallel ranks"),
+        (["--layout", "dp3"], "a multiple of the 3 data-parallel ranks"),
         (["--window", "9"], "no step of 9"),
     ],
 )

@@ -1,5 +1,6 @@
 """Whatever is killed, damaged, full or changed: a clear error of ours, or the result of an undisturbed run; nothing is lost in silence."""
 
+import contextlib
 import errno
 import functools
 import json
@@ -10,13 +11,17 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from production.errors import BadInput, PackproofError
+from production.errors import BadInput, PackproofError, RowRefused
+from production.files.fingerprint import fingerprint_file
 from production.files.manifest import read_manifest
 from production.files.source import open_source
-from production.rows.builder import RowSettings
+from production.rows.builder import RowBuilder, RowSettings
+from production.training import export
+from production.training.checkpoint import megatron_lm
 from production.training.data import row_cache
 from production.training.data.row_cache import RowCache
 from tools import fuzz
@@ -136,6 +141,41 @@ def test_a_repair_killed_at_any_point_leaves_whole_files_or_none(tmp_path, rows)
         assert rows.read_bytes() == original
 
 
+@forks
+def test_a_repair_killed_between_its_two_renames_leaves_the_list_and_no_file(tmp_path, rows):
+    out = tmp_path / "out" / "fixed.jsonl"
+    names = [path.name for path in whole_repair_renames(rows, out)]
+    assert names == [changes_path(out).name, out.name], "the list of changes gets its name first"
+    events = killed_at(-1, lambda: repair(rows, out), tmp_path)
+    kept = changes_path(out).read_bytes()
+    left = set()
+    for event in range(events - 8, events):
+        for path in (out, changes_path(out)):
+            path.unlink(missing_ok=True)
+        assert killed_at(event, lambda: repair(rows, out), tmp_path) is None
+        left.add((out.exists(), changes_path(out).exists()))
+        assert not changes_path(out).exists() or changes_path(out).read_bytes() == kept
+    assert (False, True) in left, "one of the kills was between them"
+    assert (True, False) not in left
+
+
+def whole_repair_renames(rows, out):
+    """Repair, and return the names that files got, in order."""
+    found, rename = [], Path.replace
+
+    def watch(path, target):
+        found.append(Path(target))
+        return rename(path, target)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Path, "replace", watch)
+        assert repair(rows, out) in (0, 1)
+    written = [path for path in found if path in (out, changes_path(out))]
+    for path in written:
+        path.unlink()
+    return written
+
+
 # --- one byte
 
 
@@ -209,19 +249,42 @@ def test_a_pack_length_changed_in_a_manifest_is_refused_with_the_way_to_keep_it(
     del said["format"]
     path.write_text(json.dumps(said))
     assert read_manifest(tmp_path / "out.packed").settings["pack_length"] == 512
+    for number, is_read in ((1, True), (2, True), (4, False)):
+        path.write_text(json.dumps(said | {"format": f"packproof-packed-rows/{number}"}))
+        if is_read:
+            assert read_manifest(tmp_path / "out.packed").settings["pack_length"] == 512
+            continue
+        with pytest.raises(BadInput, match=r"has the format 'packproof-packed-rows/4'.*pack the file again"):
+            read_manifest(tmp_path / "out.packed")
 
 
 def test_a_flipped_byte_of_a_packed_file_is_reported_by_its_hash(tmp_path, capsys):
+    """The status is that of the rows as they are now; the hash is named whether they can be read or not."""
     out = tmp_path / "out.packed"
     pack(out)
-    content = out.read_bytes()
-    for _, at in _drawn({"rows": len(content)}, 3):
+    content, digest = out.read_bytes(), fingerprint_file(out).digest
+    capsys.readouterr()
+    statuses = []
+    for _, at in _drawn({"rows": len(content)}, 24):
         out.write_bytes(content)
         _flip(out, at)
-        capsys.readouterr()
-        status = inspect([str(out), "--tokenizer", str(MINI), "--processes", "1", "--no-compare-presets"])
-        said = capsys.readouterr()
-        assert status == 1 or "sha256" in said.out or "digest" in said.out or "bytes" in said.out, (at, said.out)
+        statuses.append(inspect([str(out), "--tokenizer", str(MINI), "--processes", "1", "--no-compare-presets"]))
+        lines = capsys.readouterr().out.splitlines()
+        wanted = f"note: {out} is not the file that its manifest describes: its digest is {fingerprint_file(out).digest}, and the manifest says {digest}."
+        assert [line for line in lines if "digest" in line] == [wanted], at
+        assert statuses[-1] == int(not all_built(out)), at
+    assert set(statuses) == {0, 1}
+
+
+def all_built(path):
+    """Return whether each row of the file can be read, and is built with nothing lost, at the pack length of `pack`."""
+    settings = RowSettings(pack_length=256, prompt_format="nemotron-nano-v2")
+    builder = RowBuilder(tokenizer=load_cached(MINI), settings=settings)
+    try:
+        with open_source(path) as source:
+            return not any(builder.build(messages).report["truncated"] for messages in source)
+    except (BadInput, RowRefused):
+        return False
 
 
 def _drawn(sizes, count):
@@ -266,8 +329,6 @@ def test_a_full_disk_ends_an_inspection_with_its_words_and_leaves_no_half(tmp_pa
 
 
 def test_a_row_cache_on_a_full_disk_stores_what_it_can(tmp_path, monkeypatch, capsys):
-    from production.errors import RowRefused
-
     cache = RowCache(tmp_path, facts={}, rows=4, limit_bytes=10**9)
     refusal = RowRefused(kind="row_end", what="what", where="where", fix="fix")
     cache.put(0, refusal)
@@ -409,3 +470,23 @@ def test_an_input_that_a_reader_does_not_take_well_is_named_and_fails(tmp_path, 
     monkeypatch.setattr(fuzz, "parse_row", crash)
     assert fuzz.main(["--count", "5", "--seed", "4", "--state", str(tmp_path / "state.json")]) == 1
     assert "of seed 4, a line: IndexError: beyond" in capsys.readouterr().out
+
+
+def test_an_export_for_megatron_lm_that_cannot_be_written_leaves_no_half_folder(tmp_path, monkeypatch):
+    """Half a folder was in the way of the next export, and could pass for a whole one."""
+
+    def fill_the_disk(*_, folder, **__):
+        (folder / "iter_0000005").mkdir(parents=True)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    manifest = SimpleNamespace(step=5, consumed_samples=5)
+    monkeypatch.setattr(export, "_verified", lambda _: manifest)
+    monkeypatch.setattr(export, "_settings", lambda _: None)
+    monkeypatch.setattr(export, "stored_weights", lambda _: {"a": 1})
+    monkeypatch.setattr(export, "_alone", contextlib.nullcontext)
+    monkeypatch.setattr(megatron_lm, "model_arguments", lambda *_, **__: None)
+    monkeypatch.setattr(megatron_lm, "stored_objects", lambda _: {})
+    monkeypatch.setattr(megatron_lm, "write_folder", fill_the_disk)
+    with pytest.raises(PackproofError, match="No space left"):
+        export.export_megatron_lm(tmp_path / "step", tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []

@@ -3,6 +3,7 @@
 import ast
 import json
 import runpy
+import shlex
 import sys
 
 import pytest
@@ -151,3 +152,16 @@ def test_a_page_without_markers_is_not_written(tmp_path):
     page.write_text("# Page\n")
     with pytest.raises(ValueError, match="must have the lines <!-- peers: begin -->"):
         results.write_page(PEERS, {}, page)
+
+
+def test_a_peer_may_lie_in_a_folder_whose_name_has_spaces_and_quotes(tmp_path):
+    python = tmp_path / "it's a folder" / "python"
+    words = shlex.split(command._command(python, Peer(name="a", title="", adapter="b.py")).removeprefix("exec:"))
+    assert words == ["env", "-u", "PYTHONPATH", str(python), str(ADAPTERS / "b.py")]
+
+
+@pytest.mark.parametrize("below", ["", "peers"])
+def test_a_folder_that_cannot_be_made_is_bad_input_and_no_missing_peer(below, tmp_path, capsys):
+    (tmp_path / "file").touch()
+    assert command.main(["transformers", "--folder", str(tmp_path / "file" / below)]) == 2
+    assert "--folder must be a folder" in capsys.readouterr().err

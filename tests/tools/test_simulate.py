@@ -213,7 +213,7 @@ def test_rows_of_a_file(tmp_path):
         ("[8.0]", "line 1: the line must have lengths"),
         ("[true]", "line 1: the line must have lengths"),
         ("{}", "line 1: the line must have lengths"),
-        ("", "no row"),
+        ("", "must have at least one row, got 0"),
     ):
         path.write_text(text)
         with pytest.raises(PackproofError, match=message):

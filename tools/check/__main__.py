@@ -2,6 +2,7 @@
 Megatron-LM would, which data does it lose, and which faults would stop it.
 
     packproof check JOB.yaml [key=value …] --out DIR     # five parts and a certificate: check.json and check.html
+    packproof check JOB.yaml --cache --only config       # build the rows of data.cache_dir before the job starts
     packproof check --verify DIR/check.json              # are file, tokenizer and configuration unchanged?
 
 Exit status: 0 proven (with --only: no fault in those parts), 1 a difference, a loss that the configuration does not
@@ -29,11 +30,12 @@ from production.errors import PackproofError
 from production.library_warnings import quiet_process
 from production.training.certificate import fingerprints
 from production.training.config import Job, load
+from tools.check.cache_part import build_cache, check_cache_dir
 from tools.check.certificate import certificate, write_json, write_text
 from tools.check.config_part import check_config, refuse
 from tools.check.file_part import check_file
 from tools.check.progress import Progress
-from tools.check.result import EXIT, PARTS, PartResult, absent_parts, verdict_of
+from tools.check.result import CACHE, EXIT, PARTS, PartResult, absent_parts, verdict_of
 from tools.check.scan import Scanned
 from tools.check.target import Target, open_target
 from tools.check.terminal import show_part, show_verdict
@@ -65,6 +67,8 @@ def _main(arguments: Sequence[str] | None) -> int:
             return verify(options.verify, options.files, options.overrides, console, all_bytes=options.all_bytes)
         job = _without_certificate(load(options.files, options.overrides))
         sides = _sides(options.subjects)
+        if options.cache:
+            check_cache_dir(job)
         return _Check(options, job, sides, console).run()
     except (PackproofError, OSError) as error:
         print(f"refused: {error}", file=sys.stderr)
@@ -101,6 +105,8 @@ class _Check:
         self._add(config)
         if target is not None:
             self._compare(target)
+            if options.cache:
+                self._cache(target)
             self._check_unchanged(target, held)
         seconds = time.monotonic() - self._started
         asked = [name for name in PARTS if name in options.only]
@@ -118,6 +124,7 @@ class _Check:
                 "rows": self._rows,
                 "budget_seconds": None if options.budget == NEVER else options.budget,
                 "subjects": options.subjects,
+                "cache": options.cache,
             },
             fingerprints=held,
             made=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -139,6 +146,7 @@ class _Check:
                 deadline=self._deadline("file"),
                 progress=self._progress,
                 told=self._results["config"].findings,
+                processes=options.processes,
             )
             self._add(result)
         if "rows" in options.only:
@@ -164,6 +172,23 @@ class _Check:
             from tools.check.order_part import check_job_order  # noqa: PLC0415 - as above
 
             self._add(check_job_order(target, progress=self._progress))
+
+    def _cache(self, target: Target) -> None:
+        """Build the row cache of a job that may start; one that is refused would never read the rows."""
+        if self._results["config"].status == "refused":
+            self._add(PartResult(name=CACHE, summary="nothing was built, since the job cannot start as it stands"))
+            return
+        try:
+            result = build_cache(
+                target,
+                processes=self._options.processes,
+                deadline=self._started + float(self._options.budget),
+                progress=self._progress,
+            )
+        except (PackproofError, OSError) as error:
+            self._refuse(error)
+            return
+        self._add(result)
 
     def _check_unchanged(self, target: Target, held: dict[str, Any] | None) -> None:
         """Refuse a file that changed while it was checked."""
@@ -262,6 +287,16 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--subjects", default=",".join(BUILT_IN), help="sides of the part rows; your own as module:object"
     )
     parser.add_argument(
+        "--cache",
+        action="store_true",
+        help="build the job's row cache (data.cache_dir), so that a job started afterwards reads every row from its first step on",
+    )
+    parser.add_argument(
+        "--processes",
+        type=_rows,
+        help="processes that build rows for the part file and for --cache (default: 1 for small files, else the cores)",
+    )
+    parser.add_argument(
         "--verify", type=Path, metavar="CHECK.json", help="compare file, tokenizer and configuration with a certificate"
     )
     parser.add_argument(
@@ -274,6 +309,8 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     options.files = [Path(word) for word in options.words if "=" not in word]
     if not options.files and options.verify is None:
         parser.error("name a job's YAML file, or a certificate with --verify")
+    if options.cache and options.verify is not None:
+        parser.error("--cache builds rows of a job's YAML file, and --verify builds none: give one of the two")
     return options
 
 

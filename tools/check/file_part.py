@@ -20,7 +20,13 @@ FIRST_PLACES = 3
 
 
 def check_file(
-    target: Target, *, most: int, deadline: float, progress: Progress, told: Sequence[Finding] = ()
+    target: Target,
+    *,
+    most: int,
+    deadline: float,
+    progress: Progress,
+    told: Sequence[Finding] = (),
+    processes: int | None = None,
 ) -> tuple[PartResult, list[Scanned]]:
     """Inspect every dataset; the scans have the rows near an edge, at most `most` of each kind.
 
@@ -30,7 +36,7 @@ def check_file(
     scans, notes = [], []
     for dataset in target.datasets:
         progress.start(f"every row of {dataset.names}")
-        scans.append(scan(target, dataset, most=most, deadline=deadline, progress=progress))
+        scans.append(scan(target, dataset, most=most, deadline=deadline, progress=progress, processes=processes))
         for file in dict.fromkeys(each.path for each in dataset.dataset.data_path):
             texts = look_through(file, deadline=deadline)
             notes += notes_of(texts, target.tokenizer)

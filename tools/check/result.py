@@ -8,9 +8,10 @@ from typing import Any, Literal
 
 from tools.counted import counted
 
-Status = Literal["equal", "differs", "stops", "loses", "refused", "not run"]
+Status = Literal["equal", "differs", "stops", "loses", "refused", "not run", "cached", "not cached"]
 """`equal`: nothing that was compared differs. `differs`: two sides do not agree. `stops`: a run would stop at rows of the
-file. `loses`: data are lost, and the configuration does not allow it. `refused`: bad input. `not run`: nothing was compared."""
+file. `loses`: data are lost, and the configuration does not allow it. `refused`: bad input. `not run`: nothing was compared. `cached`: the row
+cache holds every row; `not cached`: it does not hold some."""
 PARTS = {
     "config": "Configuration",
     "file": "Every row of every file",
@@ -19,6 +20,9 @@ PARTS = {
     "order": "Order of rows",
 }
 """Parts of a check by the name that `--only` takes, in the order in which they run."""
+CACHE = "cache"
+TITLES = {**PARTS, CACHE: "Row cache"}
+"""Titles of the parts, and of the row cache, which `--cache` builds and which compares nothing."""
 Verdict = Literal["proven", "partial", "differs", "refused"]
 EXIT = {"proven": 0, "partial": 0, "differs": 1, "refused": 2}
 """Exit status of each verdict. A part that was asked for and could not run makes a verdict `differs`, never `partial`."""
@@ -45,7 +49,7 @@ class PartResult:
     """Result of one part: its comparisons and its findings."""
 
     name: str
-    """One of PARTS."""
+    """One of TITLES."""
     status: Status = "not run"
     compared: int = 0
     """Rows (config: checks; order: steps) that were compared; a part that compared none proves nothing."""
@@ -66,7 +70,7 @@ class PartResult:
     @property
     def title(self) -> str:
         """Return the part's title for people."""
-        return PARTS[self.name]
+        return TITLES[self.name]
 
 
 def absent_parts(results: Mapping[str, PartResult], asked: Sequence[str]) -> dict[str, str]:
@@ -90,7 +94,7 @@ def verdict_of(results: Iterable[PartResult], asked: Sequence[str]) -> Verdict:
     found = {each.name: each for each in results}
     if any(each.status == "refused" for each in found.values()):
         return "refused"
-    if any(each.status in ("differs", "stops", "loses") for each in found.values()):
+    if any(each.status in ("differs", "stops", "loses", "not cached") for each in found.values()):
         return "differs"
     if any(name not in found or found[name].status != "equal" or found[name].compared < 1 for name in asked):
         return "differs"

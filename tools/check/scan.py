@@ -5,15 +5,18 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from production.files.source import PackedSource
 from production.training.config import Job
 from tools.check.edges import EdgeRows
 from tools.check.progress import Progress
 from tools.check.target import CheckedDataset, Target
 from tools.inspect_rows.inspection import Finding, Inspection
 from tools.inspect_rows.scan import scan as inspect
+from tools.ordered_pool import cores
 
 FEW_BYTES = 1 << 22
 """Bytes of files that one process inspects sooner than several would start."""
@@ -66,16 +69,26 @@ class Scanned:
         return len(self.dataset.source)
 
 
-def scan(target: Target, dataset: CheckedDataset, *, most: int, deadline: float, progress: Progress) -> Scanned:
-    """Inspect every row up to `deadline` (seconds of Python's monotonic clock), and collect at most `most` rows of each edge."""
+def scan(
+    target: Target,
+    dataset: CheckedDataset,
+    *,
+    most: int,
+    deadline: float,
+    progress: Progress,
+    processes: int | None = None,
+) -> Scanned:
+    """Inspect every row up to `deadline` (seconds of Python's monotonic clock), and collect at most `most` rows of each edge.
+
+    `processes` is the number of processes that build rows; None: 1 for few bytes, else the cores that this process may use.
+    """
     collector = _Collector(dataset, EdgeRows(most))
-    files: Any = dataset.source.describe()["files"]
     settings, job = dataset.dataset, target.job
     found = inspect(
         [file.path for file in settings.data_path],
         str(target.tokenizer.name_or_path),
         dataset.settings,
-        processes=1 if sum(each["plain_bytes"] for each in files) < FEW_BYTES else None,
+        processes=processes_for([dataset.source], processes),
         progress=lambda done, total: progress.update(done, total, "rows"),
         loaded=target.tokenizer,
         chat_key=settings.chat_key,
@@ -102,6 +115,13 @@ def scan(target: Target, dataset: CheckedDataset, *, most: int, deadline: float,
         idle=collector.idle,
         idle_count=collector.idle_count,
     )
+
+
+def processes_for(sources: Sequence[PackedSource], asked: int | None) -> int:
+    """Return how many processes build the rows of these files: the asked number, else 1 for few bytes, else one for each core."""
+    files: list[Any] = [file for source in sources for file in source.describe()["files"]]  # type: ignore[attr-defined]
+    few = sum(each["plain_bytes"] for each in files) < FEW_BYTES
+    return asked or (1 if few else cores())
 
 
 class _Collector:

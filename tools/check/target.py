@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -63,6 +64,12 @@ class Target:
         return self.datasets[0]
 
 
+@functools.cache
+def _folder() -> tempfile.TemporaryDirectory[str]:
+    """Return the folder of tokenizers with a template of their own; it goes with the process."""
+    return tempfile.TemporaryDirectory(prefix="packproof-check-tokenizer-")
+
+
 def open_target(job: Job, ranks: int) -> Target:
     """Open tokenizer and files of a packed job. Raises PackproofError for one that cannot be opened."""
     if not job.is_packed:
@@ -74,7 +81,7 @@ def open_target(job: Job, ranks: int) -> Target:
     tokenizer = load_tokenizer(job)
     if job.policy.tokenizer.chat_template is not None:
         # Megatron-LM reads a folder, which must have the job's template.
-        folder = tempfile.mkdtemp(prefix="packproof-check-tokenizer-")
+        folder = tempfile.mkdtemp(dir=_folder().name)
         tokenizer.save_pretrained(folder)
         tokenizer = load_folder(Path(folder))
     return Target(

@@ -12,6 +12,8 @@ from tools.check.result import PartResult, Verdict, summary_of
 
 _MARKS = {
     "equal": ("✓", "green"),
+    "cached": ("✓", "green"),
+    "not cached": ("✗", "bold red"),
     "differs": ("✗", "bold red"),
     "stops": ("✗", "bold red"),
     "loses": ("✗", "bold red"),

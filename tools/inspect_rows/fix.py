@@ -97,10 +97,13 @@ class Fixer:
         self._redundant = redundant
 
     def write(self, source: PackedSource, out: Path, *, check: Callable[[], None] = lambda: None) -> Repair:
-        """Write the repaired file and the list of changes, each whole or not at all; `check` is called before they are kept."""
+        """Write the repaired file and the list of changes, each whole or not at all; `check` is called before they are kept.
+
+        The list gets its name first: a repair that is killed in between leaves a list without its file, never a new file without its list.
+        """
         check_place(out, [Path(str(file["file"])) for file in source.describe()["files"]], overwrite=True)  # type: ignore[attr-defined]
         result = Repair(out=out, changes=changes_path(out))
-        with atomic_file(result.changes) as changes, atomic_file(out) as rows:
+        with atomic_file(out) as rows, atomic_file(result.changes) as changes:  # the last opened is renamed first
             for number in range(len(source)):
                 self._write_row(source, number, rows, changes, result)
             if not result.rows:

@@ -150,7 +150,7 @@ def scan(
         total, done = Part(), 0
         keeper = FindingKeeper(keep, on_finding)
         with DuplicateFinder() as rows, DuplicateFinder() as conversations:
-            for (_, last), part in pool.run(work.run, _runs(source, wanted)):
+            for (_, last), part in pool.run(work.run, runs_of(source, wanted)):
                 total.merge(part)
                 keeper.add(_severe(part.findings, on_bad_row))
                 rows.add(np.concatenate(part.row_hashes))
@@ -193,7 +193,8 @@ def _files(source: PackedSource) -> list[dict[str, Any]]:
     return [{key: file[key] for key in ("file", "bytes", "plain_bytes", "rows", "content")} for file in described]
 
 
-def _runs(source: PackedSource, wanted: int) -> Iterator[tuple[int, int]]:
+def runs_of(source: PackedSource, wanted: int) -> Iterator[tuple[int, int]]:
+    """Yield runs of about `RUN_BYTES` of the first `wanted` rows: the first row of each, and the row behind its last."""
     size = sum(int(file["plain_bytes"]) for file in _files(source))
     step = max(1, min(MOST_ROWS, RUN_BYTES * len(source) // max(size, 1)))
     return ((first, min(first + step, wanted)) for first in range(0, wanted, step))

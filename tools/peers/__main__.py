@@ -10,6 +10,7 @@ import argparse
 import datetime as dt
 import json
 import os
+import shlex
 import subprocess
 import sys
 import time
@@ -48,6 +49,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"no peer is called {', '.join(unknown)}; known are {', '.join(peer.name for peer in peers)}",
             file=sys.stderr,
         )
+        return exits.CANNOT_RUN
+    try:
+        options.folder.mkdir(parents=True, exist_ok=True)  # else pip's failure would pass for a peer that cannot be had
+    except OSError as error:
+        print(f"--folder must be a folder that can be written, got {options.folder} ({error})", file=sys.stderr)
         return exits.CANNOT_RUN
     recorded, failed = results.read_record(), []
     measured: dict[str, results.Result] = {}
@@ -92,7 +98,7 @@ def _measure(
 
 def _command(python: Path, peer: Peer) -> str:
     # PYTHONPATH would come before the peer's own packages.
-    return f"exec:env -u PYTHONPATH {python} {ADAPTERS / peer.adapter}"
+    return "exec:" + shlex.join(["env", "-u", "PYTHONPATH", str(python), str(ADAPTERS / peer.adapter)])
 
 
 def _report(peer: Peer, subject: str, folder: Path) -> results.Result:

@@ -15,6 +15,8 @@ from equivalence.subjects import load
 from equivalence.witnesses import store
 from equivalence.witnesses.comparison import compare, recorded_cases
 from equivalence.witnesses.nemo_rl import checkout as nemo_rl
+from equivalence.witnesses.serve_steps import INSTALLED
+from production import exits
 
 CANNOT_RUN = 2
 
@@ -74,6 +76,8 @@ def _compare(options: argparse.Namespace) -> int:
     versions = [each for each in options.versions if each not in nemo_rl.COMMAND_NAMES]
     parts = [word for part in options.part for word in ("--part", part)]
     statuses = [_compare_versions(versions)] if versions else []
+    if versions and not options.rows_only:
+        statuses.append(_compare_steps(versions))
     if len(versions) < len(options.versions):
         statuses.append(_run_nemo_rl("compare", "--drawn", str(options.drawn), *parts))
     return max(statuses)
@@ -102,6 +106,40 @@ def _compare_versions(versions: Sequence[str]) -> int:
     return int(is_wrong)
 
 
+def _compare_steps(versions: Sequence[str]) -> int:
+    """Compare training steps; those that a version cannot run are told, and are a difference."""
+    # Late: generators and checks of steps are wanted by no other command.
+    from equivalence.witnesses.step_comparison import compare_steps, run_steps, step_cases  # noqa: PLC0415
+
+    witnesses, cases, is_wrong = [store.find(version) for version in versions], step_cases(), False
+    installed_version, installed = run_steps(INSTALLED, cases)
+    for witness in witnesses:
+        name = f"{store.PREFIX}{witness.version}"
+        try:
+            version, steps = run_steps(witness.root, cases)
+        except InputError as error:
+            print(f"{name}: training steps: 0 of {len(cases)} equal; {error}")
+            is_wrong = True
+            continue
+        verdicts = compare_steps(version, cases, installed, steps)
+        equal, known = sum(each.equal for each in verdicts), sum(sum(each.known.values()) for each in verdicts)
+        told = f", {known} differ as known" if known else ""
+        print(
+            f"{name}: training steps against megatron-core {installed_version}: {equal} of {len(cases)} equal to the bit{told}"
+        )
+        for verdict in verdicts:
+            print(verdict.text)
+            is_wrong |= not verdict.is_expected
+    return int(is_wrong)
+
+
+def _count(text: str) -> int:
+    """Return a number of cases. argparse tells of one below 1, for which every comparison would be of nothing."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"the number of cases must be 1 or more, got {text!r}")
+    return int(text)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="packproof witness", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -119,7 +157,10 @@ def _parser() -> argparse.ArgumentParser:
     compared = commands.add_parser("compare", help="say for each version and preset: equal, or which fields differ")
     compared.add_argument("versions", nargs="+", metavar="VERSION", help="a version, or nemo-rl")
     compared.add_argument(
-        "--drawn", type=int, default=200, help="cases that are drawn for each part of NeMo-RL, beside the recorded ones"
+        "--drawn",
+        type=_count,
+        default=200,
+        help="cases that are drawn for each part of NeMo-RL, beside the recorded ones",
     )
     compared.add_argument(
         "--part",
@@ -128,6 +169,7 @@ def _parser() -> argparse.ArgumentParser:
         choices=list(nemo_rl.PARTS),
         help="a part of NeMo-RL, several times for several; all without",
     )
+    compared.add_argument("--rows-only", action="store_true", help="compare a version's rows and no training steps")
     compared.set_defaults(run=_compare)
     recorded = commands.add_parser("record", help="make the recorded outcomes of NeMo-RL anew, from its checkout")
     recorded.add_argument("name", choices=nemo_rl.COMMAND_NAMES)
@@ -137,4 +179,4 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(exits.run(main))

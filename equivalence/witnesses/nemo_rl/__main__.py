@@ -14,6 +14,7 @@ from equivalence.witnesses.nemo_rl.checkout import NAME, PARTS, Checkout, find, 
 from equivalence.witnesses.nemo_rl.outcomes_again import record
 from equivalence.witnesses.nemo_rl.parts import RECORDED_PARTS, Verdict, from_checkout, from_recorded
 from equivalence.witnesses.nemo_rl.stand_ins import CheckoutModules, checkout_modules, stand_ins
+from production import exits
 from production.model.device.shim import cpu_shim
 
 CANNOT_RUN = 2
@@ -114,4 +115,4 @@ def _record(checkout: Checkout, folder: Path) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(exits.run(main))

@@ -128,13 +128,18 @@ def add(source: Path) -> Checkout:
 
 
 def find() -> Checkout | None:
-    """Return the checkout that is kept, None if there is none. InputError for one that has been moved away since."""
+    """Return the checkout that is kept, None if there is none. InputError for one that has been moved away since, and for a damaged record."""
+    record, fix = _folder() / _RECORD, "packproof witness remove nemo-rl, then add nemo-rl --source DIR"
     try:
-        checkout = Checkout(**json.loads((_folder() / _RECORD).read_text(encoding="utf-8")))
+        said = json.loads(record.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
+    except ValueError as error:
+        raise InputError(f"{record} is no record of a checkout ({error}): {fix}") from error
+    if not (isinstance(said, dict) and said.keys() == {"root", "commit"} and {*map(type, said.values())} == {str}):
+        raise InputError(f"{record} must be an object of root and commit, both text: {fix}")
+    checkout = Checkout(**said)
     if not (Path(checkout.root) / NAME).is_dir():
-        fix = "packproof witness remove nemo-rl, then add nemo-rl --source DIR"
         raise InputError(f"the checkout of the witness {NAME} is no longer at {checkout.root}: {fix}")
     return checkout
 

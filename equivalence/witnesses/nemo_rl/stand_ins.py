@@ -39,6 +39,8 @@ PACKAGES = {
     "matplotlib": "plots",
 }
 """Package to what NeMo-RL has it for; none of it makes a row, a batch, a bin or a loss."""
+ALWAYS = ("ray",)
+"""Packages that are stood in for where they are installed as well: a process with Ray in it starts threads, and a witness forks."""
 TRANSFORMERS = "5.11.0"
 """Version that transformers shows while NeMo-RL is imported: its `models/policy` refuses to be imported under 5.12 and later."""
 OTHERS = (
@@ -53,8 +55,8 @@ _PACKAGE = "nemo_rl"
 
 
 def stand_ins() -> list[str]:
-    """Return a line for each stand-in of this environment; installed packages need none."""
-    return [f"{name}: {what}" for name, what in PACKAGES.items() if not _is_installed(name)] + list(OTHERS)
+    """Return a line for each stand-in of this environment; installed packages need none, but for those of `ALWAYS`."""
+    return [f"{name}: {what}" for name, what in PACKAGES.items() if _is_stood_in(name)] + list(OTHERS)
 
 
 class CheckoutModules:
@@ -97,7 +99,7 @@ def checkout_modules(root: Path) -> Iterator[CheckoutModules]:
     for name in ("datasets", "transformers", "torch.utils.tensorboard"):
         importlib.import_module(name)
     environment, modules = dict(os.environ), set(sys.modules)
-    finder = _Finder([name for name in PACKAGES if not _is_installed(name)])
+    finder = _Finder([name for name in PACKAGES if _is_stood_in(name)])
     sys.path.insert(0, str(root))
     sys.meta_path.insert(0, finder)
     try:
@@ -110,6 +112,12 @@ def checkout_modules(root: Path) -> Iterator[CheckoutModules]:
                 del sys.modules[name]
         os.environ.clear()
         os.environ.update(environment)
+
+
+def _is_stood_in(name: str) -> bool:
+    if name in ALWAYS and name not in sys.modules:
+        return True
+    return not _is_installed(name)
 
 
 def _is_installed(name: str) -> bool:

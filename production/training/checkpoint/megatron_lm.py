@@ -41,7 +41,7 @@ def write_folder(
 ) -> Path:
     """Write whole weights, by megatron-core's names, below `folder`, which holds nothing yet; return `iter_NNNNNNN`.
 
-    `objects` are the further entries of the model by unique key, such as the states of fp8. The folder of the iteration appears whole or not at
+    `weights` are whole tensors [each in its own shape and dtype]. `objects` are the further entries of the model by unique key, such as the states of fp8. The folder of the iteration appears whole or not at
     all, and the tracker after it. Call it in a process group of one rank, within the CPU shim where CUDA is absent.
     """
     final = folder / f"iter_{iteration:07d}"

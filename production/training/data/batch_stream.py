@@ -81,7 +81,7 @@ class BatchStream:
         self.notes = found.notes
         self.token_notes = found.token_notes
         """Notes on the tokens of all rows, whatever the rows hold (docs/spec-tokens.md)."""
-        train = _as_one(job)
+        self._train = train = _as_one(job)
         self.sources = _open(job, train, apart=any(file.weight is not None for file in train.data_path))
         self._rows = row_settings(job, train)
         self._bins = bin_settings(job, place.data_size, tokenizer=self.tokenizer)
@@ -191,6 +191,18 @@ class BatchStream:
             with Loader(self._recipe(dataset, sources), order, share=share, settings=settings) as loader:
                 for prepared in loader:
                     yield self._step_batch(prepared)
+
+    def packed_data(self) -> Iterator[tuple[Dataset, Sequence[PackedSource], PackedData]]:
+        """Yield the packed rows of training, then of each validation, with their files, prepared as by the loader's workers.
+
+        The rows are not prepared yet. With `data.cache_dir` their row caches are those of the job, and preparing a row stores it.
+        """
+        job = self._job
+        splits = [(self._train, self.sources), *((each, _open(job, each, apart=False)) for each in job.data.validation)]
+        for dataset, sources in splits:
+            recipe = self._recipe(dataset, sources)
+            if isinstance(recipe, PackedData):
+                yield dataset, sources, recipe
 
     def _recipe(self, dataset: Dataset, sources: Sequence[PackedSource]) -> Recipe[Any, Any]:
         job, settings = self._job, row_settings(self._job, dataset)

@@ -119,13 +119,14 @@ class PackedData:
         self._control_tokens = ControlTokens(tokenizer)
         self._trains_prompts = not FORMATS[settings.prompt_format].is_masked(settings.semantics)
         self._guards = dataclasses.replace(guards, global_batch_size=None, data_parallel_size=1)
-        self._caches = tuple(caches)
+        self.caches = tuple(caches)
+        """Row cache of each source; empty without one."""
 
     def prepare(self, samples: Sequence[Sample]) -> list[Row | PackproofError]:
         """Return the row of each sample, or a BadRow."""
-        if not self._caches:
+        if not self.caches:
             return self._build(samples)
-        stored = [self._caches[sample.source].get(sample.row) for sample in samples]
+        stored = [self.caches[sample.source].get(sample.row) for sample in samples]
         built = iter(self._build([sample for sample, row in zip(samples, stored, strict=True) if row is None]))
         return [
             next(built) if row is None else _placed(row, self._sources, sample)
@@ -147,8 +148,8 @@ class PackedData:
 
     def _finished(self, row: Row | Exception, sample: Sample) -> Row | PackproofError:
         """Store the row or its refusal where rows are cached, and return it with its location."""
-        if self._caches and isinstance(row, Row | RowRefused):
-            self._caches[sample.source].put(sample.row, row)
+        if self.caches and isinstance(row, Row | RowRefused):
+            self.caches[sample.source].put(sample.row, row)
         return _placed(row, self._sources, sample)
 
     def to_wire(self, item: Row) -> Wire:

@@ -118,6 +118,10 @@ class RowCache:
             count += int(np.count_nonzero(np.frombuffer(data, "<u4").reshape(-1, _ENTRY.size // 4)[:, 0]))
         return count
 
+    def size_bytes(self) -> int:
+        """Return the bytes that these rows and their index take on disk."""
+        return _size(self.path)
+
     def close(self) -> None:
         """Close the files; the folder may be removed by others then."""
         own = [] if self._own is None else [self._own[1]]
