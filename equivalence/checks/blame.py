@@ -14,6 +14,8 @@ from equivalence.cases.result import Finding
 
 RAISED = "raised"
 """The class of a difference that is an exception."""
+CONVENTION = "convention"
+"""The class of a difference that a convention explains which a subject outside the process does not declare."""
 _ROOT = Path(__file__).resolve().parents[2]
 _PRODUCTION, _SUITE = str(_ROOT / "production"), str(_ROOT / "equivalence")
 _LIBRARIES = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib")})
@@ -26,7 +28,8 @@ def is_of_production(error: BaseException) -> bool:
 
 def raised(side: str, error: BaseException, *, expected: str = "a row or a refusal") -> Finding:
     """Return the difference that a side's exception is, with file and line."""
-    difference = Difference(tensor="exception", position=None, left=expected, right=told(error), kind=RAISED)
+    kind = getattr(error, "difference", RAISED)
+    difference = Difference(tensor="exception", position=None, left=expected, right=told(error), kind=kind)
     return Finding(left="expected", right=side, differences=[difference])
 
 

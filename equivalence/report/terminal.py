@@ -10,6 +10,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
+from equivalence.checks.blame import CONVENTION
 from equivalence.report.summary import WHAT, alike, differences_of, first_results, kind_key, more_alike
 from equivalence.runner.alone import DIFFERENT, EQUAL
 from equivalence.runner.outcome import Outcome
@@ -261,6 +262,19 @@ def difference_lines(each: dict[str, Any], console: Console, head: str = "differ
     """Print a difference: its class, its place, the command that shows it, and whether the case alone shows it."""
     first = each["first"]
     place = "" if first["position"] is None else f"[{first['position']}]"
+    if first["class"] == CONVENTION:
+        text = f"{each['right']} {first['right']}, {each['check']} {each['prompt_format']}\n         {each['path'] or each['where']}"
+        console.print(Text(head, "bold red").append(text, "default"))
+    else:
+        _value_lines(each, place, console, head)
+    if each["command"]:
+        console.print(f"         {each['command']}", style="cyan", highlight=False, soft_wrap=True)
+    if said := alone_line(each):
+        console.print(f"         {said}", style="yellow", highlight=False, soft_wrap=True, markup=False)
+
+
+def _value_lines(each: dict[str, Any], place: str, console: Console, head: str) -> None:
+    first = each["first"]
     console.print(
         Text(head, "bold red")
         .append(str(first["class"]).replace("_", " "), "bold")
@@ -271,10 +285,6 @@ def difference_lines(each: dict[str, Any], console: Console, head: str = "differ
             "default",
         )
     )
-    if each["command"]:
-        console.print(f"         {each['command']}", style="cyan", highlight=False, soft_wrap=True)
-    if said := alone_line(each):
-        console.print(f"         {said}", style="yellow", highlight=False, soft_wrap=True, markup=False)
 
 
 def alone_line(each: dict[str, Any]) -> str:

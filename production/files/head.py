@@ -27,6 +27,9 @@ from production.files.parse import Message, parse_record, parse_row
 MOST_BYTES = 1 << 24
 """Bytes of a file that are read at most: a line that does not end within them is left to the run."""
 
+MOST_COUNTED = 1 << 33
+"""Bytes before a truncated last line up to which its line is counted: seconds."""
+
 
 def first_rows(
     name: str, count: int, chat_key: str, *, skip: bool, takes_tool_calls: bool = False
@@ -88,8 +91,27 @@ def cut_end(name: str, chat_key: str) -> BadInput | None:
         parse_row(end[at:], chat_key=chat_key, unterminated=True)
     except LineError as fault:
         if fault.kind == "truncated_last_line":
-            return bad_file(fault.kind, "the file ends within its last row", file=name, byte=size)
+            line = _lines_before(path, name, start + at)
+            return bad_file(
+                fault.kind,
+                "the file ends within its last row",
+                file=name,
+                line=None if line is None else line + 1,
+                byte=size,
+            )
     return None
+
+
+def _lines_before(path: Path, name: str, end: int) -> int | None:
+    """Return the newlines before the byte `end`; None for a file so large that counting would take minutes."""
+    if end > MOST_COUNTED:
+        return None
+    lines, left = 0, end
+    with open(open_for_reading(path, name), "rb") as file:  # noqa: PTH123 - a descriptor, not a path
+        while left > 0 and (piece := file.read(min(left, MOST_BYTES))):
+            lines += piece.count(b"\n")
+            left -= len(piece)
+    return lines
 
 
 def stream_lines(name: str, *, most_bytes: int | None = None) -> Iterator[bytes]:

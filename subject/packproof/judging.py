@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Callable, Mapping, Sequence
 
 from packproof.cases import Case
-from packproof.conventions import declare
+from packproof.conventions import MEGATRON_LM, declare
 from packproof.levels import LEVELS, NAMES, Level, judge
 from packproof.shrinking import shrink
 from packproof.verdict import Miss, Refused, Verdict
@@ -14,6 +14,8 @@ from packproof_subject import CONVENTIONS
 from packproof_subject import Refused as RefusedBySubject
 
 PASSED, FAILED, UNDECLARED, NOT_SHOWN = "yes", "no", "undeclared", "not shown"
+NOT_UNDONE = "conventions are not undone"
+"""Note of a missed L10 where the function has conventions other than Megatron-LM's."""
 Pack = Callable[..., Any]
 Outcome = Any
 MOST_UNDECLARED = 4
@@ -108,7 +110,9 @@ def judge_outcomes(
     explains = _explain(outcomes, declared, assumed, preset) if undeclared else {}
     report = Report(subject=subject, preset=preset, conventions=dict(conventions or {}), undeclared=undeclared)
     for level in LEVELS:
-        report.levels.append(_result(level, outcomes, verdicts, after, explains.get(level.name, {})))
+        # L10 compares rows as they are.
+        note = NOT_UNDONE if level.name == "L10" and assumed != MEGATRON_LM else ""
+        report.levels.append(_result(level, outcomes, verdicts, after, explains.get(level.name, {}), note))
     return report
 
 
@@ -174,6 +178,7 @@ def _result(
     verdicts: Sequence[Verdict],
     after: Sequence[Verdict],
     undeclared: Mapping[str, str],
+    missed_note: str,
 ) -> LevelResult:
     name = level.name
     cases = sum(name in verdict.exercised for verdict in verdicts)
@@ -190,7 +195,7 @@ def _result(
             UNDECLARED,
             cases,
             len(before),
-            f"looks like {looks}; declare it",
+            f"looks like {looks}; declare it" + _if_meant(undeclared),
             verdicts[first].misses[name],
             *outcomes[first],
         )
@@ -200,13 +205,18 @@ def _result(
             FAILED,
             cases,
             len(still),
-            note or _where(name, outcomes, after),
+            missed_note or note or _where(name, outcomes, after),
             after[still[0]].misses[name],
             *outcomes[still[0]],
         )
     if lacking or not cases:
         return LevelResult(level, NOT_SHOWN, cases, 0, "the rows have no " + lacking[0] if lacking else _nothing(name))
     return LevelResult(level, PASSED, cases, 0, note)
+
+
+def _if_meant(undeclared: Mapping[str, str]) -> str:
+    """Say what else than a convention the hint can mean: rows longer than P are a fault of most packers."""
+    return " if it is meant; otherwise rows are not cut to P" if "row_length" in undeclared else ""
 
 
 def _where(name: str, outcomes: Sequence[tuple[Case, Outcome]], after: Sequence[Verdict]) -> str:

@@ -8,7 +8,7 @@ from typing import Any, Sequence
 from xml.sax.saxutils import quoteattr
 
 from packproof.conventions import MEGATRON_LM
-from packproof.judging import FAILED, NOT_SHOWN, PASSED, LevelResult, Report
+from packproof.judging import FAILED, NOT_SHOWN, NOT_UNDONE, PASSED, LevelResult, Report
 
 SCHEMA = 1
 """Version of the JSON report."""
@@ -50,8 +50,12 @@ def verdict(report: Report, level: str, below: Sequence[LevelResult]) -> str:
     """Return the last line: whether the subject reaches the level that was asked for."""
     if not below:
         return f"{report.subject} reaches {level}."
-    names = ", ".join(f"{each.level.name} ({each.status})" for each in below)
+    names = ", ".join(f"{each.level.name} ({_result_of(each)})" for each in below)
     return f"{report.subject} does not reach {level}: {names}."
+
+
+def _result_of(each: LevelResult) -> str:
+    return f"{each.status} ({each.note})" if each.note == NOT_UNDONE else each.status
 
 
 def smallest(result: LevelResult) -> list[str]:

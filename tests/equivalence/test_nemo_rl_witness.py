@@ -308,7 +308,7 @@ def test_the_given_order_replaces_the_shuffle_and_is_put_back(tree):
 
 
 def test_without_a_checkout_recorded_outcomes_serve_and_the_table_says_so(capsys):
-    assert comparison.main(["compare", "--part", "batches", "--part", "conversations", "--part", "direct loss"]) == 0
+    assert comparison.main(["compare", "--part", "batches", "--part", "conversations", "--part", "direct loss"]) == 2
     told = capsys.readouterr().out.splitlines()
     assert told[0].startswith("nemo_rl: recorded outcomes; there is no checkout")
     assert [line.split() for line in told[1:3]] == [
@@ -316,6 +316,15 @@ def test_without_a_checkout_recorded_outcomes_serve_and_the_table_says_so(capsys
         ["conversations", "recorded", "53", "of", "53", "equal,", "4", "of", "them", "refused", "alike"],
     ]
     assert "not compared: no outcome of it is recorded" in told[3]
+    assert told[-1].startswith("2 of 3 parts compared (recorded); not compared: direct loss")
+    assert comparison.main(["compare", "--part", "batches"]) == 0, "what was asked for is compared"
+    assert capsys.readouterr().out.splitlines()[-1] == "1 of 1 part compared (recorded)"
+
+
+def test_without_a_checkout_not_all_parts_are_compared_and_the_status_says_so(capfd):
+    assert main(["compare", "nemo-rl"]) == 2
+    assert capfd.readouterr().out.splitlines()[-1].startswith("4 of 9 parts compared (recorded)")
+    assert main(["compare", "nemo-rl", "--part", "conversations"]) == 0
 
 
 def test_a_side_that_differs_from_recorded_outcomes_ends_with_1(monkeypatch, capsys):

@@ -93,13 +93,17 @@ def test_the_guides_rows_are_equal_to_the_bit_and_those_that_do_not_fit_are_coun
     assert any("plain_packer" in each for each in report["left_out"])
 
 
-def test_an_undeclared_convention_is_reported_as_undeclared(folder):
+def test_an_undeclared_convention_is_reported_as_undeclared(folder, capsys):
     declared(folder, 'CONVENTIONS = {"shift": "model", "pad_label": "ignore"}', "CONVENTIONS = {}")
     code, report = run_rows("--shard", "1/8")
     assert code == 1
     (kind,) = {each["first"]["right"] for each in report["differences"]}
     assert "a convention that the adapter does not declare" in kind
     assert "conventions={'shift': 'model', 'pad_label': 'ignore'}" in kind
+    printed = capsys.readouterr().out
+    assert "differs by a convention" in printed
+    assert "a row or a refusal" not in printed, "nothing was raised"
+    assert "raised" not in printed
     assert sum(each["count"] for each in report["alike"]) + len(report["differences"]) > 20
 
 

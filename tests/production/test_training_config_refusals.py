@@ -430,3 +430,16 @@ def test_r_setup_21_rows_packed_for_other_settings_are_noted(tmp_path):
     (told,) = packed_otherwise(job)
     assert "the manifest cannot be read" in told
     assert "move it away" in told
+
+
+def test_a_batch_that_is_only_derived_is_refused_once_where_nothing_is_validated():
+    job = load(BASE, ["policy.train_global_batch_size=6"])
+    assert not job.data.validation
+    assert [each.key for each in refusals(job, 4)] == ["policy.train_global_batch_size"]
+
+
+def test_a_refusal_on_the_cpu_names_the_value_that_works():
+    (backend,) = refusals(load(BASE, [f"{TRANSFORMER}.attention_backend=flash"]), 1)
+    assert "set it to its default, auto" in backend.fix
+    (dropout,) = refusals(load(BASE, ["model.attention_dropout=0.1"]), 1)
+    assert "set it to 0 (0.1 is Megatron-LM's default" in dropout.fix

@@ -75,7 +75,7 @@ def check(capsys, monkeypatch):
 def test_parts_that_were_left_out_are_listed_as_not_shown_and_prove_nothing(job, check):
     status, printed, made = check(job(), "--only", "config,file,rows,order", *TWO_SIDES)
     assert (status, made["verdict"]) == (0, "partial")
-    assert "layout: this part was left out" in made["not_shown"]
+    assert "layout: left out" in made["not_shown"]
     assert {name: part["status"] for name, part in made["parts"].items()} == dict.fromkeys(
         ("config", "file", "rows", "order"), "equal"
     )
@@ -212,7 +212,7 @@ def test_faults_of_another_packer_are_found_with_line_and_fix(job, check, kind):
 
 def test_a_file_packed_for_another_tokenizer_is_noted(job, check):
     status, printed, _ = check(job(LINES * 3, **{"policy.max_total_sequence_length": "1024"}), "--only", "file")
-    assert status == 0
+    assert status == 1, "most of its rows are overfull"
     assert "overfull, as if packed for another tokenizer" in printed
 
 
@@ -425,3 +425,55 @@ def test_a_spent_budget_is_reported_and_proves_nothing(job, check):
     assert (status, made["verdict"]) == (1, "differs")
     assert "before the budget was spent" in "".join(made["not_shown"])
     assert "not proven" in printed
+
+
+def test_a_job_that_cannot_be_opened_is_no_tick_and_the_parts_behind_it_say_why(job, check):
+    words = job(**{"policy.tokenizer.name": "othertok"})
+    larger = load_tokenizer(load("job.yaml"))
+    larger.add_tokens([f"another word {number}" for number in range(9)])
+    larger.save_pretrained("othertok")
+    status, printed, made = check(words, "--only", "config,file")
+    assert status == 2
+    assert "nothing against this job" not in printed
+    assert "✗ Configuration  1 reason against this job on 1 rank" in printed
+    assert re.search(r"file: not run because the job is refused \(model.vocab_size .*must be at least", printed)
+    assert "rows: left out" in made["not_shown"]
+    assert "not run" in Path("out/check.html").read_text()
+
+
+def test_a_file_of_which_most_rows_are_overfull_is_no_tick(job, check):
+    """The preset allows cuts, but nobody packs most rows too long on purpose."""
+    long = row("word " * 3000, "an answer behind the cut")
+    mostly = job([long] * 20 + [row("one", "two")] * 2)
+    status, printed, made = check(mostly, "--only", "file")
+    assert (status, made["verdict"], made["parts"]["file"]["status"]) == (1, "differs", "loses")
+    assert "90.9 % of its rows are overfull" in made["parts"]["file"]["findings"][0]["what"]
+    assert "✗ Every row" in printed
+    assert "not proven" in printed
+    status, printed, made = check(job([long] * 11 + [row("one", "two")] * 11), "--only", "file")
+    assert (status, made["parts"]["file"]["status"]) == (0, "equal"), "half of the rows is a note"
+    assert "50.0 % of its rows are overfull" in made["parts"]["file"]["notes"][0], "and the first of the notes"
+
+
+def test_a_refused_key_names_the_key_of_the_yaml_that_ignores_it(job, check):
+    turns = [SYSTEM, {"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "tool_calls": [{"x": 1}]}]
+    words = job([row("one", "two")] * 40 + [json.dumps({"messages": turns})])
+    _, printed, _ = check(words, "--only", "file")
+    assert "name it in data.train.ignore_keys" in printed
+    assert "--ignore-keys" not in printed
+    status, _, _ = check(
+        [*words, "data.train.ignore_keys=[tool_calls]", "data.validation.ignore_keys=[tool_calls]"], "--only", "file"
+    )
+    assert status == 0
+
+
+@pytest.mark.parametrize("rows", [2, 60], ids=["among the first rows", "behind the first rows"])
+def test_a_truncated_last_line_is_told_with_line_and_kind(job, check, rows):
+    words = job([row("one", "two")] * rows)
+    with Path("rows.jsonl").open("a") as file:
+        file.write(row("one", "two")[:-9])
+    status, _, made = check(words, "--only", "config,file")
+    assert status == 2
+    (fault,) = made["parts"]["config"]["findings"]
+    assert f"rows.jsonl, line {rows + 1}" in fault["where"]
+    assert "truncated_last_line" in fault["what"]

@@ -1,10 +1,13 @@
 """The scan of whole packed files: the counts of the sample, each kind of finding at its place, and presets against full builds."""
 
+import io
 import json
+import re
 from pathlib import Path
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from production.errors import BadInput, PackproofError, RowRefused
 from production.files.manifest import read_manifest
@@ -482,7 +485,7 @@ def test_rows_that_lose_most_are_named_by_line_and_row(tmp_path, write, tokenize
 
 
 def test_the_table_of_presets_says_what_is_counted_and_that_tokens_are_a_difference():
-    assert terminal.PRESET_COLUMNS[1] == "equal rows (refused alike included)"
+    assert terminal.PRESET_COLUMNS[1] == "equal"
     assert terminal.PRESET_COLUMNS[-1] == "trained tokens, difference"
 
 
@@ -535,3 +538,23 @@ def test_a_manifest_of_another_tokenizer_or_other_bytes_is_reported(write, capsy
     assert "was packed with another tokenizer" in printed
     assert "The probe text 'digits'" in printed
     assert "is not the file that its manifest describes" in printed
+
+
+def test_the_notes_of_a_file_are_those_of_a_check(write, capsys):
+    """CRLF, separators, another tokenizer's markers, and rows that look packed for something else."""
+    odd = [("system", "s"), ("user", "<|im_start|>one\u2028two"), ("assistant", "three")]
+    long = [("system", "s"), ("user", "word " * 3000), ("assistant", "an answer")]
+    path = write(*[long] * 20, odd, raw=json.dumps({"messages": [{"role": "user", "content": "a"}]}).encode() + b"\r\n")
+    main([str(path), "--tokenizer", str(TOKENIZER), "--pack-length", "2048", "--processes", "1"])
+    printed = capsys.readouterr().out
+    assert f"note: {path}, line 22: 1 line ends in CRLF" in printed
+    assert f"note: {path}, line 21: 1 line holds U+2028" in printed
+    assert f"note: {path}, line 21: <|im_start|> stands in 1 line and is" in printed
+    assert f"note: {path}: 90.9 % of its rows are overfull, as if packed for another tokenizer" in printed
+
+
+def test_presets_are_told_apart_in_80_columns(sample):
+    console = Console(width=80, record=True, file=io.StringIO())
+    terminal.show(sample, console)
+    printed = console.export_text()
+    assert all(re.search(rf"^│ {re.escape(each.name)} +│", printed, re.MULTILINE) for each in sample.presets), printed

@@ -32,10 +32,10 @@ from production.training.certificate import fingerprints
 from production.training.config import Job, load
 from tools.check.cache_part import build_cache, check_cache_dir
 from tools.check.certificate import certificate, write_json, write_text
-from tools.check.config_part import check_config
+from tools.check.config_part import check_config, refuse
 from tools.check.file_part import check_file
 from tools.check.progress import Progress
-from tools.check.result import CACHE, EXIT, PARTS, Finding, PartResult, verdict_of
+from tools.check.result import CACHE, EXIT, PARTS, PartResult, absent_parts, verdict_of
 from tools.check.scan import Scanned
 from tools.check.target import Target, open_target
 from tools.check.terminal import show_part, show_verdict
@@ -94,15 +94,15 @@ class _Check:
         options = self._options
         self._progress.start("the configuration")
         config, dry_run = check_config(self._job, options.world_size)
-        # Every other part needs a job that can be opened, so the configuration is always examined.
-        self._add(config)
         target, held = None, None
         try:
             target = open_target(self._job, dry_run.ranks)
             self._progress.start("the fingerprints")
             held = fingerprints(self._job, target.tokenizer, dry_run.ranks)
         except (PackproofError, OSError) as error:
-            self._refuse(error)
+            refuse(config, error)
+        # Every other part needs a job that can be opened, so the configuration is always examined, and shown with what opening found.
+        self._add(config)
         if target is not None:
             self._compare(target)
             if options.cache:
@@ -111,9 +111,11 @@ class _Check:
         seconds = time.monotonic() - self._started
         asked = [name for name in PARTS if name in options.only]
         verdict = verdict_of(self._results.values(), asked)
+        absent = absent_parts(self._results, asked)
         made = certificate(
             verdict,
             self._results,
+            absent=absent,
             request={
                 "files": [str(file) for file in options.files],
                 "overrides": options.overrides,
@@ -129,7 +131,7 @@ class _Check:
             seconds=seconds,
         )
         self._progress.clear()
-        show_verdict(verdict, self._results, seconds, self._console)
+        show_verdict(verdict, self._results, absent, seconds, self._console)
         self._write(made)
         return EXIT[verdict]
 
@@ -205,16 +207,9 @@ class _Check:
             )
 
     def _refuse(self, error: PackproofError | OSError) -> None:
-        result = self._results["config"]
-        finding = (
-            Finding(what=error.what, where=error.where, fix=error.fix)
-            if isinstance(error, PackproofError)
-            else Finding(what=str(error))
-        )
-        if any(each.what == finding.what for each in result.findings):
+        finding = refuse(self._results["config"], error)
+        if finding is None:
             return
-        result.findings.append(finding)
-        result.status = "refused"
         self._progress.clear()
         self._console.print(f"    {finding.text()}", style="red", markup=False, highlight=False, soft_wrap=True)
 

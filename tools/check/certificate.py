@@ -13,7 +13,7 @@ from typing import Any
 from production.files.cache import write_file
 from production.training.certificate import FORMAT
 from production.training.metrics.versions import versions
-from tools.check.result import PARTS, PartResult, Verdict, summary_of
+from tools.check.result import PartResult, Verdict, summary_of
 
 JSON_NAME = "check.json"
 HTML_NAME = "check.html"
@@ -23,13 +23,13 @@ def certificate(
     verdict: Verdict,
     results: Mapping[str, PartResult],
     *,
+    absent: Mapping[str, str],
     request: Mapping[str, Any],
     fingerprints: Mapping[str, Any] | None,
     made: str,
     seconds: float,
 ) -> dict[str, Any]:
-    """Return the certificate. `request` is what was asked for: files of the job, overrides, ranks, rows, parts."""
-    skipped = [name for name in PARTS if name not in results]
+    """Return the certificate. `absent` has the reason of each part without a result. `request` is what was asked for: files of the job, overrides, ranks, rows, parts."""
     return {
         "format": FORMAT,
         "verdict": verdict,
@@ -38,7 +38,7 @@ def certificate(
         "request": dict(request),
         "parts": {name: _part(each) for name, each in results.items()},
         "not_shown": [
-            *(f"{name}: this part was left out" for name in skipped),
+            *(f"{name}: {why}" for name, why in absent.items()),
             *(f"{name}: {each}" for name, part in results.items() for each in part.not_shown),
         ],
         "overhead": overhead(results, seconds),

@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 
 from production.errors import PackproofError
+from production.files.faults import FIXES
 from production.training.config import Job
 from production.training.dry_run import DryRun, examine
 from tools.check.result import Finding, PartResult
@@ -26,16 +27,33 @@ def check_config(job: Job, world_size: int | None) -> tuple[PartResult, DryRun]:
         notes=list(dict.fromkeys(found.notes)),
         not_shown=[f"{each.where}: {each.what}" for each in found.absent if each not in needed],
     )
-    result.status = "refused" if result.findings else "equal"
-    faults = len(result.findings)
-    result.summary = (
-        f"{counted(faults, 'reason')} against this job on {counted(found.ranks, 'rank')}"
-        if faults
-        else f"nothing against this job on {counted(found.ranks, 'rank')}"
-    )
     result.numbers = {"ranks": found.ranks}
+    _sum_up(result)
     result.seconds = time.monotonic() - started
     return result, found
+
+
+def refuse(result: PartResult, error: PackproofError | OSError) -> Finding | None:
+    """Add what a later step found against the job to the configuration's result; return None where the result has it already."""
+    finding = _finding(error) if isinstance(error, PackproofError) else Finding(what=str(error))
+    if any(each.what == finding.what for each in result.findings):
+        return None
+    result.findings.append(finding)
+    _sum_up(result)
+    return finding
+
+
+def _sum_up(result: PartResult) -> None:
+    faults, ranks = len(result.findings), counted(result.numbers["ranks"], "rank")
+    result.status = "refused" if faults else "equal"
+    result.summary = f"{counted(faults, 'reason') if faults else 'nothing'} against this job on {ranks}"
+
+
+def _finding(error: PackproofError) -> Finding:
+    """Return an error as a finding; a fault of a file's line begins with its kind."""
+    kind = getattr(error, "kind", "")
+    is_of_line = kind in FIXES and (", line " in error.where or ", byte " in error.where)
+    return Finding(what=f"{kind}: {error.what}" if is_of_line else error.what, where=error.where, fix=error.fix)
 
 
 def _told_once(errors: Sequence[PackproofError]) -> list[Finding]:
@@ -44,5 +62,5 @@ def _told_once(errors: Sequence[PackproofError]) -> list[Finding]:
     for each in errors:
         place = each.where.partition(" (")[0]
         key = (each.what, place if ", line " in place or ", byte " in place else each.where)
-        found.setdefault(key, Finding(what=each.what, where=each.where, fix=each.fix))
+        found.setdefault(key, _finding(each))
     return list(found.values())

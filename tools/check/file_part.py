@@ -5,19 +5,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 
-from tools.check.line_texts import look_through, notes_of
 from tools.check.progress import Progress
 from tools.check.result import PARTS, Finding, PartResult
 from tools.check.scan import Scanned, place_of, plain_scan, scan
 from tools.check.target import Target
 from tools.counted import counted
+from tools.inspect_rows.file_notes import FIX_PACKING, is_packed_otherwise, look_through, notes_of, packed_otherwise
 from tools.inspect_rows.inspection import Finding as RowFinding
 
-OVERFULL_SHARE = 0.01
-UNDERFULL = 0.6
-"""Shares from which a file looks as if it had been packed for something else; below them nothing is said."""
-ENOUGH_ROWS = 20
-"""Rows below which a share says nothing of how a file was packed."""
 _BY_VALUE = ", which padding_mask=by_value takes for padding"
 _ITSELF = ", and becomes the token itself"
 FIRST_PLACES = 3
@@ -38,14 +33,21 @@ def check_file(
     A fault that is among `told`, the findings of the configuration, is noted with its line and not counted again.
     """
     result = PartResult(name="file")
-    scans = []
+    scans, notes = [], []
     for dataset in target.datasets:
         progress.start(f"every row of {dataset.names}")
         scans.append(scan(target, dataset, most=most, deadline=deadline, progress=progress, processes=processes))
         for file in dict.fromkeys(each.path for each in dataset.dataset.data_path):
             texts = look_through(file, deadline=deadline)
-            result.notes += notes_of(texts, target.tokenizer)
+            notes += notes_of(texts, target.tokenizer)
     for each in scans:
+        # First, since it explains what else the file loses. Nobody packs most rows so on purpose, whatever the preset allows.
+        if (what := packed_otherwise(each.inspection)) is not None:
+            fault = Finding(what=what, where=each.dataset.names, fix=FIX_PACKING)
+            if is_packed_otherwise(each.inspection):
+                result.findings.insert(0, fault)
+            else:
+                result.notes.append(fault.text())
         for finding, first, count in _findings(each):
             if count == 1 and _is_told(first, told):
                 result.notes.append(
@@ -53,11 +55,12 @@ def check_file(
                 )
             else:
                 result.findings.append(finding)
-        result.notes += itertools.chain(_losses(each), _looks_packed_otherwise(each), _other_presets(each))
+        result.notes += itertools.chain(_losses(each), _other_presets(each))
         if not each.inspection.rows_complete:
             result.not_shown.append(
                 f"{each.dataset.names}: {each.rows:,} of {counted(each.total, 'row')} were inspected before the budget was spent"
             )
+    result.notes += notes
     result.compared = sum(each.rows for each in scans)
     stops = any("fails" in each.inspection.severities.values() for each in scans)
     result.status = "stops" if stops else "loses" if result.findings else "equal" if result.compared else "not run"
@@ -84,11 +87,13 @@ def _findings(found: Scanned) -> Iterator[tuple[Finding, RowFinding, int]]:
 
 
 def _is_told(first: RowFinding, told: Sequence[Finding]) -> bool:
-    """Return whether the configuration's part tells this fault: it knows the end of a file by byte, other rows by line."""
-    if first.kind == "truncated_last_line" and any(each.where.startswith(f"{first.file}, byte ") for each in told):
-        return True
+    """Return whether the configuration's part tells this fault: it knows the end of a very large file by byte, other rows by line."""
     line = f"{first.file}, line {first.line}"
-    return any(each.what == first.what and each.where.startswith((f"{line}, ", f"{line} (")) for each in told)
+    places = (f"{line}, ", f"{line} (", f"{first.file}, byte ")
+    if first.kind == "truncated_last_line":
+        return any(first.kind in each.what and each.where.startswith(places) for each in told)
+    same = (first.what, f"{first.kind}: {first.what}")
+    return any(each.what in same and each.where.startswith(places[:2]) for each in told)
 
 
 def _finding(first: list[RowFinding], count: int, begins: str) -> Finding:
@@ -194,27 +199,6 @@ def _refusing(found: Scanned) -> str:
         keys.append(key if is_own else "data.default.semantics")
     preset = [each for each in found.dataset.dataset.semantics.split(",") if not each.startswith("lost_conversations=")]
     return " ".join(f"{key}={','.join([*preset, 'lost_conversations=refuse'])}" for key in dict.fromkeys(keys))
-
-
-def _looks_packed_otherwise(found: Scanned) -> Iterator[str]:
-    """Say that a file without a word about its settings looks as if it had been packed for others."""
-    counts = found.inspection.counts
-    built = counts["rows_built"]
-    if built < ENOUGH_ROWS:
-        return
-    overfull = found.edges.counts["overfull"] / built
-    fill = counts["content_tokens"] / max(counts["row_tokens"], 1)
-    fix = "find out which tokenizer, prompt format, pack length and cp it was packed for, and give the job those or pack it again"
-    if overfull > OVERFULL_SHARE:
-        yield (
-            f"{found.dataset.names}: {100 * overfull:.1f} % of its rows are overfull, as if packed for another tokenizer, format or a "
-            f"longer row: {fix}"
-        )
-    elif fill < UNDERFULL:
-        yield (
-            f"{found.dataset.names}: only {100 * fill:.0f} % of its rows is filled, as if packed for another tokenizer, format or a "
-            f"shorter row: {fix}"
-        )
 
 
 def _other_presets(found: Scanned) -> Iterator[str]:

@@ -73,6 +73,19 @@ class PartResult:
         return TITLES[self.name]
 
 
+def absent_parts(results: Mapping[str, PartResult], asked: Sequence[str]) -> dict[str, str]:
+    """Return each part without a result, with the reason: it was left out, or a refused configuration kept it from running."""
+    config = results.get("config")
+    refused = config is not None and config.status == "refused"
+    first = config.findings[0] if refused and config else Finding(what="")
+    why = (
+        f"not run because the job is refused ({first.where}{': ' if first.where else ''}{first.what})"
+        if refused
+        else ""
+    )
+    return {name: why if why and name in asked else "left out" for name in PARTS if name not in results}
+
+
 def verdict_of(results: Iterable[PartResult], asked: Sequence[str]) -> Verdict:
     """Return the verdict: `proven` only where every part of PARTS compared something and found nothing.
 

@@ -94,6 +94,7 @@ def scan(
         chat_key=settings.chat_key,
         on_bad_row=settings.on_bad_row,
         ignore_keys=settings.ignore_keys,
+        ignore=" and ".join(f"{key}.ignore_keys" for key in dataset.keys),
         vocab_size=target.vocabulary,
         on_finding=collector.take,
         budget_seconds=None if deadline == float("inf") else max(deadline - time.monotonic(), 0.0),

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from tools.check.certificate import lines_of, overhead
-from tools.check.result import PARTS, PartResult, Verdict, summary_of
+from tools.check.result import PartResult, Verdict, summary_of
 
 _MARKS = {
     "equal": ("✓", "green"),
@@ -46,11 +46,12 @@ def show_part(result: PartResult, console: Console) -> None:
         console.print(f"    [yellow]note:[/] {escape(note)}", highlight=False, soft_wrap=True)
 
 
-def show_verdict(verdict: Verdict, results: Mapping[str, PartResult], seconds: float, console: Console) -> None:
+def show_verdict(
+    verdict: Verdict, results: Mapping[str, PartResult], absent: Mapping[str, str], seconds: float, console: Console
+) -> None:
     """Print what was not shown, the overhead over bare inspection, and the verdict."""
-    left_out = [name for name in PARTS if name not in results]
     not_shown = [
-        *(f"{name}: left out" for name in left_out),
+        *(f"{name}: {why}" for name, why in absent.items()),
         *(f"{name}: {each}" for name, part in results.items() for each in part.not_shown),
     ]
     if not_shown:

@@ -1,7 +1,7 @@
 """Compare two runs step by step: the published comparison as a command.
 
-    packproof-compare-runs recorded megatron.log our/run --steps 3-20 --html runs.html
-    packproof-compare-runs live --config job.yaml --layout cp2 --html live.html
+    packproof compare-runs recorded megatron.log our/run --steps 3-20 --html runs.html
+    packproof compare-runs live --config job.yaml --layout cp2 --html live.html
 
 `live` runs Megatron-LM's own pieces and packproof beside each other. Two paths without a command mean `recorded`. Exit status: 0
 compared as asked, 1 a loss is not a number or a limit does not hold, 2 bad input.

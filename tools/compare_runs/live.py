@@ -96,7 +96,7 @@ class Arguments:
 
 def main(arguments: Sequence[str]) -> int:
     """Run both, compare, print, write; exit status 0: as asked, 1: a limit does not hold, 2: bad input."""
-    options = tyro.cli(Arguments, args=arguments, prog="packproof-compare-runs live", description=__doc__)
+    options = tyro.cli(Arguments, args=arguments, prog="packproof compare-runs live", description=__doc__)
     try:
         torch.set_num_threads(1)  # before a fork, and so that all ranks are alike
         preload(*MODULES)
@@ -122,7 +122,7 @@ def main(arguments: Sequence[str]) -> int:
         more = {"live": _document(options, job, world_size, runs, measured)}
         deliver(comparison, broken=broken, html=options.html, json_file=options.json_file, more=more)
     except (SuiteError, PackproofError, OSError) as error:
-        print(f"packproof-compare-runs: {error}", file=sys.stderr)
+        print(f"packproof compare-runs: {error}", file=sys.stderr)
         return CANNOT_RUN
     return 1 if broken or not comparison.all_finite else 0
 

@@ -57,7 +57,7 @@ class Arguments:
 
 def main(arguments: Sequence[str]) -> int:
     """Compare, print, write; exit status 0: as asked, 1: a loss is not a number or a limit does not hold, 2: bad input."""
-    options = tyro.cli(Arguments, args=arguments, prog="packproof-compare-runs recorded", description=__doc__)
+    options = tyro.cli(Arguments, args=arguments, prog="packproof compare-runs recorded", description=__doc__)
     try:
         window = Window.parse(options.steps)
         first = _read(options.a, Names(options.names, side="A"), options.name_a, options.offset_a)
@@ -68,7 +68,7 @@ def main(arguments: Sequence[str]) -> int:
         )
         deliver(comparison, broken=broken, html=options.html, json_file=options.json_file)
     except (SuiteError, PackproofError) as error:
-        print(f"packproof-compare-runs: {error}", file=sys.stderr)
+        print(f"packproof compare-runs: {error}", file=sys.stderr)
         return CANNOT_RUN
     return 1 if broken or not comparison.all_finite else 0
 

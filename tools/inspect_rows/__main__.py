@@ -34,6 +34,7 @@ from production.tokens.folder import load_folder
 from production.tokens.message_keys import MessageKeys
 from tools.counted import counted
 from tools.engine import Engine, open_pool
+from tools.inspect_rows.file_notes import FIX_PACKING, look_through, notes_of, packed_otherwise
 from tools.inspect_rows.fix import FixBy, Fixer, check_place
 from tools.inspect_rows.inspection import Finding, Inspection
 from tools.inspect_rows.manifest import make_manifest, manifest_notes
@@ -138,6 +139,7 @@ def _run(options: Arguments, settings: RowSettings, pool: OrderedPool, complaint
     found, redundant = _scan(options, tokenizer, settings, pool, complaints)
     if not options.ignore_manifest:
         found = replace(found, notes=(*found.notes, *manifest_notes(options.files, tokenizer)))
+    found = replace(found, notes=(*found.notes, *_file_notes(options, found, tokenizer)))
     told: list[str] = []
     if options.write_manifest:
         told += [f"wrote {path}" for path in make_manifest(options.files, found, tokenizer, options.tokenizer)]
@@ -189,6 +191,16 @@ def _scan(
             budget_seconds=options.budget,
         )
     return found, redundant[0] if redundant else None
+
+
+def _file_notes(options: Arguments, found: Inspection, tokenizer: Any) -> Iterator[str]:
+    """Yield what a check would note of these files; a scan that ends early ends here, too, after its budget."""
+    names = [str(file) for file in options.files]
+    if (what := packed_otherwise(found)) is not None:
+        yield f"{', '.join(names)}: {what}. To fix it: {FIX_PACKING}"
+    deadline = float("inf") if options.budget is None else time.monotonic() + options.budget
+    for name in dict.fromkeys(names):
+        yield from notes_of(look_through(name, deadline=deadline), tokenizer)
 
 
 def _fix(

@@ -49,7 +49,7 @@ COUNTS = (
     "empty_conversations", "conversations_that_train_nothing", "rows_that_train_nothing", "messages", "row_tokens",
     "content_tokens", "trained_tokens", "padding_tokens", "truncated_tokens", "boundary_labels", "pad_labels",
     "pad_in_content", "hidden_segments", "unrendered_messages", "unknown_keys", "control_tokens", "removed_switches",
-    "ids_outside_vocabulary", "rows_exactly_full",
+    "ids_outside_vocabulary", "rows_exactly_full", "rows_overfull",
 )  # fmt: skip
 """The totals of an inspection. `content_tokens` and `trained_tokens` are those in rows."""
 _REPORTED = (
@@ -191,6 +191,7 @@ class RowInspector:
                 "content_tokens": int(content.sum()),
                 "conversations_that_train_nothing": int(np.count_nonzero((trained == 0) & has_tokens)),
                 "rows_exactly_full": int(np.count_nonzero(facts.is_exactly_full[is_counted])),
+                "rows_overfull": sum(bool(report["truncated"] or report["dropped"]) for report in reports),
                 "rows_that_train_nothing": sum(not report["trained_tokens"] for report in reports),
                 "pad_in_content": int(facts.pads[is_counted].sum()),
                 "pad_labels": int(facts.pad_labels[is_counted].sum()),

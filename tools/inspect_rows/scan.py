@@ -107,6 +107,7 @@ def scan(
     chat_key: str = "messages",
     on_bad_row: OnBadRow = "error",
     ignore_keys: Sequence[str] = (),
+    ignore: str = "--ignore-keys",
     vocab_size: int | None = None,
     compare_presets: bool = True,
     keep: int = KEEP,
@@ -123,7 +124,7 @@ def scan(
     none; a `pool` takes their place. `on_finding` gets every finding in order; the result keeps the first `keep` of each kind. `on_redundant` gets row
     and conversation of every copy of an earlier conversation, in order. `most_rows` and
     `budget_seconds` end a scan early (`rows_complete` is False then). `compare_presets` builds rows again where a
-    preset could differ: in the format `identity` that is every row. `vocab_size` is the model's; the tokenizer's by
+    preset could differ: in the format `identity` that is every row. `ignore` is the option or the key of the YAML that lists `ignore_keys`, for messages. `vocab_size` is the model's; the tokenizer's by
     default. `loaded` is the folder's tokenizer where the caller has it, with a job's own chat template. With `on_bad_row` "skip" an unreadable line is a loss, not a failure.
 
     Raises PackproofError for files or a tokenizer that cannot be opened, for files that change meanwhile, and where a
@@ -133,9 +134,7 @@ def scan(
     watch = FileWatch.begin(files)
     loaded = load_folder(Path(tokenizer)) if loaded is None else loaded
     ids = max(len(loaded), max(loaded.get_vocab().values(), default=0) + 1)
-    keys = MessageKeys.of_format(
-        settings.prompt_format, settings.semantics, loaded, ignored=ignore_keys, ignore="--ignore-keys"
-    )
+    keys = MessageKeys.of_format(settings.prompt_format, settings.semantics, loaded, ignored=ignore_keys, ignore=ignore)
     pool = pool or ProcessPool(workers=cores() if processes is None else processes)
     with open_source([os.fspath(file) for file in files], chat_key=chat_key, cache_folder=cache_folder) as source:
         inspector = RowInspector(

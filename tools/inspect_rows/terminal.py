@@ -101,11 +101,11 @@ def preset_rows(found: Inspection) -> list[list[str]]:
 
 PRESET_COLUMNS = (
     "preset",
-    "equal rows (refused alike included)",
-    "other rows",
+    "equal",
+    "other",
     "refused there",
-    "refused only here",
-    "trained tokens, difference",
+    "only here",
+    "trained tokens",
 )
 
 
@@ -171,7 +171,11 @@ def _value(histogram: Histogram, value: float | None) -> str:
 def _tables(found: Inspection) -> Iterator[RenderableType]:
     yield _table("distributions", HISTOGRAM_COLUMNS, histogram_rows(found))
     if found.presets:
-        yield _table("under each preset", PRESET_COLUMNS, preset_rows(found))
+        yield _table(
+            "under each preset (equal: rows refused alike included; trained tokens: the difference)",
+            PRESET_COLUMNS,
+            preset_rows(found),
+        )
     yield _table("under another context parallel size", CONTEXT_COLUMNS, context_rows(found))
 
 
@@ -182,7 +186,7 @@ def _pairs(title: str, pairs: list[tuple[str, str]]) -> Group:
 def _table(title: str, columns: tuple[str, ...], rows: list[list[str]], *, header: bool = True) -> Table:
     table = Table(title=title, show_header=header)
     for index, column in enumerate(columns):
-        table.add_column(column, justify="right" if index else "left")
+        table.add_column(column, justify="right" if index else "left", no_wrap=not index)
     for row in rows:
         table.add_row(*map(Text, row))
     return table

@@ -22,7 +22,7 @@ CANNOT_RUN = 2
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command. Exit status: 0 done, 1 a witness differs from the preset of its version, 2 bad input."""
+    """Run one command. Exit status: 0 done, 1 a witness differs from the preset of its version, 2 bad input, or a part of NeMo-RL that was not compared."""
     options = _parser().parse_args(argv)
     try:
         status: int = options.run(options)
@@ -74,11 +74,12 @@ def _remove(options: argparse.Namespace) -> int:
 
 def _compare(options: argparse.Namespace) -> int:
     versions = [each for each in options.versions if each not in nemo_rl.COMMAND_NAMES]
+    parts = [word for part in options.part for word in ("--part", part)]
     statuses = [_compare_versions(versions)] if versions else []
     if versions and not options.rows_only:
         statuses.append(_compare_steps(versions))
     if len(versions) < len(options.versions):
-        statuses.append(_run_nemo_rl("compare", "--drawn", str(options.drawn)))
+        statuses.append(_run_nemo_rl("compare", "--drawn", str(options.drawn), *parts))
     return max(statuses)
 
 
@@ -160,6 +161,13 @@ def _parser() -> argparse.ArgumentParser:
         type=_count,
         default=200,
         help="cases that are drawn for each part of NeMo-RL, beside the recorded ones",
+    )
+    compared.add_argument(
+        "--part",
+        action="append",
+        default=[],
+        choices=list(nemo_rl.PARTS),
+        help="a part of NeMo-RL, several times for several; all without",
     )
     compared.add_argument("--rows-only", action="store_true", help="compare a version's rows and no training steps")
     compared.set_defaults(run=_compare)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from equivalence.subjects.external.process import SubjectFailed
+from equivalence.subjects.external.process import SubjectFailed, UndeclaredConvention
 from equivalence.subjects.protocol import (
     ROW_TENSORS,
     Messages,
@@ -89,7 +89,7 @@ def build_packed_row(
             except ValueError:
                 continue
             if explains:
-                raise SubjectFailed(
+                raise UndeclaredConvention(
                     f"differs by a convention that the adapter does not declare: serve(…, conventions={more!r}) would make the row equal"
                 )
     return row

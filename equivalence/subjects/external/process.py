@@ -36,6 +36,12 @@ class SubjectFailed(Exception):  # noqa: N818 - the subject's fault, and a resul
     own_words = True
 
 
+class UndeclaredConvention(SubjectFailed):
+    """A row that would be equal if the adapter declared a convention; nothing was raised, and the text says it all."""
+
+    difference = "convention"
+
+
 class ChildProcess:
     """A running subject. Its stdin, stdout and stderr are pipes that only `send`, `receive` and `close` touch; no thread is used."""
 

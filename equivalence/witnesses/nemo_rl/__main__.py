@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from equivalence.errors import SuiteError, WitnessError
@@ -20,7 +21,7 @@ CANNOT_RUN = 2
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command. Exit status: 0 all is equal, 1 a difference, 2 bad input or a checkout that cannot run."""
+    """Run one command. Exit status: 0 all is equal, 1 a difference, 2 bad input, a checkout that cannot run, or a part that was not compared."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("command", choices=("compare", "record"))
     parser.add_argument("--out", type=Path)
@@ -43,13 +44,33 @@ def _compare(checkout: Checkout | None, parts: Sequence[str], drawn: int) -> int
         print(f"{NAME}: {checkout.text}")
         for line in stand_ins():
             print(f"  stand-in: {line}")
-    is_different = False
+    is_different, served = False, dict.fromkeys(parts, "")
     for verdict in _verdicts(checkout, parts, drawn):
         print(verdict.text, flush=True)
         if verdict.first:
             print(f"  first: {verdict.first[:2000]}")
         is_different |= verdict.equal < verdict.cases
-    return int(is_different)
+        if not verdict.why:
+            served[verdict.part] = verdict.served
+    print(_summary(served))
+    if is_different:
+        return 1
+    # As in `make equivalence`: a witness that could not run is no equality.
+    return 0 if all(served.values()) else CANNOT_RUN
+
+
+def _summary(served: Mapping[str, str]) -> str:
+    """Return how many parts were compared, and what served: the checkout, recorded outcomes, or both."""
+    by = list(dict.fromkeys(each for each in served.values() if each))
+    compared = sum(map(bool, served.values()))
+    told = f"{compared} of {len(served)} part{'' if len(served) == 1 else 's'} compared" + (
+        f" ({' and '.join(by)})" if by else ""
+    )
+    lacking = [part for part, each in served.items() if not each]
+    if not lacking:
+        return told
+    names = " ".join(f"--part {shlex.quote(part)}" for part in served if part not in lacking)
+    return f"{told}; not compared: {', '.join(lacking)}" + (f". To ask for the others alone: {names}" if names else "")
 
 
 def _verdicts(checkout: Checkout | None, parts: Sequence[str], drawn: int) -> Iterator[Verdict]:

@@ -28,10 +28,12 @@ def check_batches(setup: Setup) -> Iterator[SetupRefused]:
                 "micro_batch_size", key, f"must be 1, got {size}: one row is one microbatch", f"set {key} to 1"
             )
     data_parallel = setup.data_parallel_size
-    for key, rows in (
-        ("policy.train_global_batch_size", policy.train_global_batch_size),
-        ("sft.val_global_batch_size", job.sft.val_global_batch_size or policy.train_global_batch_size),
-    ):
+    batches = [("policy.train_global_batch_size", policy.train_global_batch_size)]
+    # Where no key says it and nothing is validated, the size is derived from the training's, which is refused itself.
+    source = job.sources.get("sft.val_global_batch_size")
+    if job.data.validation or (source is not None and source.kind != "derived"):
+        batches.append(("sft.val_global_batch_size", job.sft.val_global_batch_size or policy.train_global_batch_size))
+    for key, rows in batches:
         if rows < 1 or (data_parallel is not None and rows % data_parallel):
             what = f"must be a multiple of the {data_parallel or 1} data-parallel ranks and at least 1, got {rows}"
             yield setup.refuse("global_batch_size", key, what, f"make it a multiple of {data_parallel or 1}")

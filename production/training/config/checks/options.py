@@ -4,7 +4,9 @@
 
 from __future__ import annotations
 
+import enum
 import importlib.util
+import json
 from collections.abc import Iterator, Mapping
 
 from production.library_warnings import quiet_libraries
@@ -53,8 +55,11 @@ def check_kernels(setup: Setup) -> Iterator[SetupRefused]:
         for key, _, part in _turned_on(setup, kind, NEEDS_CUDA[kind]):
             if setup.device == "cpu":
                 yield _on_the_cpu(setup, key, part)
-    for key, _, part in _turned_on(setup, "transformer", NEEDS_TRANSFORMER_ENGINE):
-        yield from _missing(setup, key, part, *_TRANSFORMER_ENGINE)
+    for key, name, part in _turned_on(setup, "transformer", NEEDS_TRANSFORMER_ENGINE):
+        default = option_defaults("transformer")[name]
+        # A key that another file sets cannot be taken out by an override, and null is another value than the default.
+        fix = f"take it out or set it to its default, {_as_yaml(default)}"
+        yield from _missing(setup, key, part, *_TRANSFORMER_ENGINE, fix=fix)
     thrown_away = [each for each in _words(setup, "recompute_modules") if each in RECOMPUTED_BY_TRANSFORMER_ENGINE]
     if thrown_away and setup.job.megatron.transformer.get("recompute_granularity") == "selective":
         part = f"recomputation of outputs ({', '.join(thrown_away)})"
@@ -159,7 +164,11 @@ def _check_modules(setup: Setup) -> Iterator[SetupRefused]:
     model = setup.job.model
     if model.attention_dropout > 0:
         yield from _missing(
-            setup, "model.attention_dropout", "attention dropout (hidden_dropout is there)", *_TRANSFORMER_ENGINE
+            setup,
+            "model.attention_dropout",
+            "attention dropout (hidden_dropout is there)",
+            *_TRANSFORMER_ENGINE,
+            fix="set it to 0 (0.1 is Megatron-LM's default, and the CPU runs 0 alone)",
         )
     if model.normalization != "RMSNorm":
         part = f"{model.normalization} (torch's norm is an RMSNorm)"
@@ -183,12 +192,14 @@ def _check_dispatcher(setup: Setup) -> Iterator[SetupRefused]:
         yield setup.refuse("expert_parallel_size", key, what, "set it to alltoall, or raise expert parallelism")
 
 
-def _missing(setup: Setup, key: str, part: str, module: str, package: str) -> Iterator[SetupRefused]:
+def _missing(
+    setup: Setup, key: str, part: str, module: str, package: str, *, fix: str = "take it out"
+) -> Iterator[SetupRefused]:
     """Return why a kernel is missing: always on the CPU; on CUDA without the package, a note where the job runs
-    elsewhere (`validation.notes`).
+    elsewhere (`validation.notes`). `fix` is the way out on the CPU.
     """
     if setup.device == "cpu":
-        yield _on_the_cpu(setup, key, part)
+        yield _on_the_cpu(setup, key, part, fix)
     elif setup.device == "cuda" and importlib.util.find_spec(module) is None:
         yield setup.refuse(
             "not_installed",
@@ -198,10 +209,15 @@ def _missing(setup: Setup, key: str, part: str, module: str, package: str) -> It
         )
 
 
-def _on_the_cpu(setup: Setup, key: str, part: str) -> SetupRefused:
-    return setup.refuse(
-        "device", key, f"{part} is not available on the CPU", "take it out, or set cluster.device to cuda"
-    )
+def _on_the_cpu(setup: Setup, key: str, part: str, fix: str = "take it out") -> SetupRefused:
+    return setup.refuse("device", key, f"{part} is not available on the CPU", f"{fix}, or set cluster.device to cuda")
+
+
+def _as_yaml(value: object) -> str:
+    """Return an option's value as a YAML file writes it: the name of an enumeration's member, null, true."""
+    if isinstance(value, enum.Enum):
+        return value.name
+    return json.dumps(value) if value is None or isinstance(value, bool | int | float) else str(value)
 
 
 def _words(setup: Setup, name: str) -> list[str]:

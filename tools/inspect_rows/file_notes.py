@@ -1,4 +1,4 @@
-"""Look through a file's bytes for what another tool would read otherwise: line ends, separators, another tokenizer's markers."""
+"""Say what is worth knowing of a file: line ends, separators and markers that another tool would read otherwise, and rows that look packed for others."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 
 from production.files.head import stream_lines
 from tools.counted import counted
+from tools.inspect_rows.inspection import Inspection
 
 _SEPARATORS = re.compile(rb"\xe2\x80[\xa8\xa9]|\xc2\x85|\\u202[89]|\\u0085")
 """U+2028, U+2029 and U+0085, as they are or escaped: Python's `splitlines` ends a line at each."""
@@ -22,6 +23,13 @@ _FIRST_LINES = 3
 """Lines of each kind that are named."""
 _SPLIT = 2
 """Tokens from which a marker is mere text for a tokenizer."""
+OVERFULL_SHARE, MOSTLY_OVERFULL = 0.01, 0.5
+"""Shares of overfull rows above which a file looks as if it had been packed for something else, and above which a check does not pass."""
+UNDERFULL = 0.6
+"""Share of a file's tokens below which it looks as if it had been packed for something else."""
+ENOUGH_ROWS = 20
+"""Rows below which a share says nothing of how a file was packed."""
+FIX_PACKING = "find out which tokenizer, prompt format, pack length and cp it was packed for, and give the job those or pack it again"
 
 
 @dataclass(kw_only=True)
@@ -91,5 +99,29 @@ def notes_of(found: LineTexts, tokenizer: Any) -> Iterator[str]:
         if pieces >= _SPLIT:
             yield (
                 f"{found.place(marker)}: {marker} stands in {counted(count, 'line')} and is {pieces} tokens of this tokenizer, as "
-                "if the file had been written for another: give policy.tokenizer.name the tokenizer that it was packed with, or pack it again without the marker"
+                "if the file had been written for another: give the job the tokenizer that it was packed with, or pack it again without the marker"
             )
+
+
+def is_packed_otherwise(found: Inspection) -> bool:
+    """Return whether so many rows are overfull that the file must have been packed for something else."""
+    return _overfull_share(found) > MOSTLY_OVERFULL
+
+
+def packed_otherwise(found: Inspection) -> str | None:
+    """Say that a file without a word about its settings looks as if it had been packed for others; None where it does not."""
+    share = _overfull_share(found)
+    fill = found.counts["content_tokens"] / max(found.counts["row_tokens"], 1)
+    if share > OVERFULL_SHARE:
+        return (
+            f"{100 * share:.1f} % of its rows are overfull, as if packed for another tokenizer, format or a longer row"
+        )
+    if fill < UNDERFULL and found.counts["rows_built"] >= ENOUGH_ROWS:
+        return f"only {100 * fill:.0f} % of its rows is filled, as if packed for another tokenizer, format or a shorter row"
+    return None
+
+
+def _overfull_share(found: Inspection) -> float:
+    """Return the share of rows with a conversation that is cut or dropped; 0 for too few rows."""
+    built = found.counts["rows_built"]
+    return found.counts["rows_overfull"] / built if built >= ENOUGH_ROWS else 0.0
