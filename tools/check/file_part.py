@@ -33,7 +33,8 @@ def check_file(
     A fault that is among `told`, the findings of the configuration, is noted with its line and not counted again.
     """
     result = PartResult(name="file")
-    scans, notes = [], []
+    scans: list[Scanned] = []
+    notes: list[str] = []
     for dataset in target.datasets:
         progress.start(f"every row of {dataset.names}")
         scans.append(scan(target, dataset, most=most, deadline=deadline, progress=progress, processes=processes))
