@@ -468,7 +468,7 @@ def test_a_refused_key_names_the_key_of_the_yaml_that_ignores_it(job, check):
 
 
 @pytest.mark.parametrize("rows", [2, 60], ids=["among the first rows", "behind the first rows"])
-def test_a_truncated_last_line_is_told_with_line_and_kind(job, check, rows):
+def test_a_truncated_last_line_is_reported_with_line_and_kind(job, check, rows):
     words = job([row("one", "two")] * rows)
     with Path("rows.jsonl").open("a") as file:
         file.write(row("one", "two")[:-9])

@@ -553,7 +553,7 @@ def test_the_notes_of_a_file_are_those_of_a_check(write, capsys):
     assert f"note: {path}: 90.9 % of its rows are overfull, as if packed for another tokenizer" in printed
 
 
-def test_presets_are_told_apart_in_80_columns(sample):
+def test_presets_are_reported_apart_in_80_columns(sample):
     console = Console(width=80, record=True, file=io.StringIO())
     terminal.show(sample, console)
     printed = console.export_text()
