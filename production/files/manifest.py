@@ -26,8 +26,9 @@ from production.files.head import stream_lines
 _KINDS: dict[str, type] = {"pack_length": int, "prompt_format": str, "context_parallel_size": int, "semantics": str}
 FORMAT = "packproof-packed-rows/3"
 """Name and version of the manifests that are written; older ones are read too, which have no checksum."""
-FORMATS = ("packproof-packed-rows/1", "packproof-packed-rows/2", FORMAT)
-"""Those that are read."""
+_FAMILY = "packproof-packed-rows/"
+FORMATS = (f"{_FAMILY}1", f"{_FAMILY}2", FORMAT)
+"""Versions that are read; a manifest that names another kind of format, or none, is somebody else's and is read as it stands."""
 _ANEW = "pack the file again, or move the manifest away and say what it was packed for"
 
 
@@ -74,7 +75,7 @@ def read_manifest(file: Path) -> Manifest | None:
         raise _bad(path, f"cannot be read ({error})") from error
     if not isinstance(said, dict):
         raise _bad(path, "is not a JSON object")
-    if said.get("format", FORMAT) not in FORMATS:
+    if str(said.get("format")).startswith(_FAMILY) and said["format"] not in FORMATS:
         raise _bad(
             path,
             f"has the format {said['format']!r}, and this version of packproof reads {', '.join(FORMATS)}",
