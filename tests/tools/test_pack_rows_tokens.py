@@ -282,7 +282,7 @@ def test_places_that_cannot_be_are_errors_with_a_fix(tmp_path, capsys):
         (parquet, MINI, out, "a Parquet file"),
         (bare, MINI, out, "the folder has no file that ends in"),
         (tmp_path / "none.jsonl", MINI, out, "there is no such file"),
-        (odd, MINI, out, "no UTF-8"),
+        (odd, MINI, out, "not UTF-8"),
         (tmp_path / ("x" * 5000), MINI, out, "cannot be opened"),
         (file, bare, out, "tokenizer_config.json is missing"),
         (file, tmp_path / ("x" * 5000), out, "the tokenizer folder does not exist"),
