@@ -34,13 +34,12 @@ def check_file(
     """
     result = PartResult(name="file")
     scans: list[Scanned] = []
-    notes: list[str] = []
     for dataset in target.datasets:
         progress.start(f"every row of {dataset.names}")
         scans.append(scan(target, dataset, most=most, deadline=deadline, progress=progress, processes=processes))
         for file in dict.fromkeys(each.path for each in dataset.dataset.data_path):
             texts = look_through(file, deadline=deadline)
-            notes += notes_of(texts, target.tokenizer)
+            result.notes += notes_of(texts, target.tokenizer)
     for each in scans:
         # First, since it explains what else the file loses. Nobody packs most rows so on purpose, whatever the preset allows.
         if (what := packed_otherwise(each.inspection)) is not None:
@@ -48,7 +47,7 @@ def check_file(
             if is_packed_otherwise(each.inspection):
                 result.findings.insert(0, fault)
             else:
-                result.notes.append(fault.text())
+                result.notes.insert(0, fault.text())
         for finding, first, count in _findings(each):
             if count == 1 and _is_told(first, told):
                 result.notes.append(
@@ -61,7 +60,6 @@ def check_file(
             result.not_shown.append(
                 f"{each.dataset.names}: {each.rows:,} of {counted(each.total, 'row')} were inspected before the budget was spent"
             )
-    result.notes += notes
     result.compared = sum(each.rows for each in scans)
     stops = any("fails" in each.inspection.severities.values() for each in scans)
     result.status = "stops" if stops else "loses" if result.findings else "equal" if result.compared else "not run"
