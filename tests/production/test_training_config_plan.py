@@ -204,8 +204,8 @@ def test_the_command_line_refuses_with_all_reasons_and_exit_status_2(capsys):
     )
     said = capsys.readouterr()
     assert said.out == ""
-    assert said.err.count("refused: ") == 4  # micro batch size, both global batch sizes on 3 ranks, no validation
-    assert "4 reasons against this job on 3 ranks" in said.err
+    assert said.err.count("refused: ") == 3  # micro batch size, the global batch size on 3 ranks, no validation
+    assert "3 reasons against this job on 3 ranks" in said.err
     assert main(["--config", str(BASE), "policy.precison=float32"]) == 2
     assert "the nearest is policy.precision" in capsys.readouterr().err
 
